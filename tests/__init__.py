@@ -1,7 +1,9 @@
-"""Limit oneDNN to AVX-512 in the tests, unless the caller sets another limit. Tests require that a row of a matrix
-product has the same bits for any number of rows. With AMX, the order in which oneDNN sums a product depends on the
-number of rows. oneDNN reads the variable at the first product, so it is set here, before any test module is
-imported."""
+"""Limit oneDNN to AVX-512 in the tests, unless the caller sets another limit.
+
+Tests require that a row of a matrix product has the same bits for any number of rows. With AMX, the order of oneDNN's
+sums depends on the number of rows. oneDNN reads the variable at the first product, so it is set before any test module
+is imported.
+"""
 
 import os
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from tests.public_names import ROOT
 
-# Replacements that shorten a signature: {pattern: replacement}.
+# {pattern: replacement}, to shorten signatures
 SHORTER = {
-    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",  # the modules in front of the name of a class
+    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",
     r"<[^<>]+>": "...",  # the repr of a default value that is not a literal
     r": '([^']*)'": r": \1",  # quotes around an annotation
     r" -> None$": "",
@@ -20,22 +20,20 @@ SHORTER = {
 CODE = r"(`[^`]*`)"
 MARKUP = r"(\*(?! )|(?<! )\*|<(?=[\w/!])|(?<!\w)_|_(?!\w)|(?<=\])\()"  # characters that Markdown would interpret
 LINE_MARKUP = r"^(?=[-+#>|] |\d+[.)] )"
-# A paragraph that matches begins with a formula, or contains columns or an indented line. It keeps its line breaks.
+# A paragraph keeps its line breaks if it begins with a formula, or contains columns or an indented line.
 VERBATIM = r"\A\S[^.:;]{,60} = |^ |\S  +\S"
 NEW_PARAGRAPH = r"(?<=[.:])\n(?=(Returns|Raises|On Hopper|Source)\b)"
 
 
 def section(heading: str, name: str, value: Any, folder: Path) -> str:
-    """Return the Markdown of a function or class: `heading`, a link to the source file, the signature with `name` in
-    front, and the docstring. folder: the folder of the page, to which the link is relative."""
+    """Return the Markdown of a function or class: `heading`, a link to the source file, the signature, the docstring.
+    folder: the page's folder, to which the link is relative."""
     file = Path(inspect.getsourcefile(inspect.unwrap(value))).relative_to(ROOT)
     source = f"Source: [{file}]({os.path.relpath(ROOT / file, folder)})"
     return "\n\n".join([heading, source, _signature(name, value), _docstring(value)]) + "\n"
 
 
 def section_with_members(name: str, value: Any, folder: Path) -> str:
-    """Return the Markdown of a public function of dsa_layers, or of a class with its public methods and documented
-    properties."""
     parts = [section(f"## {name}", f"dsa_layers.{name}", value, folder)]
     if inspect.isclass(value):
         members = {member: _member(value, member) for member in vars(value) if not member.startswith("_")}
@@ -44,7 +42,7 @@ def section_with_members(name: str, value: Any, folder: Path) -> str:
 
 
 def _member(owner: type, name: str) -> str:
-    """Return the Markdown of a method, or of a property that has a docstring; "" for other members."""
+    """Return the Markdown of a method, or of a property that has a docstring. Return "" for other members."""
     member = vars(owner)[name]
     if isinstance(member, FunctionType | classmethod):
         return "\n\n".join(filter(None, [_signature(name, getattr(owner, name)), _docstring(member)]))
@@ -52,9 +50,8 @@ def _member(owner: type, name: str) -> str:
 
 
 def _signature(name: str, value: Any) -> str:
-    """Return the signature as a code block, without parameters whose names begin with "_". If name and signature are
-    longer than 100 characters together, each parameter has a line. For a Protocol, return only the line that begins the
-    class."""
+    """Return the signature as a code block, without private parameters. If name and signature are longer than 100
+    characters, each parameter has a line. For a Protocol, return only the line that begins the class."""
     if getattr(value, "_is_protocol", False):
         return f"```py\nclass {name}(Protocol)\n```"
     found = inspect.signature(value)

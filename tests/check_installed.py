@@ -26,8 +26,6 @@ def main() -> None:
 
 
 def check_kernels() -> int:
-    """Load a kernel from each archive of compiled kernels, with the compiler and the kernel cache disabled. Return the
-    number of archives."""
     os.environ["DSA_CACHE_DIR"] = ""
     import cutlass.cute as cute
 

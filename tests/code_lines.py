@@ -6,8 +6,8 @@ import tokenize
 
 
 def code_lines(source: str) -> list[str]:
-    """Return the lines of `source` without comments and docstrings. Lines with only a comment are removed, blank lines
-    are kept. A docstring that shares a line with code is kept."""
+    """Return the lines of `source` without comments and docstrings. Lines with only a comment are removed. Blank lines
+    are kept, and so are docstrings that share a line with code."""
     lines = source.split("\n")  # as ast and tokenize do; splitlines() also splits at form feeds
     for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
         if token.type == tokenize.COMMENT:

@@ -24,8 +24,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep about one in SLOW_PARTS of the slow tests, chosen by the commit hash. Keep all of them with --all, or if
-    paths of tests are given."""
+    """Keep about one in SLOW_PARTS of the slow tests, chosen by the commit hash. Keep all with --all or if paths are
+    given."""
     if config.getoption("all") or config.option.file_or_dir:
         return
     left_out = [item for item in items if item.get_closest_marker("slow") and not in_sample(item.nodeid)]
@@ -37,9 +37,8 @@ def in_sample(test: str) -> bool:
     return zlib.crc32(f"{commit()} {test}".encode()) % SLOW_PARTS == 0
 
 
-# Tests run in any order and in several processes. So each test has a seed that depends on its ID alone, and its random
-# numbers are the same in every run. Fixtures of a session or module are set up earlier. The seed is 0 before them, so
-# their numbers do not depend on the test that requests them first.
+# A test's seed depends only on its ID, because tests run in any order and in several processes. The seed is 0 before
+# fixtures of a session or module. So their numbers do not depend on the first test that requests them.
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,7 +58,7 @@ def _seed(seed: int) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """Return the folder of a tiny DeepSeek-V3.2 checkpoint in FP8. Tests must not change it."""
+    """Return the folder of a tiny checkpoint. Tests must not change it."""
     directory = tmp_path_factory.mktemp("tiny")
     write_tiny_checkpoint(directory)
     return directory

@@ -27,14 +27,12 @@ REFERENCES = ROOT / "dsa" / "reference" / "__init__.py"
 
 
 def init() -> str:
-    """Return the text of dsa/__init__.py: the present docstring and version, and generated imports and `__all__`."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
     return _names(head, public_names() | {"dsa.runtime.backends": list(BACKENDS)}, f"{version}\n\n")
 
 
 def reference_init() -> str:
-    """Return the text of dsa/reference/__init__.py: the present docstring, and generated imports and `__all__`."""
     text = REFERENCES.read_text()
     return _names(text[: text.index("from dsa.")], references())
 
@@ -54,8 +52,7 @@ def _import(module: str, names: list[str]) -> str:
 
 
 def ops() -> dict[Path, str]:
-    """Return {path: text} of the pages in OPS: index.md with a table of ops per family, and for each family a page with
-    the docstrings of the ops. The docstring of the package dsa.ops.FAMILY must be "TITLE: description"."""
+    """Return {path: text}. The docstring of dsa.ops.FAMILY must be "TITLE: description"."""
     families, tables, pages = [], [], {}
     for family, files in _families().items():
         title, about = inspect.getdoc(importlib.import_module(f"dsa.ops.{family}")).split(": ")
@@ -87,8 +84,6 @@ other files of the op, and `dsa bench OP` measures its functions.
 
 
 def layers() -> str:
-    """Return the text of the page LAYERS: the public functions and classes of `dsa_layers`, and the classes' public
-    methods and documented properties."""
     names = [name for name in dsa_layers.__all__ if callable(getattr(dsa_layers, name))]
     summaries = {name: _first_sentence(inspect.getdoc(getattr(dsa_layers, name))) for name in names}
     head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()}): {about}\n" for name, about in summaries.items())
@@ -105,7 +100,7 @@ the path of the small checkpoint that comes with dsa, a model of Python source.
 
 
 def _families() -> dict[str, dict[str, str]]:
-    """Return {family: {public function: name of the file in dsa/ops/FAMILY that defines it}}."""
+    """Return {family: {public function: the file in dsa/ops/FAMILY that defines it}}."""
     found: dict[str, dict[str, str]] = {}
     for module in public_names():
         _, _, family, file = module.split(".")

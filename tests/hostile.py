@@ -10,19 +10,19 @@ import torch
 from dsa.cases import CASES
 from dsa.cases.case import Case, changed, same_bits
 
-# Ops without kernels: they run in PyTorch on every device and read their integers on the host. So they can refuse
-# contents on a GPU, too; other ops can do so only on a CPU.
+# Ops that run in PyTorch on every device and read their integers on the host. Only they can refuse contents on a GPU.
 IN_PYTORCH = ("compress_kv", "fp4_block_scales", "widen_fp4")
-# (case, key of case.hostile). A key begins with an argument's name. Further words follow if the argument has several
-# entries.
+# (case, key of case.hostile). A key begins with an argument's name. If the argument has several entries, further words
+# follow.
 ARGUMENTS = [(case, name) for case in CASES for name in case.hostile]
 
 
 def check(case: Case, name: str, device: str) -> int:
-    """Run the case with each hostile change (`dsa.cases.case.changed`) of one argument, and return the number of
-    changes. `name` is a key of case.hostile, which begins with the argument's name. Raise AssertionError in three
-    cases: a result that a change cannot affect differs from the result without the change; an op with kernels refuses
-    the contents on a GPU; or an op refuses the contents with a message that does not begin with the argument's name."""
+    """Run the case with each hostile change of one argument. Return the number of changes.
+
+    The op must not refuse the contents, except on a CPU or in PyTorch, with a message about the argument. A result that
+    the change cannot affect must stay the same.
+    """
     hostile, argument = case.hostile[name], name.split()[0]
 
     def given() -> dict:
@@ -35,8 +35,6 @@ def check(case: Case, name: str, device: str) -> int:
         try:
             results = case.results(given() | {argument: tensor})
         except ValueError as error:
-            # An op in PyTorch can read the contents and may refuse them. The message must begin with the argument's
-            # name.
             assert device == "cpu" or case.op in IN_PYTORCH, f"{where}: {error}"
             assert str(error).startswith(f"{argument}: "), f"{where}: {error}"
             continue

@@ -1,8 +1,8 @@
 """Check that every layer's indexer selects keys that are planted among many others.
 
 Before a layer computes index scores, `planted` overwrites some keys with keys in the direction of the first query. All
-other keys are random and have about the same norm. For the first query of each call, `planted` counts the planted keys
-that were not selected, and compares index scores with scores in float64.
+other keys are random and have about the same norm. `planted` looks at the first query of each call: it counts the
+planted keys that were not selected, and compares index scores with scores in float64.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 
-SAMPLES = 2048  # keys, drawn at random, whose scores are compared in addition to those of the planted keys
+SAMPLES = 2048  # random keys whose scores are compared in addition to those of the planted keys
 
 
 class Haystack:
-    """A cache with one sequence of `context` tokens. Its index keys are Gaussian with scales of 1. All other contents
-    are random bytes from 0x28 to 0x37, which are small positive numbers in e4m3, bf16 and fp32."""
+    """A cache with one sequence of `context` tokens. Its index keys are Gaussian with scales of 1. All other bytes are
+    random, from 0x28 to 0x37: small positive numbers in e4m3, bf16 and fp32."""
 
     def __init__(self, model: Model, context: int, device: torch.device | str) -> None:
         self._model, self.context, self._device = model, context, device
@@ -38,7 +38,6 @@ class Haystack:
         self.pages = [pages[i] for i in torch.randperm(count).tolist()]
 
     def prefill(self, new: int) -> None:
-        """Run a prefill pass over the last `new` tokens."""
         batch = prefill_batch(
             [Chunk(new, self.context - new, self.pages, 3)], self.cache.page_size, torch.device(self._device)
         )
@@ -56,8 +55,7 @@ class _Sequence:
 
 class Finds:
     """selections: the number of checked calls that select keys. lacking: the number of planted keys that were not
-    selected. error: the largest error of a score, divided by the root mean square of the exact scores that were
-    compared in the same call."""
+    selected. error: the largest error of a score, divided by the root mean square of the call's exact scores."""
 
     def __init__(self) -> None:
         self.selections = self.lacking = 0
@@ -66,17 +64,18 @@ class Finds:
 
 @contextmanager
 def planted(shares: Sequence[float]) -> Iterator[Finds]:
-    """In the block, plant keys in every layer: ops of dsa that compute index scores or select keys are replaced. Yield
-    a `Finds`. shares: relative positions among the keys that the first query of each call can select: 0 is the first
-    key, 1 the last."""
+    """In the block, plant keys in every layer. The ops of dsa that score or select keys are replaced. Yield a `Finds`.
+
+    shares: positions among the keys that the first query can select, from 0 (first) to 1 (last).
+    """
     finds, pending = Finds(), []
     names = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "topk_indices", "indexer_select")
     ours = {name: getattr(dsa, name) for name in names}
     packed, paged, select, select_packed = ours.values()
 
     def plant_in_rows(q, keys, weights, starts, ends):
-        """Plant keys. -> (positions of the planted keys in the first query's range of keys, the length of this range, a
-        function from positions to the first query's float64 scores)"""
+        """Plant keys. -> (positions of the planted keys in the first query's range, the range's length, exact).
+        exact(positions) returns the first query's float64 scores."""
         first, count = int(starts[0]), int(ends[0] - starts[0])
         places, codes = _places(shares, count, q.device), keys[0].view(torch.uint8)
         codes[first + places] = _needles(q[0], weights[0], len(places)).view(torch.uint8)
@@ -101,7 +100,6 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         return found(select_packed(*arguments, accumulators=accumulators, **paging), **paging)
 
     def plant_in_pages(q, pages, weights, lengths, block_table):
-        """Plant keys in the first query's pages. Return what `plant_in_rows` returns."""
         count, size, (keys, scales) = int(lengths.flatten()[0]), pages.shape[1], _views(pages)
         places = _places(shares, count, q.device)
         at = block_table[0, places // size].long(), places % size
@@ -126,8 +124,8 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         return found(select(scores, k, **options), **options)
 
     def found(selected, block_table=None, page_size=None, **_):
-        """Count the planted keys that are missing in the first query's selection, and return `selected` unchanged. With
-        a block table, `selected` contains slots in the cache instead of positions."""
+        """Count the planted keys that are missing in the first query's selection. With a block table, `selected` has
+        slots in the cache instead of positions."""
         places = pending.pop()
         if block_table is not None:
             places = block_table[0, places // page_size].long() * page_size + places % page_size
@@ -153,15 +151,14 @@ def _sampled(places: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _needles(q: torch.Tensor, weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` equal e4m3 keys [count, dim] in the direction of sum_h max(w[h], 0) q[h], where h is the index
-    head, q [heads, dim] and w `weights` [heads]. Their norm is sqrt(dim), about the norm of a Gaussian key."""
+    """Return `count` equal e4m3 keys [count, dim] in the direction of sum_h max(weights[h], 0) q[h]. Their norm is
+    sqrt(dim), about the norm of a Gaussian key."""
     towards = (weights.float().clamp(min=0)[:, None] * q.float()).sum(0)
     return (towards / towards.norm() * len(towards) ** 0.5).to(torch.float8_e4m3fn).repeat(count, 1)
 
 
 def _exact(q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the float64 scores [n] of one query. q: [heads, dim], keys: bytes of e4m3 [n, dim], scales: [n], weights:
-    [heads]."""
+    """Return the float64 scores [n] of one query [heads, dim]. keys: bytes of e4m3 [n, dim]."""
     products = (keys.view(torch.float8_e4m3fn).double() @ q.double().T).clamp(min=0)
     return (products * weights.double()).sum(-1) * scales.double()
 
@@ -172,7 +169,6 @@ def _compare(finds: Finds, scores: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def _index_pages(layer: object) -> list[torch.Tensor]:
-    """Return the index pages of a layer's cache as a list of one tensor; [] if the layer has no indexer."""
     entries = getattr(layer, "index_entries", None)
     pages = getattr(layer, "index", None) if entries is None else entries.pages
     return [] if pages is None else [pages]

@@ -8,7 +8,6 @@ FOLDERS = ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "docs", "tests", "ex
 
 
 def copy_project(target: Path) -> Path:
-    """Copy the project to `target`, without weights and pictures, and return `target`."""
     leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, ignore=leave)
@@ -17,8 +16,8 @@ def copy_project(target: Path) -> Path:
     return target
 
 
-# A script to run in such a copy after an example has added a kernel to the family `elementwise`. It updates
-# tests/kernels/machine_code.json without compiling: new variants get a placeholder instead of the digest of their code.
+# For a copy in which an example has added a kernel to the family `elementwise`: record new variants in
+# tests/kernels/machine_code.json, with a placeholder instead of a digest.
 RECORDED = """
 import json
 

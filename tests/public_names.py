@@ -1,5 +1,5 @@
-"""The public names of dsa and dsa.reference, and the modules that define them. Generated files and tests that cover all
-ops use these lists."""
+"""The public names of dsa and dsa.reference, and the modules that define them. Generated files and tests of all ops use
+them."""
 
 import ast
 import inspect
@@ -9,8 +9,7 @@ import dsa
 from dsa.ops import op_modules
 
 ROOT = Path(__file__).parent.parent
-# BACKENDS: public names of dsa that are not defined in dsa.ops. SHARED: public names of dsa.reference that are helpers,
-# not references of an op.
+# BACKENDS: public names of dsa that dsa.ops does not define. SHARED: public helpers of dsa.reference.
 BACKENDS = ("backend", "num_sms", "use_backend")
 SHARED = {
     "dsa.reference.gemm.fp8_cast": ["ceil_to_ue8m0", "dequantize_per_token", "per_row_cast_to_fp8"],
@@ -25,8 +24,8 @@ def public_names() -> dict[str, list[str]]:
 
 
 def _given(module: str) -> list[str]:
-    """Return the `__all__` of a module. It is read from the source, because dsa/__init__.py is generated from these
-    names and possibly does not import a new module yet."""
+    """Return a module's `__all__`, read from the source. dsa/__init__.py is generated from it, and may not import a new
+    module yet."""
     for node in _body(ROOT.joinpath(*module.split(".")).with_suffix(".py")):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return sorted(ast.literal_eval(node.value))
@@ -34,8 +33,6 @@ def _given(module: str) -> list[str]:
 
 
 def references() -> dict[str, list[str]]:
-    """Return {module in dsa.reference: its public names}: those with the name of an op or class of dsa, and those in
-    SHARED."""
     public = {name for names in public_names().values() for name in names}
     found = {}
     for path in (ROOT / "dsa" / "reference").glob("*/[!_]*.py"):
@@ -51,7 +48,6 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def ops_of(module: str) -> list[str]:
-    """Return the ops of a module in dsa.ops: its public functions, without classes."""
     return [name for name in _given(module) if inspect.isfunction(getattr(dsa, name, None))]
 
 

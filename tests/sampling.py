@@ -1,5 +1,5 @@
-"""The commit hash. Without --all, tests run only for samples of the slow tests and kernel variants, which the commit
-hash selects. So runs at later commits use other samples."""
+"""The commit hash. Without --all, it selects samples of the slow tests and kernel variants. So runs at later commits
+use other samples."""
 
 import datetime
 import functools
@@ -11,8 +11,8 @@ from pathlib import Path
 @functools.cache
 def commit() -> str:
     """Return the hash of the checked-out commit, or today's date if git fails."""
-    # In a git hook, GIT_ variables can name another repository. In a container, another user may own the files, which
-    # git refuses without safe.directory.
+    # In a git hook, GIT_ variables can name another repository. In a container, another user may own the files, and git
+    # refuses these without safe.directory.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-c", "safe.directory=*", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:

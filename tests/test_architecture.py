@@ -14,7 +14,7 @@ from tests.project_copy import RECORDED, copy_project
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
-# Mark all entries of the receipt as verified on the code without the example, so only the example makes entries stale.
+# Mark all entries of the receipt as verified without the example, so that only the example makes entries stale.
 FRESH = """
 from tests.gpu import receipt
 
@@ -31,7 +31,7 @@ BLOCKS = re.findall(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Return a copy of the project with the example's files, generated files, and a record of machine code with
+    """Return a copy of the project with the example's files and generated files. The record of machine code has
     placeholders for the example's variants."""
     copy = copy_project(tmp_path_factory.mktemp("project"))
     run(copy, "-c", FRESH)
@@ -79,11 +79,11 @@ def test_its_own_tests_pass(project):
         *(project, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *(f"tests/{floor}/elementwise/test_scale_rows.py" for floor in floors),
     )
-    assert re.match(r"\.{4,}s\s", printed), printed  # the GPU test is skipped
+    assert re.match(r"\.{4,}s\s", printed), printed
 
 
-# Tests that loop over all ops: receipt, `dsa check`, generated files, imports and cases. The pytest plugin
-# WITHOUT_OTHERS deselects the parametrized tests of other ops and of other entries of the receipt.
+# Tests that loop over all ops. The pytest plugin WITHOUT_OTHERS deselects the parametrized tests of other ops and
+# entries.
 EVERYTHING = (
     *("tests/test_receipt.py", "tests/layers/command/test_check.py", "tests/test_generated.py"),
     *("tests/test_imports.py", "tests/ops/test_tensor_kinds.py"),
@@ -124,9 +124,8 @@ def test_it_is_where_ops_are_looked_for(project):
 
 
 def test_rows_of_other_ops_stay_verified(project):
-    """The example's kernel makes entries about more than one op stale (`receipt.WHOLES`), because they run all ops of
-    its family. The exceptions are the entries of the engines' plugins and of the oldest DSL, which do not run the
-    example's op."""
+    """The entries in `receipt.WHOLES` run all ops of a family, so the example's kernel makes them stale. `without_it`
+    names those that do not run the example's op."""
     script = "from tests.gpu import receipt; print({n: e['unverified'] for n, e in receipt.judged()['sm_90'].items()})"
     without_it = {"oldest_dsl", "sglang_adapters", "vllm_adapters"}
     entries = ast.literal_eval(run(project, "-c", script))

@@ -25,7 +25,6 @@ def on_gpu(kind=_OnCuda):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Simulate a machine with a Hopper GPU."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
@@ -34,7 +33,6 @@ def hopper(monkeypatch):
 
 def test_the_machine_decides(monkeypatch, hopper):
     assert dsa.backend() == "cute"
-    # Ops on CPU tensors run the reference even if the machine has a Hopper GPU.
     assert not backends.runs_kernel("op", torch.zeros(1))
     assert backends.runs_kernel("op", on_gpu())
     monkeypatch.setattr(backends, "why_no_kernels", lambda *_: "no GPU")
@@ -43,8 +41,8 @@ def test_the_machine_decides(monkeypatch, hopper):
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_each_tensors_gpu_decides(monkeypatch, current):
-    """Tensors on GPU 0 (sm_80) get the reference, tensors on GPU 1 (sm_90) a kernel. `dsa.backend()`, which gets no
-    tensor, returns the backend of the current GPU."""
+    """GPU 0 is sm_80 and gets the reference. GPU 1 is sm_90 and gets a kernel. `dsa.backend()` is about the current
+    GPU."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
@@ -108,7 +106,6 @@ def test_an_op_without_a_kernel_for_this_gpu_or_dtype_says_so_once(monkeypatch, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")
 def test_fake_tensors_of_a_gpu_that_is_not_there():
-    """On a machine without a GPU, ops accept fake CUDA tensors, for example to compute the shapes of results."""
     with FakeTensorMode():
         x = torch.empty(4, 128, device="cuda", dtype=torch.bfloat16)
         assert dsa.rms_norm(x, torch.empty(128, device="cuda"), 1e-6).shape == (4, 128)

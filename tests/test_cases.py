@@ -1,4 +1,4 @@
-"""The cases of ops are complete. Many tests loop over the cases and would miss what the cases do not contain."""
+"""The cases of ops are complete. Many tests loop over the cases and would miss what they do not contain."""
 
 import inspect
 
@@ -18,7 +18,7 @@ def test_every_tensor_argument_is_given_by_a_call():
 
 
 def test_every_index_argument_has_hostile_contents():
-    """No other argument has hostile contents. Index arguments are tensors of indices, lengths or bounds."""
+    """No other argument has hostile contents."""
     named = {(call.op, name) for call in CASES for name in call.index_arguments()}
     assert len(named) > 40
     assert {(case.op, name.split()[0]) for case, name in ARGUMENTS} == named

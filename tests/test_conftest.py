@@ -26,8 +26,7 @@ def drawn_from(seed):
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_numbers_are_a_tests_own(before, shared, request):
-    """The fixture `shared` is set up, and draws random numbers, before the first of the two tests only. The tests'
-    numbers must not depend on this."""
+    """`shared` draws random numbers before the first of the two tests only."""
     numbers, number = drawn_from(zlib.crc32(request.node.nodeid.encode()))
     assert torch.equal(torch.rand(4), numbers) and random.random() == number
     numbers, number = drawn_from(0)
@@ -44,7 +43,6 @@ class Item:
 
 
 def collected(monkeypatch, commit="", **options):
-    """Collect 60 tests, and return the names of the tests that remain. Every second test is slow."""
     options = {"all": False, "file_or_dir": []} | options
     monkeypatch.setattr(conftest, "commit", lambda: commit)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
@@ -66,8 +64,7 @@ def test_slow_tests_run_in_parts_that_rotate_by_commit(monkeypatch):
     ("given", "allowed"), [(None, "AVX-512|AVX2|AVX|SSE"), ("AVX2", "AVX2|AVX|SSE"), ("SSE41", "SSE")]
 )
 def test_onednn_uses_the_instructions_that_the_caller_allows(given, allowed):
-    """Without ONEDNN_MAX_CPU_ISA, AVX-512 is the limit. With ONEDNN_VERBOSE=1, oneDNN prints the instruction set that
-    it uses, before its first primitive runs."""
+    """With ONEDNN_VERBOSE=1, oneDNN prints the instruction set that it uses before its first primitive."""
     script = "import tests, torch; torch.conv2d(torch.ones(1, 64, 32, 32), torch.ones(64, 64, 3, 3))"
     environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
     environment |= {"ONEDNN_VERBOSE": "1"} | ({"ONEDNN_MAX_CPU_ISA": given} if given else {})
@@ -77,8 +74,7 @@ def test_onednn_uses_the_instructions_that_the_caller_allows(given, allowed):
 
 
 def test_this_process_uses_the_instructions_that_its_caller_allows():
-    """The suite can run a second time with ATEN_CPU_CAPABILITY=default. If that limit did not reach this process, the
-    second run would test the same code as the first."""
+    """The suite can run again with ATEN_CPU_CAPABILITY=default. This limit must reach the process."""
     assert os.environ["ONEDNN_MAX_CPU_ISA"]
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"

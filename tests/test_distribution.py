@@ -1,5 +1,5 @@
-"""Tests of the distribution: it has four packages with all their files, imports no module of the user by accident, and
-accepts the versions of dependencies that are tested and that engines pin."""
+"""The distribution has four packages with all their files and imports no module of the user by accident. It accepts the
+versions of dependencies that are tested and those that engines pin."""
 
 import re
 import shutil
@@ -76,8 +76,8 @@ def test_a_users_modules_of_any_name_are_not_imported(tmp_path):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Return (paths in a wheel, paths in a source distribution). Both are built in a checkout with a stale build/
-    folder, whose files must not be packed."""
+    """Return (paths in a wheel, paths in a source distribution). The checkout has a stale build/ folder, whose files
+    must not be packed."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("out")
     for path in ROOT.glob("[!.]*"):
         if path.is_dir() and path.name in (*PACKAGES, "tests", "docs", "examples"):
@@ -110,14 +110,14 @@ def test_the_source_distribution_has_what_its_tests_need(built):
 
 
 def test_requirements_of_linux_are_marked():
-    """dsa must be installable on macOS, where the references run, but some required packages exist only for Linux."""
+    """dsa must be installable on macOS, but some required packages exist only for Linux."""
     for requirement in PROJECT["project"]["dependencies"]:
         name = requirement.partition(">")[0].partition("[")[0]
         assert name.startswith(("nvidia-", "apache-tvm", "cuda-")) == ("sys_platform == 'linux'" in requirement)
 
 
-# Versions of our dependencies that vLLM 0.33.0 and SGLang 0.5.23 pin. dsa must accept them, so that an engine and dsa
-# can be installed in one environment.
+# Versions that vLLM 0.33.0 and SGLang 0.5.23 pin. dsa must accept them, so that one environment can have an engine and
+# dsa.
 ENGINES = {
     "nvidia-cutlass-dsl": ["4.8.0"],
     "apache-tvm-ffi": ["0.1.11"],

@@ -1,5 +1,5 @@
 """Apply the example of docs/how-to/add-a-gpu.md, a kernel for sm_100, to a copy of this project. The kernel compiles
-for sm_100, documents name the arch, and entries of the receipt for sm_90 stay valid."""
+for sm_100, documents name the arch, and the receipt's entries for sm_90 stay valid."""
 
 import os
 import re
@@ -34,8 +34,7 @@ def digests_before(project):
 
 @pytest.fixture(scope="module")
 def extended(project, digests_before):
-    """Return the copy with the example's files, generated files, and a record of machine code with placeholders for the
-    example's variants."""
+    """The record of machine code has placeholders for the example's variants."""
     for act, path, text in FILES:
         assert (project / path).exists() == (act == "append"), path
         with (project / path).open("a") as file:
@@ -53,8 +52,6 @@ def run(project, *command, returncode=0):
 
 
 def test_it_compiles_for_that_arch(extended):
-    """The example's kernel and the Hopper kernel of rms_norm compile without spills, to different code. Only the
-    example's code is for sm_100a."""
     script = """
 import importlib
 
@@ -77,8 +74,7 @@ assert found[0] != found[1] and b"sm_100a" in found[1] and b"sm_100a" not in fou
 
 
 def test_what_has_no_row_there_runs_the_reference(extended):
-    """With the example, rms_norm has a kernel on sm_100. The kernel of rms_norm's gradients has no launch for sm_100,
-    so the reference computes them there."""
+    """The kernel of rms_norm's gradients has a launch only for sm_90."""
     script = """
 import warnings
 

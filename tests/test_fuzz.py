@@ -1,5 +1,5 @@
 """20,000 calls of the ops with wrong and unusual arguments, in 40 shards that run in parallel. Ten shards always run.
-The other shards are marked slow, so a run of the whole suite without --all has a sample of them.
+The others are marked slow, so without --all only a sample of them runs.
 
 For more calls with other arguments: DSA_FUZZ_CASES=200000 DSA_FUZZ_SEED=7 pytest tests/test_fuzz.py. The message of a
 failure contains the variables with which to repeat it.

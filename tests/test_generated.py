@@ -21,7 +21,6 @@ def test_public_names():
 
 
 def test_references():
-    """Also, every op has a reference in dsa.reference."""
     assert generate.REFERENCES.read_text() == generate.reference_init(), STALE
     assert public_names.all_ops() <= set(reference.__all__)
 

@@ -1,5 +1,5 @@
-"""Tests of merging receipts (tests/gpu/merge.py): per arch and name, the result has the newest valid entry. Entries
-that are not valid for today's code are printed and left out."""
+"""Merging receipts (tests/gpu/merge.py): per arch and name, the result has the newest valid entry. Entries that are not
+valid for today's code are printed and left out."""
 
 import json
 import subprocess
@@ -19,7 +19,6 @@ def entry(name=NAME, **changes):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Let the receipt be a temporary file that does not exist yet. Return the function that loads it."""
     monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
     return receipt.load
 
@@ -64,7 +63,6 @@ def test_wholes_older_than_30_days_are_left_out(tmp_path, written, capsys):
 
 
 def test_rows_without_digests_are_left_out(tmp_path, written, capsys):
-    """Receipts of older versions have entries without digests of kernels and launches."""
     old = {key: value for key, value in entry().items() if key not in ("kernels", "launches")}
     assert call(tmp_path, {ARCH: {NAME: old, "rms_norm": {}}}) == 1
     said = capsys.readouterr().out

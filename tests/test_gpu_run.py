@@ -1,5 +1,5 @@
-"""Tests of tests/gpu/run.py: it records what passed, continues an interrupted run, chooses the DSL of each entry, and
-leaves out entries that need more GPUs."""
+"""tests/gpu/run.py records what passed, continues an interrupted run, chooses the DSL of each entry, and leaves out
+entries that need more GPUs."""
 
 import re
 import subprocess
@@ -14,7 +14,6 @@ TESTS = [f"{MODULE}::test_one", f"{MODULE}::TestMore::test_two"]
 
 
 def told(command):
-    """Return (path of the report, tests to run) from the command line of a pytest process."""
     report, listed = (
         next(w for w in command if w.startswith(sign)).removeprefix(sign) for sign in ("--junitxml=", "@")
     )
@@ -27,8 +26,8 @@ def reported(test, inside=""):
 
 
 def outcome(monkeypatch, cases, returncode):
-    """Return the outcome of the entry rms_norm, whose two tests run in two simulated pytest processes. Both processes
-    end with `returncode`. cases: for each process, the XML inside its <testcase>, or None if it writes no report."""
+    """Return the outcome of the entry rms_norm, whose two tests run in two simulated pytest processes. cases: for each
+    process, the XML inside its <testcase>, or None if it writes no report."""
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
 
     def pytest_process(command, **options):
@@ -54,8 +53,8 @@ def test_a_failed_test(monkeypatch):
 
 @pytest.mark.parametrize("alone", ["", "<failure/>", None])
 def test_a_test_that_found_no_memory_runs_again_by_itself(alone, monkeypatch):
-    """Only the result of the second run counts. alone: the XML inside the test's <testcase> in the second run. None:
-    the second process ends without a report, and the test counts as not run."""
+    """alone: the XML inside the test's <testcase> in the second run. None: the second process ends without a report,
+    and the test counts as not run."""
     monkeypatch.setattr(run, "_collected", lambda arguments: TESTS)
     processes = []
 
@@ -113,7 +112,7 @@ HEAD = {"device": "1 x a GPU", "torch": "2", "dsl": "4", "peers": {"vllm": "0.33
 
 def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
     """With --continue, passed tests do not run again, and recorded rows are not measured again. This requires equal
-    digests of kernels and launches, devices and versions."""
+    digests, devices and versions."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
     run.receipt.save({})
     outcome = run.Outcome(tests=3, skipped=1, worst=0.5)
@@ -141,8 +140,6 @@ def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
 
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):
-    """A run ignores environment variables that would choose another backend, fewer cases or a part of the tests. It
-    refuses a commit hash of fewer than 12 digits."""
     monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     for name in run.UNSET:
         monkeypatch.setenv(name, "reference")
@@ -204,8 +201,8 @@ class StoppedHere(Exception):
 
 
 def test_the_oldest_dsls_entry_is_gone_on_with(monkeypatch, tmp_path):
-    """The entry oldest_dsl is recorded with the version of the oldest DSL, not with the version of this process's DSL.
-    So a run with --continue finds equal versions, and does not run the tests again."""
+    """The entry is recorded with the version of the oldest DSL. So --continue finds equal versions and does not run the
+    tests again."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
     monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     monkeypatch.setattr("dsa.runtime.backends.arch_of", lambda device: "sm_90")
@@ -261,7 +258,6 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
 
 
 def dsl(folder, version):
-    """Make a folder with a stub of the DSL that has only a version, and return the path for PYTHONPATH."""
     package = folder / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
@@ -269,8 +265,6 @@ def dsl(folder, version):
 
 
 def test_the_oldest_dsl_is_found_first(monkeypatch, tmp_path):
-    """Even if PYTHONPATH names another DSL, tests of the entry oldest_dsl import the oldest one. Tests of other entries
-    do not."""
     monkeypatch.setenv("PYTHONPATH", dsl(tmp_path / "usual", "4.8.9"))
     monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
     assert run.oldest_dsl() == {}

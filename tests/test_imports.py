@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The packages and modules of this project that each package may import, with all their submodules.
+# The packages and modules of this project that each package may import, with their submodules.
 ALLOWED = {
     "dsa/reference": {"dsa.reference"},
     "dsa/runtime": {"dsa.runtime"},
@@ -29,7 +29,7 @@ def imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            # `from dsa.runtime import backends` imports the submodule dsa.runtime.backends, not only the package.
+            # `from dsa.runtime import backends` imports the submodule dsa.runtime.backends.
             submodules = [alias.name for alias in node.names if (ROOT / node.module.replace(".", "/")).is_dir()]
             found = [
                 f"{node.module}.{n}" for n in submodules if list(ROOT.glob(f"{node.module}/{n}*".replace(".", "/")))
@@ -49,8 +49,8 @@ def test_direction(package):
 
 
 def test_kernels_share_only_what_is_in_cute():
-    """Kernels import no module of another family. So a kernel's code depends only on sources in the folder of the
-    family and in dsa/cute, and the key of the compile cache (`dsa.runtime.compile_cache`) contains no other sources."""
+    """A family's kernels depend only on sources in the family's folder and in dsa/cute. The key of the compile cache
+    (`dsa.runtime.compile_cache`) contains no other sources."""
     for path in (ROOT / "dsa" / "kernels").rglob("*.py"):
         for name in imports(path):
             family = name.removeprefix("dsa.kernels.").partition(".")[0]
@@ -58,15 +58,14 @@ def test_kernels_share_only_what_is_in_cute():
 
 
 def cute_modules():
-    """Yield (name, syntax tree) of each module of dsa.cute with device code."""
     for path in sorted((ROOT / "dsa" / "cute").glob("*.py")):
         if path.stem not in {"__init__", "tuning"}:
             yield f"dsa.cute.{path.stem}", ast.parse(path.read_text())
 
 
 def imported_names(tree, package):
-    """Return {name: "module.name"} for the names that a syntax tree imports from `package` or from modules in it. If a
-    name is imported `as` another one, the key is the other one."""
+    """Return {name: "module.name"} for the names that a syntax tree imports from `package` or modules in it. With `as`,
+    the key is the new name."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith(package)]
     return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
@@ -82,8 +81,7 @@ def definitions(tree):
 
 
 def families_by_symbol():
-    """Return {symbol of dsa.cute: the families of kernels that use it, directly or through other symbols of
-    dsa.cute}."""
+    """Return {symbol of dsa.cute: the families of kernels that use it, directly or through other symbols}."""
     users, families, defined = {}, {}, set()
     for module, tree in cute_modules():
         own = definitions(tree)
@@ -96,7 +94,7 @@ def families_by_symbol():
     for path in (ROOT / "dsa" / "kernels").glob("*/*.py"):
         for symbol in imported_names(ast.parse(path.read_text()), "dsa.cute").values():
             families.setdefault(symbol, set()).add(path.parent.name)
-    for _ in families:  # enough passes for the longest possible chain of symbols
+    for _ in families:  # enough passes for the longest chain of symbols
         for symbol, of in families.items():
             of.update(*(families[user] for user in users.get(symbol, ())))
     return {symbol: of for symbol, of in families.items() if symbol in defined}
@@ -118,15 +116,12 @@ def test_device_code_of_one_family_is_not_in_cute():
 
 
 def calls_of_arch(tree):
-    """Yield the NAME of every cute.arch.NAME in a syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "arch":
             yield node.attr
 
 
 def test_kernels_wait_and_arrive_by_pipelines():
-    """Kernels use a Pipeline, a WorkTilePipeline or Mbarriers of dsa.cute. Of the mbarrier functions in cute.arch, they
-    call only the fence after initialisation."""
     found = {}
     for path in sorted((ROOT / "dsa" / "kernels").glob("*/*.py")):
         names = {name for name in calls_of_arch(ast.parse(path.read_text())) if name.startswith("mbarrier")}
@@ -136,8 +131,7 @@ def test_kernels_wait_and_arrive_by_pipelines():
 
 
 MOST_LINES, FEWEST_LINES = 620, 30
-# {file that may have fewer than FEWEST_LINES: why it is a separate file}. Files named __init__.py or limits.py may
-# always be short.
+# {file that may have fewer than FEWEST_LINES: why it is a separate file}
 SHORT = {
     "dsa/cute/rounded.py": "an act of its own, of four families",
     "dsa/cute/slices.py": "the order of sums of two families",
@@ -168,7 +162,6 @@ def test_files_are_not_too_short():
 def test_references_import_only_torch_and_the_standard_library():
     for path in (ROOT / "dsa" / "reference").rglob("*.py"):
         packages = {name.partition(".")[0] for name in imports(path)}
-        # test_direction checks that references import no other part of dsa than dsa.reference.
         assert packages <= {"torch", "dsa"} | sys.stdlib_module_names, path
 
 
@@ -183,8 +176,7 @@ def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
 
 @pytest.mark.parametrize("package", ["dsa", "dsa_layers", "dsa_bench", "dsa_engines"])
 def test_no_module_is_imported_by_what_it_imports(package):
-    """Imports for type checkers and imports inside functions count, too. They cause no error, but code with such cycles
-    is just as hard to read."""
+    """Imports for type checkers and inside functions count, too. They cause no error, but make code as hard to read."""
     graph = {module(path): set(modules_imported(path)) for path in (ROOT / package).rglob("*.py")}
     assert circle(graph) is None
 
@@ -200,7 +192,7 @@ def module(path):
 
 
 def modules_imported(path):
-    """Yield the modules of this project that `path` imports, and their parent packages, except for `path` and packages
+    """Yield the modules of this project that `path` imports, and their parent packages. Leave out `path` and packages
     that contain it."""
     own = module(path)
     for node in ast.walk(ast.parse(path.read_text())):
@@ -222,8 +214,8 @@ def modules_imported(path):
 
 
 def circle(graph):
-    """Return the modules of a cycle of imports: each imports the next, and the last is the first again. Without a
-    cycle, return None. graph: {module: modules that it imports}."""
+    """Return the modules of a cycle of imports, the first one again at the end, or None. graph: {module: modules that
+    it imports}."""
     finished = set()
 
     def search(path):
@@ -240,7 +232,7 @@ def circle(graph):
 
 
 def parts(package):
-    """Return {part: parts that it imports}. A part is a module or subpackage directly in the package."""
+    """A part is a module or subpackage directly in the package."""
     graph = {}
     for path in (ROOT / package).rglob("*.py"):
         part = ".".join(module(path).split(".")[:2])
@@ -255,8 +247,7 @@ def test_parts_of_a_package_do_not_import_one_another_in_circles(package):
 
 
 def package_of(name):
-    """Return the package that contains a module. For a package, and for a module directly in a top-level package,
-    return `name`."""
+    """Packages, and modules directly in a top-level package, have themselves as package."""
     is_package = (ROOT / name.replace(".", "/") / "__init__.py").exists()
     return name if is_package or name.count(".") == 1 else name.rpartition(".")[0]
 

@@ -40,7 +40,6 @@ def test_the_three_examples():
 
 @pytest.mark.slow
 def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
-    """Run the commands of docs/reference/cli.md on tiny checkpoints, on a CPU and for 2 tokens."""
     monkeypatch.chdir(tmp_path)
     text = (DOCS / "reference" / "cli.md").read_text()
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", text, re.M)]
@@ -77,8 +76,8 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_is_of_one_kind_and_listed_once():
-    """The kind of a page is its folder in docs/. Pages about families of ops are listed in their folder's index.md, all
-    other pages in docs/index.md."""
+    """The kind of a page is its folder in docs/. Families of ops are listed in their folder's index.md, other pages in
+    docs/index.md."""
     pages = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if path != DOCS / "index.md"]
     assert {page.parts[0] for page in pages} <= {"tutorials", "how-to", "reference", "explanation"}
     lists = {index.parent: index.read_text() for index in DOCS.rglob("index.md")}

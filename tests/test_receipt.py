@@ -1,4 +1,4 @@
-"""The receipt and the status page do not claim that a kernel works on a GPU unless its machine code has run there."""
+"""The receipt and the status page claim that a kernel works on a GPU only if its machine code has run there."""
 
 import datetime
 import re
@@ -10,7 +10,7 @@ from dsa.runtime import backends
 from tests.gpu import pictures, receipt, receipt_rows, status_table, tables
 from tests.kernels import machine_code
 
-# The first arch for which a complete receipt includes the entries about more than one op (`receipt.WHOLES`): sm_90.
+# The first arch whose complete receipt includes the entries in `receipt.WHOLES`: sm_90.
 (ARCH, *_) = [arch for arch in backends.archs() if receipt.WHOLES.keys() <= {*receipt.asked(arch)}]
 TODAY = datetime.date(2026, 11, 28)
 
@@ -69,7 +69,7 @@ def test_of_an_arch_only_the_ops_with_kernels_for_it_are_asked(monkeypatch):
 
 @pytest.fixture
 def entries(monkeypatch):
-    """Make a receipt in which every entry of ARCH passed on TODAY with the current code. Return {name: entry}."""
+    """Make a receipt in which every entry of ARCH passed on TODAY. Return {name: entry}."""
     head = {"unverified": None, "date": str(TODAY)}
     found = {name: head | receipt.digests(name, ARCH) for name in receipt.tested()}
     monkeypatch.setattr(receipt, "load", lambda: {ARCH: found})
@@ -85,8 +85,6 @@ def test_rows_whose_code_and_launches_are_todays_are_not_stale(entries):
 
 
 def test_another_instruction_ends_the_rows_of_its_kernel(entries, monkeypatch):
-    """If the machine code of one variant changes, the entries that launch its kernel become stale, including those
-    about more than one op. No other entry becomes stale."""
     codes = receipt._machine_code()
     (variant, *_) = [name for name in codes if name.startswith("merge_attention_sm90.")]
     monkeypatch.setattr(receipt, "_machine_code", lambda: codes | {variant: "another code"})

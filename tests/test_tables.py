@@ -58,7 +58,7 @@ def test_passes_of_one_shape_share_a_line():
 
 @pytest.mark.parametrize("name", sorted(main_entries().keys() & tables.TABLES.keys()))
 def test_no_column_is_empty_in_every_row(name):
-    """A column that is empty in every row can mean that the benchmark's rows have another name for its field."""
+    """An empty column can mean that the benchmark's rows have another name for its field."""
     lines = [line.split(" | ") for line in tables.TABLES[name]().splitlines() if line.startswith("| ")]
     widths = {len(line) for line in lines}
     assert len(widths) == 1 and len(lines) > 1

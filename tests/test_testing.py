@@ -1,5 +1,4 @@
-"""Tests of the comparisons in dsa.testing, and of `poisoned`: cases computed by hand, infinities, NaN, shapes and
-messages."""
+"""The comparisons in dsa.testing and `poisoned`, with cases computed by hand."""
 
 import math
 
@@ -26,7 +25,7 @@ def tensor(*values, dtype=torch.float32):
         ((1.0, 2.0), (0.0, 0.0), 1.0),
         ((0.0, 0.0), (0.0, 0.0), 0.0),
         ((), (), 0.0),
-        # Equal infinities and NaN are left out, and the remaining entries are compared.
+        # Equal infinities and NaN are left out.
         ((-INF, INF, NAN, 1.0), (-INF, INF, NAN, 1.0), 0.0),
         ((-INF, 1.0, 1.0), (-INF, 2.0, 2.0), 1 - 2 * 4 / (2 + 8)),
         ((INF, INF), (INF, INF), 0.0),
@@ -87,7 +86,6 @@ def test_assert_close_returns_the_largest_error(got, expected, largest):
         (tensor(100.0), tensor(90.0), {"abs_tol": 0, "rel_tol": 0.1}, "differ by more"),
         (torch.tensor(1.0), torch.tensor(2.0), {}, r"first at \(\): 1 for 2"),
         (torch.ones(2), torch.ones(1, 2), {}, r"name: expected shape \[1, 2\], got \[2\]"),
-        # All entries are within 0.1, but the tensors are orthogonal.
         (tensor(0.05, 0.0), tensor(0.0, 0.05), {"cos_tol": 0.5}, r"name: calc_diff 1 is above 0\.5"),
         *(
             (tensor(*got), tensor(*expected), {"abs_tol": INF, "rel_tol": INF}, f"name: .*{shown}")
@@ -138,6 +136,5 @@ def test_poisoned_integers():
     assert (data == 0xFF).all()
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         assert data.view(dtype).float().isnan().all()
-    # The value is not a valid index: neither that of a key nor the padding value -1.
     assert (poisoned((2,), torch.int32) == -(2**31)).all() and (poisoned((2,), torch.int64) == -(2**63)).all()
     assert poisoned([0, 4], torch.int32).shape == (0, 4)

@@ -1,4 +1,4 @@
-"""Test examples/train_indexer.py with a small model on a CPU: all training stages, measurements and written files."""
+"""examples/train_indexer.py with a small model on a CPU: all training stages, measurements and written files."""
 
 import csv
 import json
@@ -129,8 +129,8 @@ def test_the_lowest_loss_says_whose_weights_remain(corpus, model):
 
 @pytest.mark.parametrize(("seconds", "steps"), [(55.5, 46), (28, 20), (1000, 50)])
 def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
-    """A fake clock: the first step takes 10 seconds, each later step 1 second. Every 20 steps, the stage measures the
-    time and computes how many more steps fit in `seconds`. So at least 20 steps run, even if they take longer."""
+    """On the fake clock, the first step takes 10 seconds, and each later step 1 second. Every 20 steps, the stage
+    computes how many more steps fit in `seconds`. So at least 20 steps run."""
     plan = Plan(steps=(50, 0, 0), seconds=(seconds, 1, 1), batch=(1, 1, 1), length=8)
     ends = iter(range(10, 1000))
     clock = [0]
@@ -141,14 +141,13 @@ def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
 
     monkeypatch.setattr("indexer_training.stages.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("indexer_training.stages.draw", draw_a_second_later)
-    monkeypatch.setattr(Optimizer, "step", lambda *_: None)  # because it would take nine tenths of the test's time
+    monkeypatch.setattr(Optimizer, "step", lambda *_: None)  # it would take nine tenths of the test's time
     _, facts = train_stage(model, "dense", plan, corpus.train)
     assert facts["steps"] == steps and facts["seconds"] == steps + 9
 
 
 def test_experts_are_balanced_by_what_is_trained_on(corpus):
-    """The biases of the gates are adjusted after each training step. Held-out text goes through the same gates, but
-    must not affect the biases."""
+    """Held-out text goes through the same gates as training text, but must not affect their biases."""
     torch.manual_seed(0)
     model = build(WITH_VOCAB | {"n_routed_experts": 4}, torch.float32)
     (gate,) = (layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE))
@@ -170,15 +169,14 @@ def test_experts_are_balanced_by_what_is_trained_on(corpus):
 
 
 def step_of(model, rate):
-    """Return {parameter's name: the change that an optimizer's first update makes}. The update runs as step 1 of 10, at
-    which the scheduled learning rate is about `rate`."""
+    """Return {parameter's name: the change that an optimizer's first update makes}. At step 1 of 10, the scheduled
+    learning rate is about `rate`."""
     before = weights_of(model)
     Optimizer(dict(model.named_parameters()), rate).step(1, 10)
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
 def test_decay_leaves_norms_and_the_embedding(model):
-    """Only weight decay changes parameters whose gradients are zero."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     decayed = {name for name, moved in step_of(model, 0.1).items() if moved.any()}
@@ -187,9 +185,8 @@ def test_decay_leaves_norms_and_the_embedding(model):
 
 
 def test_steps_of_matrices(model):
-    """The update of a matrix has AdamW's typical size: its root mean square is a fifth of the learning rate. The
-    singular values of the update are similar to each other, and the size of the update does not depend on the
-    gradient's size. Each expert counts as a separate matrix."""
+    """An update has AdamW's typical size: a fifth of the learning rate as root mean square. Its singular values are
+    similar, and it does not depend on the gradient's size. Each expert counts as a separate matrix."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
         if parameter.dim() == 3:
@@ -228,8 +225,7 @@ def test_metrics(metrics):
         for chosen, best, random in zip(shares["indexer"], shares["oracle"], shares["random"]):
             assert 0 < random < best <= 1 and chosen <= best + 1e-6
     found = metrics["acceptance"]
-    # There are 8 positions per sequence, and at most one sequence of each held-out text, `library` and `packages`. The
-    # texts are files of this repository, and `packages` can be too short for a sequence.
+    # `packages` can be too short for a sequence.
     assert found["positions"] in (8, 16) and len(found["right"]) == len(found["taken"]) == 3
     assert found["taken"] == sorted(found["taken"]) and found["taken"][0] == pytest.approx(found["right"][0])
 
@@ -253,8 +249,7 @@ def test_what_is_written(out, text, metrics):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_the_checkpoint_drafts(temperature, out, capsys):
-    """`dsa generate` writes the same tokens with drafts as without. With greedy decoding, the model accepts some
-    drafts."""
+    """Drafts do not change the tokens that `dsa generate` writes. In greedy decoding, the model accepts some drafts."""
     texts = []
     prompt = "import torch\n" * 6  # longer than index_topk
     for drafts in ("0", "2"):
@@ -266,7 +261,7 @@ def test_the_checkpoint_drafts(temperature, out, capsys):
         (throughput,) = [event for event in events if event["event"] == "throughput"]
         assert (throughput["drafted"] > 0) == (drafts == "2")
         assert throughput["taken"] > 0 or (drafts, temperature) != ("2", "0")
-    assert texts[0] == texts[1] and 1 < len(texts[0]) <= 16  # fewer if the model ends the text
+    assert texts[0] == texts[1] and 1 < len(texts[0]) <= 16
 
 
 def test_the_size_of_what_ships(tmp_path):
@@ -283,13 +278,13 @@ def test_the_size_of_what_ships(tmp_path):
 
 
 def test_acceptance_is_that_of_single_steps(corpus, model):
-    """Compare with decoding step by step on paged caches. At each position, the drafter's first step reads the text and
-    the model's states up to there. The later steps read the next token of the text and the drafter's previous state."""
+    """Compare with decoding step by step on paged caches. The drafter's first step reads the text and the model's
+    states up to there. Its later steps read the text's next token and the drafter's previous state."""
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     with torch.no_grad():
-        model.lm_head.weight[3:] = 0  # so that the model and the drafter choose among few tokens and often agree
+        model.lm_head.weight[3:] = 0  # so that the model and the drafter often agree
     sequence = pieces(corpus.held_out["library"], 60)[0]
     drafts, count = 3, 8
     found = acceptance(model, sequence[None], drafts, positions=count)
@@ -316,14 +311,14 @@ def test_acceptance_is_that_of_single_steps(corpus, model):
 
 
 def test_recall_of_known_indexers(corpus, model):
-    """With zero head weights, every index score is zero. The shares of attention on the best keys (oracle) and on
-    random keys do not depend on the scores."""
+    """With zero head weights, every index score is zero. The shares of oracle and random do not depend on the
+    scores."""
     tokens = pieces(corpus.held_out["library"], 64)[:1]
     for parameter in (p for n, p in model.named_parameters() if n.endswith("weights_proj.weight")):
         torch.nn.init.zeros_(parameter)
     shares = recall(model, tokens, 63, dense=True)
     # Only the last token sees 64 keys, one more than 63. The best selection leaves out the key with the smallest
-    # attention weight, which is at most 1 / 64.
+    # weight, at most 1 / 64.
     assert all(best > 1 - 1 / 64 for best in shares.oracle)
     assert shares.random == pytest.approx([63 / 64] * 3)
 
@@ -356,7 +351,7 @@ def test_export_refuses(model, tmp_path):
     ],
 )
 def test_wrong_calls(arguments, problem, monkeypatch, capsys):
-    """Wrong arguments are refused before the text is read, because reading takes a while."""
+    """Reading the text takes a while, so the arguments are checked before."""
     monkeypatch.chdir(ROOT / "examples")
     monkeypatch.setattr(sys, "argv", ["train_indexer.py", *arguments])
     monkeypatch.setattr(train_indexer, "read_text", None)

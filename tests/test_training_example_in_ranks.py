@@ -42,8 +42,8 @@ def tokens(root):
 
 
 class Noting:
-    """A substitute for the optimizer. It records the gradients and leaves the weights unchanged. With a real optimizer,
-    a gradient that is only a rounding error would give a full-size update in a random direction."""
+    """Stands in for the optimizer: it records the gradients and leaves the weights unchanged. A real optimizer would
+    turn rounding errors of gradients into full-size updates."""
 
     gradients = None
 
@@ -55,8 +55,6 @@ class Noting:
 
 
 def steps_of_stages(ranks, tokens):
-    """Run one step of each stage, each from the same weights. Return {stage: (the step's losses, {parameter:
-    gradient})}."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "Optimizer", Noting)
@@ -72,8 +70,8 @@ def steps_of_stages(ranks, tokens):
 
 
 def test_two_ranks_have_the_losses_and_gradients_of_one(tokens):
-    """Two ranks sum over a step's tokens in another order than one rank. So gradients differ by fp32 rounding errors:
-    the largest differences are about 1e-6 of a gradient's norm."""
+    """Two ranks sum over a step's tokens in another order. So gradients differ by fp32 rounding errors, about 1e-6 of
+    their norm."""
     alone, both = steps_of_stages(ALONE, tokens), in_ranks(2, steps_of_stages, tokens)
     for name, (losses, gradients) in alone.items():
         whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()

@@ -1,4 +1,4 @@
-"""Test the training text of examples/train_indexer.py: choice of files and packages, licences, and tokenizer."""
+"""The training text of examples/train_indexer.py: choice of files and packages, licences, and tokenizer."""
 
 import json
 import sys
@@ -22,7 +22,6 @@ SOURCE = "".join(f"def function_{i}(argument):\n    return argument + {i} * some
 
 
 def source(name):
-    """Return source text that has no line in common with the source text of another name, apart from empty lines."""
     return SOURCE.replace("something_else", name).replace("function", name)
 
 
@@ -48,7 +47,7 @@ def installed(site):
         ("License: bsd-3-clause\nClassifier: Programming Language :: Python", "bsd-3-clause"),
         ("License: LGPL", None),
         ("Summary: without", None),
-        (None, None),  # the METADATA file is missing
+        (None, None),
     ],
 )
 def test_licences(tmp_path, metadata, expected):
@@ -100,7 +99,7 @@ def test_duplicates():
     held_out, another = source("held_out"), source("something_new")
     duplicates = Duplicates([held_out])
     assert not duplicates.admits(held_out)
-    assert not duplicates.admits(another + held_out)  # contains all of the held-out text
+    assert not duplicates.admits(another + held_out)
     assert not duplicates.admits(held_out[: len(held_out) * 3 // 4] + "\nthis_line_is_another = another_line_is_this\n")
     assert duplicates.admits(another) and not duplicates.admits(another)
     assert duplicates.admits("import os\n" * 50)  # lines of fewer than 25 characters do not count
@@ -128,8 +127,7 @@ def test_what_is_read(tmp_path, monkeypatch):
     assert facts["held_out_files"] == ["file10.py"] and read.held_out["library"] == [held_out]
     assert facts["train_files"] == 20 and "PSF" in facts["licence"]
     assert read.sample == held_out[:256]
-    # An excerpt is a held-out file of the library with at least 20,000 characters, or else the longest one. Here only
-    # one file is held out, and it is shorter.
+    # An excerpt has at least 20,000 characters, if a held-out file of the library is so long.
     assert read.excerpt == ("file10.py", held_out) and facts["held_out_excerpt"] == "file10.py"
     (package,) = facts["packages"]
     assert (package["name"], package["version"], package["licence"]) == ("good", "1.0", "BSD-3-Clause")
@@ -143,8 +141,7 @@ def test_what_is_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("vocab", [257, 290])
 def test_tokens(tmp_path, vocab):
-    """The first 257 tokens are single bytes and BEGIN. All further tokens are merged pairs. `Tokenizer` must decode a
-    text's tokens to the same text."""
+    """The first 257 tokens are single bytes and BEGIN. All further tokens are merged pairs."""
     made = train_tokenizer([SOURCE], vocab)
     assert made.get_vocab_size() == vocab
     made.save(str(tmp_path / "tokenizer.json"))

@@ -21,8 +21,7 @@ FIELDS = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2, "
 
 @dataclass
 class TinyPlan(Plan):
-    """A plan whose sequences and batches two ranks cannot divide evenly: 61 tokens per sequence, and 3 sequences per
-    step of the dense stage."""
+    """Two ranks cannot divide the sequences evenly (61 tokens), nor the batches of the dense stage (3 sequences)."""
 
     steps: tuple[int, int, int] = (4, 4, 4)
     rates: tuple[float, float, float] = (2e-3, 3e-3, 3e-4)
@@ -35,8 +34,6 @@ class TinyPlan(Plan):
 
 
 def write_corpus(root: Path) -> None:
-    """Write 22 files of `dsa/reference` to `root`, as the standard library, and files of `dsa_layers/layers` as an
-    installed package."""
     for i, path in enumerate(sorted((ROOT / "dsa" / "reference").rglob("[!_]*.py"))[:22]):
         (root / f"file{i:02}.py").write_text(path.read_text())
     files = sorted((ROOT / "dsa_layers" / "layers").glob("[!_]*.py"))
@@ -46,8 +43,11 @@ def write_corpus(root: Path) -> None:
 def write_package(
     site: Path, name: str, files: dict[str, str], metadata: str = "License-Expression: MIT", licence: str = "Do."
 ) -> None:
-    """Write a package into `site` as pip does. files: {path in the package: content}. metadata: more lines of METADATA.
-    licence: the text of LICENSE. If the text is empty, LICENSE is not written."""
+    """Write a package into `site` as pip does.
+
+    files: {path in the package: content}. metadata: more lines of METADATA. licence: the text of LICENSE, which is not
+    written if the text is empty.
+    """
     info = site / f"{name}-1.0.dist-info"
     contents = {info / "METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{metadata}\n"}
     contents |= {info / "licenses" / "LICENSE": licence} if licence else {}

@@ -17,7 +17,7 @@ from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
 MODULES += ("deep_gemm", "sgl_kernel", "cudnn", "tile_kernels", "tokenspeed_kernel")
-# {path of a shared library in a peer's wheel: the namespace of torch.ops to which the library adds operators}
+# {path of a shared library: the namespace that it adds to torch.ops}
 SHARED_LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": "_C",
     "vllm/_moe_C_stable_libtorch.abi3.so": "_moe_C",
@@ -27,16 +27,16 @@ SHARED_LIBRARIES = {
 
 @pytest.fixture
 def no_peers(monkeypatch):
-    """Hide the peers that are installed on this machine: importing their packages raises ModuleNotFoundError."""
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
-    """Make empty files in place of the shared libraries and of DeepSelect's source file, and return their folder.
-    Loading one of these libraries (`torch.ops.load_library`) adds stubs of the library's operators to torch.ops.
-    Executing the source file returns a stub of DeepSelect's module."""
+    """Make empty files in place of the shared libraries and of DeepSelect's source file. Return their folder.
+
+    `torch.ops.load_library` adds stubs of a library's operators to torch.ops.
+    """
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
@@ -64,8 +64,7 @@ def installed(monkeypatch, no_peers, tmp_path) -> Path:
 
 @pytest.fixture
 def peers(monkeypatch, installed):
-    """Install stubs of all peers. Return {module: stub} for the peers that are imported as modules. The other peers are
-    loaded from files, which `installed` makes."""
+    """Return {module: stub} for the peers that are imported as modules."""
     stubs = {
         "flash_mla": peer_stubs.flash_mla(use_legacy=True),
         "vllm.third_party.flashmla.flash_mla_interface": peer_stubs.flash_mla(use_legacy=False, heads=(8, 16, 32)),
@@ -83,8 +82,8 @@ def peers(monkeypatch, installed):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Return a function. recorded(owner, name) wraps the function `name` of `owner` and returns a list, to which each
-    later call appends its positional arguments."""
+    """Return a function. recorded(owner, name) replaces owner.name by a wrapper and returns a list. Each later call of
+    owner.name appends its positional arguments to the list."""
 
     def record(owner, name):
         calls, function = [], getattr(owner, name)
@@ -101,8 +100,7 @@ def recorded(monkeypatch):
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    """Run the work of process pools in one thread of this process. Returns a list to which each pool adds the number of
-    processes that it was asked for."""
+    """Run process pools in a thread of this process. Return a list to which each pool appends `processes`."""
     counts = []
 
     class Pool(concurrent.futures.ThreadPoolExecutor):
@@ -116,7 +114,6 @@ def in_threads(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Let commands run as if there were a GPU with kernels."""
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
 
 
@@ -126,8 +123,7 @@ def two_matrices(rows, columns):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Build and call cases on the CPU, with the smallest number of inputs that a case accepts. (On a GPU, a case has
-    more inputs. Its calls read them in turn, and together they do not fit in the L2 cache.)"""
+    """Build and call cases on the CPU, with the smallest number of inputs that a case accepts."""
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     product = torch.mm  # on a CPU torch.mm has no out_dtype
     monkeypatch.setattr(

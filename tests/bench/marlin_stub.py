@@ -1,8 +1,8 @@
-"""Stubs of Marlin's operators, because the real ones need a GPU. A stub has the operator's arguments, asserts what the
-operator's host code checks, and computes the result with plain PyTorch.
+"""Stubs of Marlin's operators, because the real ones need a GPU. They have the operators' arguments, assert what the
+operators' host code checks, and compute the results with plain PyTorch.
 
-The stubs read Marlin's layouts through tables. The tables follow from the registers that hold an MMA's operands in the
-threads of a warp. `marlin.pack` does not use the tables: it writes the layouts by permuting dimensions.
+The stubs read Marlin's layouts through tables. The tables follow from the registers that hold an MMA's operands.
+`marlin.pack` writes the same layouts without these tables, by permuting dimensions.
 """
 
 import types
@@ -15,14 +15,13 @@ from tests.bench.peer_stubs import SMS
 INT = torch.int32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_ID = 0x2000000010102
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # per nibble of a word, lowest first: index of the code in `codes` (`_codes_order`)
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # for each nibble of a word, lowest first: the index in `codes` (`_codes_order`)
 
 
 @lru_cache
 def _codes_order() -> torch.Tensor:
-    """Return int64 [1024]: for each nibble of a block of 16 channels and 64 rows, the index of the nibble's code among
-    the block's codes. The nibbles of a word come lowest first. The codes are [4 tiles of 16 rows, 16 channels, 16
-    rows], flattened."""
+    """Return int64 [1024]: for each nibble of a block of 16 channels and 64 rows, the index of the nibble's code. The
+    codes are [4 tiles of 16 rows, 16 channels, 16 rows], flattened."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)
@@ -34,14 +33,12 @@ def _codes_order() -> torch.Tensor:
 
 @lru_cache
 def _scales_order() -> torch.Tensor:
-    """Return int64 [64]: the row of each of 64 adjacent scales. The rows are 0, 8, 16, ..., 56, 1, 9, ..., but in each
-    group of four the middle two are exchanged: 0, 16, 8, 24, 32, 48, ..."""
+    """Return int64 [64]: the row of each of 64 adjacent scales. Within four scales, the middle two are exchanged."""
     by_thread = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
     return by_thread.view(-1, 4)[:, [0, 2, 1, 3]].flatten()
 
 
 def unpacked(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Convert weights in Marlin's layout to fp32 [E, N, K], and multiply them by their scales."""
     count, tiles, words = weight.shape
     rows = words // 2
     bits = torch.arange(0, 32, 4, dtype=INT)
@@ -134,12 +131,10 @@ def _sum(input, output, topk_ids, expert_map):
 
 
 def operators() -> types.SimpleNamespace:
-    """Return the stub of `torch.ops._moe_C`."""
     return types.SimpleNamespace(moe_align_block_size=_align, moe_wna16_marlin_gemm=_gemm, moe_sum=_sum)
 
 
 def silu_and_mul(result, input):
-    """Replaces `torch.ops._C.silu_and_mul`."""
     _swiglu(result, *input.float().chunk(2, -1))
 
 

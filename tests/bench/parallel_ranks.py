@@ -13,19 +13,19 @@ from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench import small_stacks
 
-# PROMPTS is {tokens: repeats}; 0 repeats: one run without a warm-up. Passes of at least SHARED_ROWS tokens divide their
-# rows among the ranks; in shorter passes every rank has all rows. So the rows of the prompt of 66 tokens are divided,
-# and those of the prompt of 40 tokens are not. The prompt of 90 tokens runs in passes of 70 (CHUNK) and 20 tokens. In
-# production, SHARED_ROWS is 256. Here it is 64, so that short prompts reach it: prompts four times as long take three
-# times as long on a CPU.
+# PROMPTS is {tokens: repeats}. Zero repeats are one run without a warm-up.
+#
+# Passes of at least SHARED_ROWS tokens divide their rows among the ranks. So the prompt of 66 tokens is divided, and
+# the prompt of 40 is not. The prompt of 90 tokens runs in passes of 70 (CHUNK) and 20.
+#
+# In production, SHARED_ROWS is 256. With 64, the prompts can be short, so that the tests take less time.
 SHARED_ROWS = 64
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]
 
 
 class HostClock(Clock):
-    """Measures times with the host's clock instead of a GPU's, and returns fixed numbers of bytes instead of measuring
-    memory."""
+    """Measures times with the host's clock. Its numbers of bytes are fixed."""
 
     def __init__(self, ranks):
         super().__init__(ranks, torch.device("cpu"))
@@ -64,8 +64,8 @@ def layers_that_fit(name, gpus, memory, tokens):
 
 
 def make_small():
-    """Make all stacks and cases of this process small. Replace the profiler (`events_of`) and `layers_that_fit`."""
-    gc.freeze()  # so that collections between runs do not visit the objects of imported modules
+    """Make all stacks and cases of this process small. Replace `events_of` and `layers_that_fit`."""
+    gc.freeze()  # keeps collections between runs from visiting the objects of imported modules
     # With four experts, each of the two ranks has two.
     small_stacks.make_small(stacks.STACKS, n_routed_experts=4)
     for name, (file, fields) in stacks.STACKS.items():
@@ -84,15 +84,12 @@ def rows(ranks, options):
 
 
 def rows_of_a_part(ranks, options):
-    """Return the benchmark's rows (`part_rows`) for 2 GPUs. This process computes the part of rank 0, without
-    collectives; `ranks` is not used."""
     make_small()
     return [*parallel.part_rows(2, clock=HostClock(ALONE), **options)]
 
 
 def error_of_other_weights(ranks, options):
-    """Return the message of the error that a rank raises because the router's weights, which are not split, differ
-    between the ranks."""
+    """Multiply the router's weights, which every rank has whole, by rank + 1. Return the error's message."""
     make_small()
     fill = stacks._fill
 
@@ -106,7 +103,6 @@ def error_of_other_weights(ranks, options):
 
 
 def error_of_other_logits(ranks, options):
-    """Return the message of the error that a rank raises because the ranks compute different logits."""
     make_small()
     prefill = parallel.prefill
 
@@ -127,11 +123,12 @@ def _error(ranks, options):
 
 
 def clock_of_stubs(ranks, _):
-    """Time two calls with stubs in place of torch.cuda's events and memory functions. An event records its position in
-    the list of the clock's actions. The time between two events is the difference of their positions, multiplied by
-    rank + 1.
+    """Time two calls with stubs of torch.cuda's events and memory functions.
 
-    Return (times [ranks, 2], peak bytes, free bytes, the clock's actions in order).
+    An event records its position in the list `done`. The time between two events is the difference of their positions,
+    multiplied by rank + 1.
+
+    Return (times [ranks, 2], peak bytes, free bytes, done).
     """
     done = []
 

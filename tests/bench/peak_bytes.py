@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """now: bytes of the tensors that were made within the block and still exist. peak: the maximum of now."""
+    """now: bytes of the tensors that were made within the block and still exist. peak: the maximum of `now`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Stubs of the peers' packages, because the real packages need a GPU. The stubs have the packages' functions with the
-same names and arguments, and compute the results with our references.
+"""Stubs of the peers' packages, because the real packages need a GPU. Their functions have the same names and
+arguments, and compute the results with our references.
 
 The stubs assert what the libraries' host code checks on Hopper.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-# Import by name, because the attributes of `dsa` are the peers' ops while a model runs on the peers' kernels.
+# Import by name. While a model runs on the peers' kernels, the attributes of `dsa` are the peers' ops.
 from dsa import (
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
@@ -112,7 +112,7 @@ def _plan(context_lens, block_kv, num_sms, indices=None):
 def _paged(q, cache, weights, lengths, table, columns):
     plan = get_paged_mqa_logits_metadata(lengths[:, -1].contiguous(), cache.shape[1], SMS)
     scores = fp8_paged_mqa_logits(q, cache, weights, lengths[:, -1].contiguous(), table, plan, columns)
-    return torch.where(scores == -torch.inf, torch.nan, scores)  # scores that the library does not write are NaN
+    return torch.where(scores == -torch.inf, torch.nan, scores)  # the library does not write these scores
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _check_product(a, b, d) -> None:
     assert a[0].dtype == b[0].dtype == FP8 and a[0].is_contiguous() and b[0].is_contiguous()
     assert d.dtype == torch.bfloat16 and d.stride(-1) == 1 and d.shape == (*a[0].shape[:-1], b[0].shape[-2])
     assert a[1].shape == (*a[0].shape[:-1], a[0].shape[-1] // 128) and a[1].dtype == torch.float32
-    # The library converts row-major scales in every call. It uses column-major scales as they are.
+    # The library uses column-major scales as they are, and converts row-major ones in every call.
     assert a[1].is_contiguous() or (a[1].stride(-2) == 1 and a[1].stride(-1) % 4 == 0)
     assert b[1].shape == (*b[0].shape[:-2], -(-b[0].shape[-2] // 128), b[0].shape[-1] // 128) and b[1].is_contiguous()
 
@@ -150,7 +150,7 @@ def _contiguous(a, b, d, grouped_layout):
     matrices = _matrix(b)
     for group in grouped_layout.unique().tolist():
         rows = grouped_layout == group
-        if group < 0:  # the library does not write results of padding rows
+        if group < 0:  # the library does not write padding rows
             d[rows] = torch.nan
             continue
         d[rows] = (_numbers((a[0][rows], a[1][rows])) @ matrices[group].mT).bfloat16()
@@ -174,7 +174,7 @@ def _products(module: types.ModuleType) -> types.ModuleType:
 
 
 def deep_gemm() -> types.ModuleType:
-    """Return the stub of the older build of DeepGEMM, in which column s of a row of index scores belongs to key s."""
+    """Return the stub of the older build of DeepGEMM. Column s of the index scores belongs to key s."""
     module = _products(types.ModuleType("deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=0):
@@ -191,8 +191,8 @@ def deep_gemm() -> types.ModuleType:
 
 
 def deep_gemm_2_8() -> types.ModuleType:
-    """Return the stub of DeepGEMM 2.8.1, in which a row of index scores begins with the score of the first key in the
-    row's range."""
+    """Return the stub of DeepGEMM 2.8.1. Column 0 of a row of index scores belongs to the first key in the row's
+    range."""
     module = _products(types.ModuleType("vllm.third_party.deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, max_seqlen_k, schedule_meta=None):
@@ -248,8 +248,6 @@ def tile_kernels() -> types.ModuleType:
 
 
 def deepselect() -> types.SimpleNamespace:
-    """Return the stub of TokenSpeed's source file `deep_select.py`, which is loaded without TokenSpeed's package."""
-
     def topk(scores, ends, topk, *, capacity, cluster_size, indices):
         assert scores.stride(1) == 1 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
         assert ends.shape == (len(scores),) and ends.dtype == indices.dtype == INT and ends.is_contiguous()
@@ -306,7 +304,7 @@ def sglang_operators() -> types.SimpleNamespace:
 
 
 def _topk(scores, lengths, k, starts=None):
-    """Return our indices in reverse order, because the libraries guarantee no order."""
+    """Return the indices in reverse order, because the libraries guarantee no order."""
     return topk_indices(scores, k, lengths=lengths, starts=starts).flip(1)
 
 
@@ -336,8 +334,7 @@ def cudnn() -> types.ModuleType:
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
-    """Within the block, calls that would make tensors on the device "cuda" make them on the CPU, so that cases need no
-    GPU."""
+    """Within the block, calls that would make tensors on "cuda" make them on the CPU."""
 
     def __torch_function__(self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None):
         options = dict(options or {})

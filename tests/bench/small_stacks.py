@@ -19,6 +19,6 @@ def small_stack(name: str, device: str = "cpu", **options) -> CheckpointModel:
 
 
 def make_small(stacks: dict, **fields) -> None:
-    """Set small sizes in all entries of `stacks`, which is STACKS or LONG_STACKS. fields: further fields to set."""
+    """Set small sizes in all entries of `stacks` (STACKS or LONG_STACKS). fields: further fields to set."""
     for name, (file, published) in stacks.items():
         stacks[name] = (file, published | SMALL | FEWER[name] | fields)

@@ -1,5 +1,4 @@
-"""`dsa_bench.e2e.accuracy` with a small model on a CPU: held-out text, intervals, and rows. The peers in these tests
-replace none of our ops."""
+"""`dsa_bench.e2e.accuracy` with a small model on a CPU. The peers in these tests replace none of our ops."""
 
 import json
 import shutil
@@ -15,8 +14,7 @@ from dsa_layers import SHIPPED_MODEL, Tokenizer
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Return a copy of the shipped model with a context of only 32 tokens. Its metadata name two held-out files. This
-    Python installation has only the first one."""
+    """Return a copy of the shipped model. This Python has only one of the two files of held-out text."""
     folder = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
     data = {"held_out_files": ["this.py"], "packages": [{"held_out_files": ["gone/away.py"]}]}
     (folder / "metrics.json").write_text(json.dumps({"data": data}))
@@ -48,8 +46,7 @@ def test_intervals_of_a_ratio_are_paired():
 
 
 def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
-    """In the first call of `rows` the peers replace no op, and on a CPU fp16 accumulation of index scores has no
-    effect. So all errors are equal. In the second call the peers' pass fails."""
+    """The errors are equal because nothing is replaced and because fp16 accumulation has no effect on a CPU."""
     peers = Replaced(ops={"fp8_mqa_logits": "a library"})
     monkeypatch.setattr(accuracy, "replacement", lambda: peers)
     half, single, theirs = accuracy.rows([checkpoint], most=2, device="cpu")

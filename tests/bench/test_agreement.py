@@ -32,17 +32,17 @@ def pad(x, *sizes):
         (agree, (torch.cat((OUT, OUT), 1), "lse"), (OUT, "other")),  # padding at the end; strings are ignored
         (agree, {"out": OUT, "lse": LSE, "none": None}, (OUT, LSE)),
         (agree, (OUT,), (OUT, LSE)),
-        # Casts with half the values and twice the scales, and with scales that are not powers of two.
+        # Half the values with twice the scales. Scales that are not powers of two.
         (agree, ((Q.float() / 2).to(Q.dtype), SCALE * 2), CAST),
         (agree, dsa.per_token_cast_to_fp8(X, False), CAST),
-        # LSEs with base e, with base 2, and with padding. LSEs of another shape and missing LSEs are not compared.
+        # LSEs with base e, with base 2, and with padding. An LSE of another shape or a missing LSE is not compared.
         (agree_attention, [OUT, MOST, LSE], (OUT, MOST, LSE)),
         (agree_attention, [OUT, LSE / torch.tensor(2.0).log()], (OUT, MOST, LSE)),
         (agree_attention, [pad(OUT, 0, 0, 0, 2), pad(LSE, 0, 2)], (OUT, MOST, LSE)),
         (agree_attention, [OUT, LSE.T], (OUT, MOST, LSE)),
         (agree_attention, OUT, (OUT, MOST, LSE)),
         (gradients, {"dq": DQ, "dkv": DKV[:, 0], "d_sink": DSINK}, GRADIENTS),
-        # A selection in another order, and a selection with one wrong key of 100: up to 2% may be wrong.
+        # up to 2% of the selected keys may be wrong
         (selected, {0: SELECTED.flip(1)}, SELECTED),
         (selected, torch.cat((SELECTED[:, :99], ORDER[:, 100:101].int()), 1), SELECTED),
     ],

@@ -1,5 +1,4 @@
-"""The command `python -m dsa_bench.e2e`: the calls that it rejects, the lines that it prints, and the kernels that it
-compiles."""
+"""The command `python -m dsa_bench.e2e`: rejected calls, printed lines, and compiled kernels."""
 
 import json
 

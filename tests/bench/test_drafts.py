@@ -1,5 +1,4 @@
-"""The benchmark of decoding with drafts. Rows of small stacks are computed on a CPU with a fake clock. Other tests
-check the passes that are timed, and the formulas for times, bytes and gain at full depth."""
+"""The benchmark of decoding with drafts, with small stacks on a CPU and a fake clock."""
 
 import json
 
@@ -29,8 +28,8 @@ by_stack = pytest.mark.parametrize("name", STACKS)
 
 @pytest.fixture
 def drafted(monkeypatch, recorded):
-    """Fake all times. A pass of L layers over n tokens takes 1 + L n ms, and the drafter's passes together take
-    DRAFT_MS. Return a list to which each run of the drafter appends its drafts."""
+    """Fake all times: a pass takes 1 + layers * tokens ms, and the drafter takes DRAFT_MS. Return a list to which each
+    run of the drafter appends its drafts."""
     layers, found = recorded(drafts, "first_layers"), []
 
     def bench(calls, repeats, graph):
@@ -88,9 +87,8 @@ def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
 
 @by_stack
 def test_timed_passes_are_passes_of_generation(name, drafted, monkeypatch):
-    """A pass computes the last token and the drafts of each sequence, and all these tokens differ. With drafts,
-    sequences are shorter by the number of drafts, so the pass ends at the same position as without drafts. After the
-    pass, the drafter runs on the pass's tokens and hidden states."""
+    """A pass computes each sequence's last token and its drafts, and all these tokens differ. With drafts, sequences
+    are shorter by the number of drafts. So the pass ends at the same position as without drafts."""
     model = small_stack(name, drafter=True)
     seen, inputs = [], []
     states, draft = model.states, DraftStep._run
@@ -119,8 +117,7 @@ def test_a_stack_without_its_last_layers_goes_from_the_remaining_layers_to_the_h
     model = small_stack(name, drafter=True)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)
-    # MoE layers of the drafter are not counted. Two tokens go to two experts each, so a layer has two to four experts
-    # with tokens.
+    # Two tokens go to two experts each. So each layer has two to four experts with tokens.
     mixtures = [key for key, layer in model.named_modules() if isinstance(layer, Experts) and "drafter" not in key]
     assert len(run.touched) == len(mixtures) and all(2 <= touched <= 4 for touched in run.touched)
     assert depths(model) == (0, 1, len(before))
@@ -145,8 +142,6 @@ COSTS |= {"sliding_attention": 2.0, "compressed_sparse_attention": 8.0, "heavily
 
 @by_stack
 def test_full_depth_counts_every_layer_by_its_kind(name):
-    """Each kind of layer has a cost (COSTS). Embedding and head together cost 5."""
-
     def cost(model, count):
         kinds = getattr(model.config, "layer_types", None) or [type(layer.mlp).__name__ for layer in layers_of(model)]
         return 5.0 + sum(COSTS[kind] for kind in kinds[:count])
@@ -154,15 +149,12 @@ def test_full_depth_counts_every_layer_by_its_kind(name):
     model, layers = skeleton(name), published_layers(name)
     found = [cost(model, count) for count in depths(model)]
     expected = cost(skeleton(name, **with_layers(name, layers)), layers)
-    # V4-Flash has 21 layers of compressed sparse attention (cost 8) and 20 of heavily compressed attention (cost 6).
-    # `full_depth` counts 20.5 of each, so its result is 1 less.
+    # V4-Flash has 21 layers of cost 8 and 20 of cost 6. `full_depth` counts 20.5 of each.
     assert full_depth(name, *found) == expected - (1.0 if name == "V4-Flash" else 0.0)
 
 
 @by_stack
 def test_a_pass_reads_all_weights_of_its_layers_and_experts_with_tokens(name):
-    """The stack has real sizes. The weights of the embedding and of the drafter do not count as read, nor does V4's
-    table `tid2eid`."""
     model = skeleton(name, drafter=True)
     tensors = {key: x for key, x in model.named_parameters() if not key.startswith("drafter")}
     every = sum(x.nbytes for key, x in tensors.items() if "embed" not in key and not key.endswith("tid2eid"))
@@ -196,7 +188,7 @@ def test_experts_with_tokens_are_counted_whichever_op_sorts_the_tokens():
 
 def test_gain_is_tokens_of_a_round_over_its_time():
     assert tokens_a_round(1) == 1.85 and tokens_a_round(3, 0.5) == 1.875
-    assert gain(10.0, 17.5, 1.0, 1) == pytest.approx(1.0)  # a round's 1.85 tokens take 18.5 ms, as without drafts
+    assert gain(10.0, 17.5, 1.0, 1) == pytest.approx(1.0)
     assert gain(10.0, 10.0, 0.0, 2, 1.0) == 3.0
 
 

@@ -14,8 +14,8 @@ from dsa_bench.harness.table import print_table
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Returns a function. timed(name=ms, ...) sets the milliseconds of each name. It returns a list, to which each
-    later timing adds the names that are timed."""
+    """Return a function. timed(name=ms, ...) sets each name's time. It returns a list, to which each later timing adds
+    the names that are timed."""
 
     def takes(**ms):
         names = []
@@ -31,7 +31,6 @@ def timed(monkeypatch):
 
 
 def a_case(*names, failed=None, **options):
-    """Return a case with a call for "dsa" and for each name. Every call returns the numbers 0 to 9."""
     calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
     return case.Case("shape", calls, lambda ms: f"{ms} ms", Peers(failed=failed or {}), **options)
 
@@ -137,7 +136,6 @@ def test_a_reason_is_one_line():
 
 
 def test_host_times_are_of_ours_and_peers_in_turn_at_a_small_shape(monkeypatch):
-    """Calls set the clock forward: "dsa" by 1 ms, "a peer" by 3 ms, and "plain" by 9 s."""
     called = []
 
     def call(name):
@@ -158,7 +156,7 @@ def test_host_times_are_of_ours_and_peers_in_turn_at_a_small_shape(monkeypatch):
     (row,) = host.rows(["rms_norm"])
     assert (row["shape"], row["ms"], row["peer"], row["peer_ms"]) == ("rms_norm, 7 rows", 1.0, "a peer", 3.0)
     assert row["figure"] == "1000.0 us" and row["baselines"] == {}
-    # Earlier entries of `called` are from calls whose results are compared. These calls are not timed.
+    # Earlier calls are for comparing results, not for timing.
     assert called[-6 * (host.BLOCKS + 1) :] == (["dsa"] * 3 + ["a peer"] * 3) * (host.BLOCKS + 1)
 
 

@@ -26,11 +26,11 @@ def test_rows_are_of_the_second_run_and_of_all_models(monkeypatch, recorded):
         assert row["ms"] <= row["ms_max"] and row["alone_ms"] <= row["alone_ms_max"]
     for (first, *_, warm), (second, *_, timed) in zip(runs[::2], runs[1::2]):
         assert first is second and (warm.steps, timed.steps) == (1, 2)
-        assert first.cache.state_slots.free == 3  # all slots are free again
+        assert first.cache.state_slots.free == 3
 
 
 def test_figures_follow_from_the_passes(monkeypatch):
-    """On the fake clock, prefill takes one second per token of a prompt, and a decoding pass takes two seconds."""
+    """On the fake clock, prefill takes one second per token, and a decoding pass takes two seconds."""
     now, chunks = 0.0, []
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now)
     generator, *call = latency._call(small_stack("V3.2"), 10, sizes := latency.Sizes(30, 2, 5, 3))

@@ -53,8 +53,8 @@ def test_a_library_may_be_installed_in_several_places(monkeypatch):
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path, no_peers):
-    """Return a folder on Python's path with files in place of the shared libraries and of a source file. The packages
-    of these files raise an error when they are imported."""
+    """Return a folder on Python's path with files in place of the shared libraries and of a source file. Importing one
+    of the packages raises an error."""
     for file in {*(file for files in FILES.values() for file in files), "an_engine/ops/select.py"}:
         package, *_ = Path(file).parts
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,6 @@ def packages(monkeypatch, tmp_path, no_peers):
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Return a list to which `torch.ops.load_library` appends its paths."""
     paths = []
     monkeypatch.setattr(torch.ops, "load_library", paths.append)
     return paths
@@ -107,8 +106,7 @@ def test_an_absent_file_is_not_installed(library, packages, loaded):
 
 
 def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(packages, monkeypatch):
-    """torch's message says only that the file could not be loaded. The reason is in the message of the exception's
-    cause."""
+    """torch's message does not have the reason. The message of the exception's cause has it."""
     peers = Peers.of({operators.SGLANG: lambda module: pytest.fail("called")}, [()])
     assert peers.calls == {} and "Could not" not in peers.failed["sglang"]
     assert peers.failed["sglang"].startswith("failed: ") and str(packages / SGLANG) in peers.failed["sglang"]

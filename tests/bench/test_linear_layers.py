@@ -1,4 +1,4 @@
-"""The benchmarks of GEMMs measure the shapes of the published models. Also, tests of the summary of `linear_layers`."""
+"""The benchmarks of GEMMs measure the shapes of the published models."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_layers_are_those_of_the_configurations():
     indexer, mlp = {(64 * 128, 1536), (128, hidden)}, {(18432, hidden), (hidden, 18432), (2048, hidden), (hidden, 2048)}
     assert {*linear_shapes("V3.2")} == attention | indexer | mlp
     assert (28672, 512) in linear_shapes("GLM-5") and len(linear_shapes("GLM-5")) == 10
-    # wo_a (8192, 4096), which is 8 matrices of 1024 rows, is a grouped product, so it is left out.
+    # wo_a (8192, 4096) is left out, because it is a grouped product: 8 matrices of 1024 rows.
     flash = linear_shapes("V4-Flash")
     assert (4096, 8192) in flash and (8192, 4096) not in flash and len(flash) == 7
     assert (65536, 1536) in linear_shapes("V4-Pro")

@@ -29,9 +29,9 @@ def test_packed_weights_are_the_weights(rows, columns):
 
 
 def test_the_places_of_codes_and_scales():
-    """The expected values are computed by hand. A tile has 64 rows, 16 for each of four warps. Lane 5 multiplies rows 1
-    and 9 of a warp's 16 rows, at channels 2, 3, 10 and 11. For the second warp, these are rows 17 and 25 of the tile.
-    One word has the eight codes that the lane multiplies there."""
+    """Computed by hand. A tile has 64 rows, 16 for each of four warps. Lane 5 multiplies rows 1 and 9 of a warp's 16
+    rows, at channels 2, 3, 10 and 11. For the second warp, these are rows 17 and 25 of the tile. One word has the eight
+    codes that the lane multiplies."""
     weight, scale = torch.zeros(1, 64, 8, dtype=torch.int8), torch.zeros(1, 64, 1, dtype=torch.uint8)
     for nibble, (row, channel) in enumerate(
         [(17, 2), (17, 10), (25, 2), (25, 10), (17, 3), (17, 11), (25, 3), (25, 11)]

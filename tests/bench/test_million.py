@@ -1,4 +1,4 @@
-"""The benchmark of contexts of a million tokens with small stacks on a CPU, and the memory of a pass at real sizes,
+"""The benchmark of contexts of a million tokens, with small stacks on a CPU. The memory of a pass at real sizes,
 counted on the meta device."""
 
 import json
@@ -25,8 +25,6 @@ PARTS_MS = dict(zip(PARTS, (1.0, 0.5, 2.0, 4.0, 0.5)))
 
 
 class CountingClock(HostClock):
-    """Before each pass, tensors take 100 bytes. The peak of the n-th measured pass is 1000 + n bytes."""
-
     passes, room = 0, 10**12
 
     def held(self):
@@ -44,7 +42,7 @@ class CountingClock(HostClock):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stacks and passes are small, and a step of more than three sequences runs out of memory. Returns the clock."""
+    """Return the clock. Stacks and passes are small. A step of more than three sequences runs out of memory."""
     for name in LONG_STACKS:
         monkeypatch.setitem(LONG_STACKS, name, LONG_STACKS[name])
     make_small(LONG_STACKS)
@@ -69,7 +67,6 @@ def clock(monkeypatch):
 
 @pytest.mark.slow
 def test_rows_of_prompts_are_the_passes_up_to_their_length(clock):
-    """Steps that do not fit in memory have no row, and rows of an earlier run are left out."""
     told = []
     done = ["GLM-5.2 prompt 192", "GLM-5.2 decode 1 x 192"]
     options = {"lengths": LENGTHS, "sequences": SEQUENCES, "done": done, "device": "cpu"}
@@ -85,7 +82,7 @@ def test_rows_of_prompts_are_the_passes_up_to_their_length(clock):
         assert row["figure"] == f"{row['tokens/s']:.0f} tokens/s"
     first, second, step, _ = rows[:4]
     assert 0 < first["pass_ms"] < first["ms"] < second["ms"] and step["ms"] == step["pass_ms"] == 0.5
-    # `workspace` is the growth of the peak since the second pass: one byte in the third pass, four in the sixth.
+    # `workspace` is the growth of the peak since the second pass.
     assert [row["workspace"] for row in (first, second, step)] == [1, 4, None]
     assert [row["memory"] for row in (first, second)] == [1003, 1006]
     assert "V4-Flash: no memory for 5 sequences" in told
@@ -93,7 +90,6 @@ def test_rows_of_prompts_are_the_passes_up_to_their_length(clock):
 
 @pytest.mark.slow
 def test_caches_that_do_not_fit_are_not_made(clock):
-    """There is room for the cache of one sequence but not of three, so the step of three sequences is not tried."""
     cache = stack("GLM-5.2", "cpu").make_cache(3 * 3, device="meta", state_slots=3)
     clock.room = million.RESERVE + cache.nbytes - 1
     rows = million.rows(["GLM-5.2"], [192], SEQUENCES, ["GLM-5.2 prompt 192"], "cpu", clock)
@@ -115,12 +111,10 @@ SIZES = [*((name, {}) for name in LONG_STACKS), ("GLM-5.2", SMALL | FEWER["GLM-5
 
 @pytest.mark.parametrize(("name", "small"), SIZES)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
-    """A pass over 8192 tokens at the end of a long context allocates less than 512 MiB more than the same pass at the
-    end of 16K tokens. Weights and caches are not counted.
+    """Compared to a context of 16K tokens, a pass at the end of a long context allocates less than 512 MiB more.
 
-    The long contexts are 128K tokens, a million tokens, and the longest context whose FP8 latents are dequantised at
-    once (`most_read`). The test also runs with a small model with 4 heads. `most_read` is twice as high for models with
-    at most 16 heads, and the small model's activations are too small to hide growth.
+    One of the contexts is the longest whose FP8 latents are dequantised at once (`most_read`). It is twice as long with
+    at most 16 heads, so the test also runs with a small model of 4 heads.
     """
     model = skeleton(name, **small)
     model.init_buffers(passes.META)
@@ -134,8 +128,8 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
             with PeakBytes() as count:
                 passes.prefill(model, cache, [(8192, context - 8192)])
             needed.append(count.peak)
-    assert needed[0] > (2**28 if small else 2**30)  # the counter works: it has counted the activations
-    # With at most 16 heads, `flash_mla_sparse_fwd` needs 2.8 bytes per index, which `PeakBytes` does not count.
+    assert needed[0] > (2**28 if small else 2**30)  # the counter counts activations
+    # `flash_mla_sparse_fwd` with at most 16 heads needs 2.8 bytes per index. `PeakBytes` does not count them.
     workspace = 8192 * 2048 * 14 // 5 if small else 0
     assert all(more + workspace - needed[0] < 2**29 for more in needed[1:])
     assert WORKSPACE < 2**29

@@ -11,8 +11,6 @@ from tests.bench import parallel_command
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """torch sees two GPUs. Returns a function that sets another number."""
-
     def found(count):
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
 

@@ -1,5 +1,4 @@
-"""The benchmark of models on several GPUs: rows of two processes on a CPU with the host's clock, the layers that fit,
-the kernels that are compiled, the share of time in collectives, and one rank's part without collectives."""
+"""The benchmark of models on several GPUs, with two processes on a CPU and the host's clock."""
 
 import json
 import re
@@ -81,8 +80,6 @@ def test_cases_are_prompts_within_the_context_and_steps():
 
 
 def test_layers_that_fit():
-    """All 43 layers of V4-Flash fit on two GPUs with 140 GB each, but fewer than 36 fit on two GPUs with 80 GB each. In
-    exactly the memory that 9 layers of V3.2 need, 9 layers fit; with one byte less per GPU, 8 layers fit."""
     assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
     assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
     model = skeleton("V3.2", **with_layers("V3.2", 9))
@@ -95,8 +92,7 @@ def test_layers_that_fit():
 
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
-    """Every pass runs without a GPU up to its launches, so the kernels of all launches are known. The models are split
-    over 2 GPUs and over 8."""
+    """Every pass runs without a GPU up to its launches, so the kernels of all launches are known."""
     of_two = asked(2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
@@ -106,9 +102,8 @@ def test_kernels_that_are_asked_for():
 
 
 def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
-    """Attention fused with a cast (`compile_sparse_mla_cast`) exists only for more than 32 heads. If 8 ranks divide the
-    queries of a long pass, each has all 64 heads of V4-Flash; if they divide the heads, each has 8. So only ranks that
-    divide the queries ask for this kernel."""
+    """`compile_sparse_mla_cast` exists only for more than 32 heads. If 8 ranks divide the queries of a long pass, each
+    has all 64 heads of V4-Flash. If they divide the heads, each has 8."""
     functions = {}
     for way in WAYS:
         with split_by(way):
@@ -131,16 +126,15 @@ def test_the_share_of_collectives_counts_from_the_first_collective():
         *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
     ]
     assert collectives_share(events) == collectives_share(events[::-1]) == 3 / 10
-    # Time in which a collective and a GEMM run at once is not counted as time of collectives, whichever starts or ends
-    # first.
+    # Time in which a collective and a GEMM run at once does not count, whichever starts or ends first.
     meanwhile = [
         kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0),
         kernel("gemm", 79, 2000.0),
         kernel("gemm", 81, 500.0),
     ]
     assert collectives_share([*events, *meanwhile]) == 503 / 3010
-    # Copies between GPUs, waits for these copies, and the experts' sum over GPUs count as collectives. Copies within a
-    # GPU do not.
+    # These count as collectives: copies between GPUs, waits for these copies, and the experts' sum over GPUs. Copies
+    # within a GPU do not.
     copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
     waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]
     copied = kernel("Memcpy DtoD (Device -> Device)", 95, 500.0, "gpu_memcpy")
@@ -167,14 +161,12 @@ def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
     before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
     with torch.inference_mode(), without_collectives(model, ranks):
         logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
-        # Within this block, `gather` repeats the rank's rows in place of the other rank's, and `sum` adds nothing to
-        # the rank's rows.
+        # Here `gather` repeats this rank's rows in place of the other rank's, and `sum` adds nothing.
         (whole,) = rows.gather(rows.own(tokens))
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
-    # The other rank's rows are copies of this rank's. So only the tokens of this rank, which are half of all tokens,
-    # need distinct logits.
+    # The other rank's rows are copies of this rank's, so half of the logits may be equal.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))

@@ -20,13 +20,11 @@ def launch(correlation, ts, kind="cuda_runtime"):
 
 
 def kernel(correlation, ms, kind="kernel"):
-    """Return a kernel's event. Kernels with higher correlations start later."""
     ts = 10**6 * correlation
     return {"cat": kind, "name": "k", "ts": ts, "dur": 1000 * ms, "args": {"correlation": correlation}}
 
 
 def test_the_wait_for_the_previous_kernel_is_not_a_kernels_time():
-    """A kernel gets time 0 if it ends before a kernel that started earlier."""
     spans = [(0, 10), (8, 14), (9, 13), (14, 15), (20, 26)]
     work = [{"cat": "kernel", "name": str(i), "ts": a, "dur": b - a} for i, (a, b) in enumerate(spans)]
     assert [(e["name"], us) for e, us in in_turn(work[::-1])] == [("0", 10), ("1", 4), ("2", 0), ("3", 1), ("4", 6)]
@@ -47,8 +45,7 @@ def test_a_kernel_belongs_to_the_innermost_range_around_its_launch():
 
 
 def test_glue_is_not_a_part_of_the_model():
-    """Glue is code that only converts tensors for the peers. The part GLUE exists only in traces with a range of
-    glue."""
+    """Glue is code that only converts tensors for the peers."""
     experts = [range_of("part: MoE", 10, 50), launch(1, 15), kernel(1, 2), launch(2, 25), kernel(2, 4)]
     assert by_part(experts) == dict.fromkeys(PARTS, 0.0) | {"MoE": 6}
     with profile(activities=[ProfilerActivity.CPU]) as recorded, glue():

@@ -63,7 +63,6 @@ def test_without_peers_nothing_is_replaced(no_peers):
 
 
 def test_ops_without_a_peer_stay_ours(peers, installed, monkeypatch):
-    """FlashMLA is the only peer here. The fused selection and the experts have no peer, so ours run."""
     for file in ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"):
         (installed / "vllm" / file).unlink()
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
@@ -83,13 +82,12 @@ def either_build(request, peers, monkeypatch):
 
 @pytest.fixture(params=["vLLM's", "ours"])
 def either_top_k(request, installed):
-    """Run a test with vLLM's top-k, and a second time without vLLM's library, so with our top-k."""
+    """Run a test twice: with vLLM's top-k, and with our top-k because vLLM's library is missing."""
     if request.param == "ours":
         (installed / VLLM_OPERATORS).unlink()
 
 
 def same_with_peers(call):
-    """Assert that the call returns the same numbers with the peers' kernels as with ours, up to rounding."""
     expected = call()
     with peer_ops.peer_kernels():
         got = call()
@@ -106,8 +104,7 @@ def bf16(*shape):
 
 @pytest.mark.parametrize(("paged", "most"), [(False, 0), (True, 7)])
 def test_selections_of_packed_sequences(paged, most, either_build, either_top_k):
-    """In DeepGEMM 2.8.1, a row of scores begins with the score of the first key in the row's range. Both vLLM's and our
-    selection account for this."""
+    """In DeepGEMM 2.8.1, column 0 of a row of scores belongs to the first key in the row's range."""
     q, kv, weights = fp8(12, 32, 32), (fp8(48, 32), torch.rand(48) + 0.5), torch.rand(12, 32)
     sequences = torch.arange(12) % 3
     starts = torch.tensor([0, 7, 31], dtype=torch.int32)[sequences]
@@ -126,7 +123,7 @@ def test_selections_of_packed_sequences(paged, most, either_build, either_top_k)
 
 
 def test_selections_from_many_keys_are_two_ops_of_the_peers(either_build, either_top_k, monkeypatch, recorded):
-    """No peer fuses scores with selection, so `indexer_select` is called only without the peers' kernels."""
+    """No peer fuses scores with selection, so `indexer_select` runs only without the peers."""
     keys, tokens = 60, 12
     monkeypatch.setattr(key_selection, "FUSED_KEYS", keys)
     monkeypatch.setattr(key_selection, "FUSED_TOKENS", tokens)
@@ -218,8 +215,7 @@ def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug,
 
 @pytest.mark.parametrize("first", [2, 7])
 def test_attention_to_all_keys_of_prompts(first, either_build, monkeypatch):
-    """Prompts of different lengths run on FlashAttention. Prompts of equal lengths run on cuDNN; here, on a CPU, they
-    run on PyTorch's math kernel."""
+    """Prompts of different lengths run on FlashAttention. Others run on cuDNN; on a CPU, on PyTorch's math kernel."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     q, k, v, rope = bf16(first + 7, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, first, first + 7], [0, 7, 14]))
@@ -259,15 +255,14 @@ def test_dense_decoding_stays_ours(peers):
     indirect=["either_build"],
 )
 def test_whole_passes_have_the_same_logits_up_to_ties(name, either_build, monkeypatch):
-    """Run prompts that attend to all keys, prompts that attend to selected keys, and decoding steps. The stack has 64
-    heads, because every build of FlashMLA accepts 64."""
+    """The stack has 64 heads, because every build of FlashMLA accepts 64."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 100)
     heads = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
     model = small_stack(name, **heads)
-    # The prompts of the first run are longer than the selection, and the second of them is computed in two passes.
+    # The prompts of 160 tokens are longer than index_topk. The second one takes two passes.
     for run in (prefill(model, 2, 160, 200), prefill(model, 3, 40, 400), decode(model, 2, 300)):
         expected = run.launched()
         with peer_ops.peer_kernels():
@@ -294,7 +289,7 @@ def of_experts(tokens):
     ],
 )
 def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts, peers, monkeypatch, recorded):
-    """layouts: the number of calls of `padded`, of `Slots.of` and of Marlin. Marlin has a larger tolerance, because its
+    """layouts: the number of calls of `padded`, `Slots.of` and Marlin. Marlin has a larger tolerance, because its
     activations are bf16 and ours are FP8."""
     experts = Experts(5, 256, 128, fp8=True, fp4=fp4, limit=0.5 if fp4 else None)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
@@ -339,7 +334,5 @@ def test_padded_rows_of_experts_begin_at_multiples_of_128():
     assert places.tolist() == [[128, 256], [257, 129], [130, 0]]
     assert [sources[i].item() for i in (0, 128, 129, 130, 256, 257)] == [2, 0, 1, 2, 0, 1]
     assert groups.view(-1, 128).unique(dim=1).flatten().tolist() == [0, 1, 3, -1, -1] and len(groups) == 5 * 128
-    # The number of rows depends on the tokens' experts, here two, and not on the number of experts in the layer, here
-    # 256.
     places, _, groups = padded(torch.tensor([[200, 3]]), 256)
     assert places.tolist() == [[128, 0]] and groups.view(-1, 128)[:, 0].tolist() == [3, 200]

@@ -15,7 +15,6 @@ from dsa_bench.peers.package import Library
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
 
-# Shapes that are small enough for a CPU and together reach every peer and every kind of argument.
 SHAPES = {
     "flash_mla_sparse_fwd": [(256, 576, 64, 128, 64), (256, 512, 16, 128, 64)],
     "flash_mla_with_kvcache": [(2, 128, 16, 2)],
@@ -86,7 +85,6 @@ def small(monkeypatch, on_cpu):
 
 
 def probe_only(monkeypatch, shapes):
-    """Probe only the ops of `shapes`, {op: shapes in place of the benchmark's PROBED}."""
     for op in probe.probed():
         if op in shapes:
             monkeypatch.setattr(cases.load(op), "PROBED", shapes[op])
@@ -118,14 +116,12 @@ def test_every_peer_is_called_as_it_demands_and_agrees(op, shapes, monkeypatch, 
 
 
 def test_every_benchmark_with_peers_says_what_is_probed():
-    """A benchmark has peers if its module imports from dsa_bench.peers."""
     sources = {op: Path(cases.load(op).__file__).read_text() for op in cases.benchmarks()}
     with_peers = {op for op, source in sources.items() if "from dsa_bench.peers import " in source}
     assert probe.probed().keys() == with_peers
     for op, shapes in probe.probed().items():
         assert len({len(shape) for shape in shapes}) == 1, op
-    # SHAPES has no benchmark with reference=False. The backend "reference" cannot run our call there, so the probe runs
-    # our kernels, which need a GPU.
+    # Benchmarks with reference=False are not in SHAPES. Their probe runs our kernels, which need a GPU.
     without_reference = {op for op, source in sources.items() if "reference=False" in source}
     assert SHAPES.keys() == with_peers - without_reference and without_reference == {"sparse_mla_attention"}
 
@@ -165,7 +161,6 @@ def test_the_probe_goes_on_where_ours_fails(peers, small, capsys, monkeypatch):
 
 
 def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
-    """Rows of index scores are padded, so the scores are not contiguous."""
     padded, lengths = torch.randn(3, 2600)[:, :2500], torch.full((3,), 2500, dtype=torch.int32)
     found = topk.select([(padded, lengths, 2048)])
     whole = topk.select([(padded.contiguous(), lengths, 2048)])
@@ -175,9 +170,9 @@ def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
 
 
 def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeypatch, in_threads):
-    """A grouped product pads each expert's rows to a multiple of 128. Only the newer build has a masked product, which
-    gives each expert 128 rows. It is left out if an expert has more rows. The stubs fail in every call. These failures
-    are ignored, so all products are called."""
+    """A contiguous product pads each expert's rows to a multiple of 128. Only the newer build has a masked product. It
+    gives each expert 128 rows, and is left out if an expert has more. The stubs fail in every call, and the failures
+    are ignored."""
     called = []
 
     def refuse(build, a, b, d, *rest):

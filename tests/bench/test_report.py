@@ -22,7 +22,7 @@ class Machine:
     def __init__(self, monkeypatch):
         self.theirs, self.error = THEIRS, None
         self.made, self.compiled = [], []
-        self.passes, self.with_peers = [], []  # what ran, and whether it ran on the peers' kernels
+        self.passes, self.with_peers = [], []
         monkeypatch.setattr(report, "stack", lambda name: self.made.append(name) or torch.nn.Linear(1, 1))
         monkeypatch.setattr(report, "prefill", lambda model, count, tokens, chunk: self.run())
         monkeypatch.setattr(report, "decode", self.decode)
@@ -70,8 +70,7 @@ def test_every_run_but_those_that_do_not_fit_in_memory_has_a_row(machine, no_pee
         ("V3.2 prefill 3 x 4000", 12000, 2.0, 6e6, None, []),
         ("V3.2 decode 1 x 32", 1, 2.0, 500.0, None, []),
     ]
-    # A compiled product has as many rows as a pass has tokens: 1 and 2 for the steps, 32 for the short prompt, 8192 for
-    # a full pass, and 12000 - 8192 = 3808 for the last pass over the other prompts.
+    # A compiled product has as many rows as a pass has tokens. Prompts of 12000 tokens take passes of 8192 and 3808.
     assert sorted(machine.compiled) == [(m, 256, 128) for m in (1, 2, 32, 3808, 8192)]
 
 
@@ -83,8 +82,7 @@ def test_runs_that_are_done_are_left_out_and_models_without_other_runs_are_not_m
 
 
 def test_passes_with_peers_and_ours_are_timed_by_turns(machine, peers):
-    """The peers' run is called three times before the timing: to compile and lay out weights, to capture, and to
-    measure its parts."""
+    """Before the timing, the peers' run is called three times: to compile, to capture, and to measure its parts."""
     (row,) = report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[])
     assert json.loads(json.dumps(row)) == row and row["shape"] == "V4-Flash prefill 32"
     assert (row["peer_ms"], row["ratio"], row["peer_parts"]) == (3.0, 1.5, PARTS_MS)
@@ -113,6 +111,6 @@ def test_a_peers_pass_that_fails_or_computes_something_else_has_no_time(theirs, 
 
 def test_linear_layers_of_a_stack_are_joined_where_they_share_inputs():
     shapes = stacks.linear_shapes(stacks.skeleton("V3.2"))
-    # q_a_proj, the indexer's wk and kv_a_proj_with_mqa are one product; so are gate and up.
+    # q_a_proj, the indexer's wk and kv_a_proj_with_mqa are one product. So are gate and up.
     assert {(2240, 7168), (36864, 7168), (7168, 16384)} < {*shapes} and not {(1536, 7168), (18432, 7168)} & {*shapes}
     assert all(channels % 128 == 0 for _, channels in shapes)

@@ -1,5 +1,4 @@
-"""Rows of whole passes: how they are printed, written as CSV and drawn. Also, the time on more GPUs, which `computed`
-derives from measured rows."""
+"""Rows of whole passes: how they are printed, written as CSV and drawn. `computed` derives the time on more GPUs."""
 
 import csv
 
@@ -65,19 +64,18 @@ EIGHT = {"run": "decode 8 x 8192", "tokens": 8}
 LONG = {"run": "prefill 4096", "tokens": 4096}
 
 
-# A layer's time is a sum of two numbers: 0.1 ms (SILENT's 3 ms / 30 layers), and the communication of the measured row
-# / 20 layers.
+# A layer takes 0.1 ms (SILENT's 3 ms / 30 layers) + the measured row's communication / 20 layers.
 @pytest.mark.parametrize(
     ("silent", "measured", "ms_of_a_layer"),
     [
-        # Only FOUR counts, the row with the largest number of GPUs. Its communication takes 4.0 - 3.4 = 0.6 ms. Rows of
-        # other models and rows without shard_ms are ignored.
+        # Only FOUR counts, because it has the most GPUs. Its communication takes 4.0 - 3.4 = 0.6 ms. Rows of other
+        # models and rows without shard_ms are ignored.
         (SILENT, [TWO, FOUR, SPLIT, ONCE], 0.1 + 0.6 / 20),
         (SILENT, [TWO], 0.1 + 5.6 / 20),
-        # The communication of eight sequences takes 0.9 ms. The 0.6 ms of one sequence are fixed. The other 0.3 ms
-        # transfer rows from 3 other GPUs; from 7 other GPUs this takes 7 / 3 as long.
+        # The 0.6 ms that one sequence takes are fixed. The other 0.3 ms transfer rows from 3 GPUs. From 7 GPUs this
+        # takes 7 / 3 as long.
         (SILENT | EIGHT, [TWO, FOUR, FOUR | EIGHT | {"ms": 4.3}], 0.1 + (0.6 + 0.3 * 7 / 3) / 20),
-        # The communication of eight sequences takes less time than that of one, so all of it counts as fixed.
+        # Eight sequences take less time than one, so all communication counts as fixed.
         (SILENT | EIGHT, [FOUR, FOUR | EIGHT | {"ms": 3.6}], 0.1 + 0.2 / 20),
         (SILENT | LONG, [FOUR | LONG], 0.1 + 0.03 * (7 / 8) / (3 / 4)),
         (SILENT, [], None),

@@ -1,5 +1,4 @@
-"""The stacks of dsa_bench/e2e, each some layers of a published model. Stacks with small sizes run on a CPU. Stacks with
-the real sizes, without storage, are checked for their configuration fields, kinds of layers and bytes."""
+"""The stacks of dsa_bench/e2e: small stacks on a CPU, and stacks of real sizes without storage."""
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def test_prompts_and_steps_have_finite_logits_of_order_one(name):
     with torch.inference_mode():
         logits = model(torch.arange(300), SequenceBatch.without_cache([300]), all_tokens=True)
     assert logits.isfinite().all() and 0.3 < logits.std() < 3
-    assert logits.std(0).mean() > 0.1  # logits of different tokens differ
+    assert logits.std(0).mean() > 0.1
     assert prefill(model, 1, 70, 32).timed().isfinite().all()
     run = decode(model, 3, 300)
     logits = run.timed()
@@ -87,7 +86,6 @@ def test_more_layers_have_the_published_proportions(name):
 @by_stack
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_differ_between_ranks_and_whole_tensors_do_not(name, way):
-    """For every tensor, the mean square on each rank is within 20% of the mean square in the unsplit stack."""
     with split_by(way):
         ranks = (Ranks(0, 1), Ranks(0, 2), Ranks(1, 2))
         one, *parts = (small_stack(name, ranks=rank).state_dict() for rank in ranks)
@@ -105,7 +103,6 @@ def test_parts_differ_between_ranks_and_whole_tensors_do_not(name, way):
 
 
 def is_normal(rows):
-    """Whether the rows are finite, have a standard deviation near 1, and all differ."""
     return rows.isfinite().all() and 0.9 < rows.std() < 1.1 and len(rows.unique(dim=0)) == len(rows)
 
 

@@ -56,7 +56,7 @@ def test_the_search_for_products_is_of_the_published_layers():
         assert of_class.modelled in tried and len(tried) < 15, name
         [shape] = of_class.shapes
         assert fp8_gemm_choice.shape_class(*shape[:3]) == name
-    # The tuner pickles the compile function, because it compiles in other processes.
+    # The compile function must pickle, because the tuner compiles in other processes.
     for config in ONE_OF_EACH:
         compile_function = pickle.loads(pickle.dumps(plan.candidates[config]))
         assert int(tune._compile(compile_function, ("bfloat16", config))) > 32
@@ -91,8 +91,8 @@ def test_an_op_forgets_its_choice_for_a_trial(config):
 
 
 class Gpu:
-    """Replaces the tuner's GPU. A configuration is faster than one with more stages, or with equally many stages and
-    more groups. Configurations with two stages compute wrong results."""
+    """Replaces the tuner's GPU. Fewer stages are faster, and with equal stages fewer groups. Two stages give wrong
+    results."""
 
     def __init__(self, monkeypatch, folder, arch):
         self.arch, self.checked, self.timed = arch, [], []
@@ -143,7 +143,6 @@ def compile_nothing(compile_function, arguments):
 
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"], indirect=True)
 def test_the_tuner_keeps_the_fastest_that_is_correct(gpu, monkeypatch, capsys):
-    """The tuner writes to the data file of the GPU's arch."""
     plan = case.load(OP).tuning()
     plan = dataclasses.replace(plan, classes={CLASS: plan.classes[CLASS]})
     monkeypatch.setattr(case.load(OP), "tuning", lambda: plan)
@@ -156,7 +155,6 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(gpu, monkeypatch, capsys):
     assert "columns 128 stages 3   groups 2      96 registers     3.2000  3.20" in shown
     assert "wrong: calc_diff 1" in shown and "fails: spilled" in shown
     assert len(gpu.timed) > 1 and all(config.stages != 2 and config.columns == 128 for config in gpu.timed)
-    # A result that equals a correct one is not checked again.
     assert gpu.checked.count(False) == 1 and gpu.checked.count(True) > 1
 
 

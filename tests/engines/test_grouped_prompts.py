@@ -1,5 +1,5 @@
-"""Warm-up compiles the kernels that compute groups of adjacent tokens of a long prompt together. They exist for at most
-16 heads per GPU."""
+"""Warm-up compiles the kernels that compute adjacent tokens of a long prompt together. They exist for at most 16 heads
+per GPU."""
 
 import dataclasses
 
@@ -52,6 +52,5 @@ def test_they_are_part_of_warming_up(engine, monkeypatch):
 
 
 def test_none_without_a_kernel():
-    """On a CPU `grouped_prompt` returns None, because the reference would take long for a prompt that is long enough
-    for groups."""
+    """On a CPU, `grouped_prompt` returns None, because the reference would take long for such a prompt."""
     assert grouped_prompt(8, 576) is None

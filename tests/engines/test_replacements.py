@@ -1,5 +1,4 @@
-"""`Replacements` replaces attributes of an engine's modules and classes, all together or not at all, and can restore
-them."""
+"""`Replacements` replaces attributes of an engine's modules and classes, all or none, and can restore them."""
 
 import sys
 import types

@@ -1,5 +1,4 @@
-"""Small batches as SGLang passes them to its attention backends, and expected results that are computed without the
-ops."""
+"""Small batches as SGLang passes them to its attention backends. Expected results are computed without the ops."""
 
 import math
 from types import SimpleNamespace
@@ -17,15 +16,13 @@ def int32(values, device="cpu"):
 
 
 def paged(lengths, device="cpu"):
-    """Return (page table, total number of pages) for sequences of these lengths. The table is int32 [B, pages]. A page
-    has 64 keys, and the pages are in random order."""
+    """Return (page table int32 [B, pages], total number of pages). The pages are in random order."""
     width = max(-(-length // PAGE) for length in lengths)
     pages = torch.randperm(len(lengths) * width, device=device).to(INT32)
     return pages.view(len(lengths), width), len(pages)
 
 
 def slots_of(table, sequence, length):
-    """Return int64 [length]: the cache slots of the first `length` keys of a sequence."""
     position = torch.arange(length, device=table.device)
     return table[sequence, position // PAGE].long() * PAGE + position % PAGE
 
@@ -37,16 +34,16 @@ def scores(rows, columns, device="cpu"):
 
 
 def selected(row, k):
-    """Return the positions of the k largest numbers of `row`, ascending, padded to k positions with -1. Of equal
-    numbers, those at the lowest positions are selected."""
+    """Return the positions of the k largest numbers of `row`, ascending, padded with -1. Among equal numbers, the
+    lowest positions are selected."""
     values = row.tolist()
     best = sorted(sorted(range(len(values)), key=lambda s: (-values[s], s))[:k])
     return best + [-1] * (k - len(best))
 
 
 def decode_metadata(lengths, device="cpu"):
-    """Return (logits, lengths, metadata, a function from k to the expected slots [B, k]) of a decoding step with one
-    token per sequence."""
+    """Return (logits, lengths, metadata, expected) of a decoding step with one token per sequence. expected(k) returns
+    slots [B, k]."""
     table, _ = paged(lengths, device)
     logits = scores(len(lengths), table.shape[1] * PAGE, device)
     metadata = SimpleNamespace(real_page_table=table, page_size=PAGE, token_to_batch_idx=None, page_table_1=None)
@@ -62,10 +59,12 @@ def decode_metadata(lengths, device="cpu"):
 
 
 def prefill_metadata(prefixes, lengths, device="cpu"):
-    """Return (logits, visible keys per token, starts, metadata, a function from k to the expected positions) of a
-    prefill batch. Sequence b has the new tokens prefixes[b] to lengths[b] - 1, and a token sees the keys up to its own.
-    A sequence's keys are adjacent columns of logits, and `starts` has their first column for each token. Positions
-    count from the sequence's first key."""
+    """Return (logits, visible keys per token, starts, metadata, expected) of a prefill batch.
+
+    The new tokens of sequence b are prefixes[b] to lengths[b] - 1. A token sees the keys up to its own. A sequence's
+    keys are adjacent columns of logits, and `starts` has the first of them for each token. expected(k) returns
+    positions, counted from the sequence's first key.
+    """
     owners = [b for b, (prefix, length) in enumerate(zip(prefixes, lengths)) for _ in range(prefix, length)]
     visible = [s + 1 for prefix, length in zip(prefixes, lengths) for s in range(prefix, length)]
     begins = [sum(lengths[:b]) for b in owners]
@@ -88,7 +87,7 @@ def latent_cache(width, pages, device="cpu"):
     """Return (a cache [pages, 64, 1, width]; its keys, fp32 [pages * 64, d]). width: bytes per key, or 576 for bf16
     keys of 576 channels.
 
-    The keys are read back from the cache, so they are exactly the values stored there.
+    The keys are read back from the cache, because FP8 rounds them.
     """
     dim = 512 if width == 584 else 576
     rows = torch.randn(pages * PAGE, dim, device=device).to(BF16)
@@ -104,11 +103,10 @@ def latent_cache(width, pages, device="cpu"):
 
 
 def attention(q, rows, indices, scale, sink=None, more=None):
-    """Return (out [T, h, 512], max_logits [T, h], lse [T, h]) in float64: attention of q [T, h, d] to the rows that
-    indices [T, K] select. sink [h] scales `out` and is not included in `lse`. more: (rows, indices) of a second list of
-    keys.
+    """Return (out [T, h, 512], max_logits [T, h], lse [T, h]) in float64: attention of q [T, h, d] to rows[indices].
 
-    A query without keys has out 0, max_logits -inf and lse inf.
+    sink [h] scales `out` and is not included in `lse`. more: (rows, indices) of a second list of keys. A query without
+    keys has out 0, max_logits -inf and lse inf.
     """
     keys = [rows.double()[index[index >= 0].long()] for index in indices]
     if more is not None:
@@ -127,7 +125,6 @@ def attention(q, rows, indices, scale, sink=None, more=None):
 
 
 def index_keys(count, device="cpu"):
-    """Return (e4m3 keys [count, 128], their fp32 scales [count])."""
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(count, 128, device=device).to(BF16))
     return k, scale.squeeze(1).contiguous()
 

@@ -1,8 +1,8 @@
 """Stand-ins for packages that are not installed, so that an engine's .py files can be imported without them.
 
 An attribute of a stand-in module is a class if its name looks like a class name, and a mock otherwise. Some packages
-check which other packages are installed. Import them before `stand_in` is called, because afterwards they would find
-the stand-ins.
+check which other packages are installed. Import them before `stand_in` is called, so that they do not find the
+stand-ins.
 """
 
 import importlib.abc
@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 
 
 class AnyType(type):
-    """The metaclass of stand-in classes. Such a class can be subclassed, called with any arguments, used as a
-    decorator, and used in annotations, with and without a subscript. Its attributes are mocks."""
+    """The metaclass of stand-in classes. They can be subclassed, called, subscripted, and used as decorators and in
+    annotations."""
 
     def __new__(metaclass, name, bases, space, **options):
         return super().__new__(metaclass, name, bases, space)
@@ -61,8 +61,7 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports stand-ins for the packages that no other finder finds, and for the modules of these packages. Packages in
-    `real` get no stand-ins."""
+    """Imports stand-ins for packages that no other finder finds, and for their modules. Packages in `real` get none."""
 
     def __init__(self, real):
         self.real = real
@@ -81,5 +80,4 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(*real):
-    """From now on, import a stand-in in place of every package that is not installed, except for packages in `real`."""
     sys.meta_path.append(Finder(real))

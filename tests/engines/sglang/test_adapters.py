@@ -1,5 +1,4 @@
-"""The adapters, which translate SGLang's calls into calls of dsa's ops, are compared with formulas in float64, on a
-CPU."""
+"""The adapters, which translate SGLang's calls into calls of dsa's ops, are compared with formulas in float64."""
 
 import math
 
@@ -38,10 +37,9 @@ def test_topk_of_prefill_as_slots_positions_and_columns(k):
 @pytest.mark.parametrize(
     ("lengths", "offsets", "want"),
     [
-        # If all keys are selected, SGLang computes no scores and passes a dummy tensor in place of them. Its number of
-        # columns, here 8, then has no meaning, and offsets can exceed it.
+        # If all keys are selected, SGLang computes no scores and passes a dummy tensor. So offsets can exceed the
+        # dummy's 8 columns.
         ([3, 0, 5], [1000, 1003, 7], [[1000, 1001, 1002, -1, -1], [-1] * 5, [7, 8, 9, 10, 11]]),
-        # Offsets up to the last column, and an empty row with an offset after the last column.
         ([5, 1, 0], [3, 7, 8], [[3, 4, 5, 6, 7], [7, -1, -1, -1, -1], [-1] * 5]),
     ],
 )
@@ -76,7 +74,7 @@ def test_prefill_scores(heads):
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist())):
         assert calc_diff(got[row, start:end], want[row, start:end]) < 5e-6
     # For DeepSeek-V4, SGLang passes an empty range for a query that selects all keys that it sees. Scores outside the
-    # range are then -inf, not undefined, so top-k selects all 9 keys of the first query.
+    # range are then -inf, so top-k selects all 9 keys.
     compressed = adapters.fp8_mqa_logits(q, (k, k_scale), weights, starts * 0, int32([0, 30, 0, 70, 0]), False, 64)
     assert compressed.shape == (5, 64) and (compressed[0] == -math.inf).all()
     assert calc_diff(compressed[1, :30], want[1, :30]) < 5e-6
@@ -85,8 +83,7 @@ def test_prefill_scores(heads):
 
 @pytest.mark.parametrize(("clean", "columns", "cleaned"), [(False, 0, False), (True, 0, True), (False, 64, True)])
 def test_prefill_scores_are_cleaned_where_sglang_leaves_them_out(clean, columns, cleaned, monkeypatch):
-    """The reference writes -inf outside the ranges for any `clean_logits`, so the test checks the arguments that the op
-    gets."""
+    """The reference writes -inf for any `clean_logits`, so the test checks the op's arguments."""
     asked = []
     monkeypatch.setattr(adapters.dsa, "fp8_mqa_logits", lambda *given: asked.append(given[5:]))
     adapters.fp8_mqa_logits(None, None, None, None, None, clean, columns)

@@ -1,4 +1,4 @@
-"""Test the hooks that replace SGLang's functions. The tests run on the CPU, with stand-ins for SGLang's objects."""
+"""The hooks that replace SGLang's functions, on the CPU, with stand-ins for SGLang's objects."""
 
 import inspect
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ FP8_POOL = SimpleNamespace(
     kv_cache_dim=656, dsa_kv_cache_store_fp8=True, index_kpool=1, qk_rope_head_dim=64, dtype=E4M3
 )
 BF16_POOL = SimpleNamespace(**vars(FP8_POOL) | {"kv_cache_dim": 576, "dsa_kv_cache_store_fp8": False, "dtype": BF16})
-OTHERS = {  # changes of FP8_POOL: cache layouts for which there are no kernels
+OTHERS = {  # cache layouts without kernels
     "without rope": {"kv_cache_dim": 528, "qk_rope_head_dim": 0},
     "pools of keys": {"index_kpool": 4},
     "fp8 without scales": {"kv_cache_dim": 576, "dsa_kv_cache_store_fp8": False},
@@ -38,16 +38,12 @@ def never(*args, **kwargs):
 
 
 class Recorder:
-    """A substitute for a function of SGLang. It records the arguments of the last call."""
-
     def __call__(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
         return "SGLang's own"
 
 
 def every_hook():
-    """Yield (path of the replaced function, hook) for every hook. The hook for FlashMLA's plan makes a SimpleNamespace
-    in place of SGLang's class."""
     for family in seams.SEAMS.values():
         for makers in family.values():
             for path, make in makers.items():
@@ -57,8 +53,7 @@ def every_hook():
 
 @pytest.mark.parametrize(("path", "hook"), list(every_hook()), ids=[path.partition(":")[2] for path, _ in every_hook()])
 def test_hooks_have_the_arguments_of_what_they_replace(path, hook):
-    """After `original`, a hook has the replaced function's parameters in the same order. Only `self` may have another
-    name."""
+    """After `original`, a hook has the replaced function's parameters. Only `self` may have another name."""
     first, *given = inspect.signature(hook).parameters
     assert first == "original"
     expected = seams.SIGNATURES[path]
@@ -104,8 +99,6 @@ def test_selection_in_decoding(fused, forced):
 
 @pytest.mark.parametrize("chunk", [None, slice(2, 9)])
 def test_selection_in_prefill(chunk):
-    """Test the selection for a whole batch and for a chunk of tokens, with the arguments that SGLang's indexer
-    passes."""
     logits, lengths, starts, metadata, expected = batches.prefill_metadata([0, 30, 5], [4, 36, 9])
     positions, owners = int32(expected(16)), metadata.token_to_batch_idx
     rows = slice(None) if chunk is None else chunk
@@ -133,8 +126,8 @@ def test_selection_names_an_argument_that_is_wrong():
 
 
 def calls_of(monkeypatch, owner, name):
-    """Record later calls of `owner.name`, which still runs. Return a list to which each call appends (positional
-    arguments, named arguments)."""
+    """Record later calls of `owner.name`, which still runs. Return a list of (positional arguments, named
+    arguments)."""
     calls, function = [], getattr(owner, name)
 
     def noted(*given, **options):
@@ -158,7 +151,8 @@ def test_attention_in_decoding(pool, splits, monkeypatch):
     table[1, 5:] = -1
     calls = calls_of(monkeypatch, adapters, "sparse_decode")
     want, *_ = batches.attention(q, rows, table, 0.1)
-    # If there is not one length per row of q, as in a batch padded for data parallelism, the hook ignores the lengths.
+    # A batch that is padded for data parallelism can have fewer lengths than q has rows. The hook then ignores the
+    # lengths.
     for lengths, given in ((int32([32, 5, 32, 32, 32]), True), (int32([32, 5]), False)):
         metadata = SimpleNamespace(dsa_cache_seqlens_int32=lengths)
         arguments = backend_of(pool, num_splits=splits), q.flatten(1), cache.flatten(1), 512, 0.1, layer, metadata
@@ -191,8 +185,7 @@ def test_plan_of_a_batch():
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_another_layout_is_left_to_sglang(layout):
-    """The first model of a family decides for the process whether hooks are installed. A second model can have a cache
-    of another layout; for this model the hooks call SGLang's functions."""
+    """The hooks are installed for a family's first model. A second model may have a cache of another layout."""
     backend, original = backend_of(pool_of(layout)), Recorder()
     for hook, count in (
         (hooks.forward_flashmla_sparse, 7),

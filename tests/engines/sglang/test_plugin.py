@@ -1,5 +1,5 @@
-"""Test when the plugin serves SGLang and when it leaves SGLang unchanged. Stand-ins for SGLang's modules have the
-functions of `seams.SIGNATURES` and the parts of SGLang's registries that the plugin uses."""
+"""When the plugin serves SGLang, and when it leaves SGLang unchanged. Stand-ins for SGLang's modules have the functions
+of `seams.SIGNATURES` and the parts of SGLang's registries that the plugin uses."""
 
 import logging
 import sys
@@ -19,14 +19,12 @@ NAMES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 
 
 def function_of(parameters):
-    """Return a function with these parameters, each None by default, that returns "SGLang's own"."""
     space = {}
     exec(f'def original({", ".join(f"{p}=None" for p in parameters)}): return "SGLang\'s own"', space)
     return space["original"]
 
 
 def add(modules, path, value):
-    """Set `value` at the path. Create modules and classes of the path that are missing."""
     module, _, names = path.partition(":")
     owner = modules.setdefault(module, types.ModuleType(module))
     *outer, name = names.split(".")
@@ -42,8 +40,8 @@ class HookType(Enum):
 
 
 def hook_registry(skipped):
-    """Return a stand-in for SGLang's HookRegistry. It does not replace the targets in `skipped`, as if their
-    replacement had failed."""
+    """Return a stand-in for SGLang's HookRegistry. For the targets in `skipped`, it behaves as if the replacement had
+    failed."""
     hooks = {}
 
     class HookRegistry:
@@ -69,7 +67,7 @@ def around(original, hook):
 
 
 class Engine:
-    """Stand-ins for SGLang's modules. `before` has their functions as they were before the plugin replaced any."""
+    """Stand-ins for SGLang's modules. `before` has their functions before the plugin replaces any."""
 
     def __init__(self, monkeypatch):
         self.skipped, self.created, modules = set(), [], {}
@@ -103,7 +101,6 @@ class Engine:
         return create
 
     def functions(self):
-        """Return {path: attribute} of the functions in `seams.SIGNATURES`."""
         return {path: plugin.find(path).value for path in seams.SIGNATURES}
 
     def replaced(self):
@@ -114,7 +111,6 @@ class Engine:
         delattr(owner, name)
 
     def serve(self, name, runner=None):
-        """Load the plugin and create the backend of this name, as SGLang does."""
         runner = runner or runner_of(NAMES[name])
         sglang.register()
         assert self.creators[name](runner) == f"backend {name}" and self.created[-1] == (name, runner)
@@ -160,11 +156,10 @@ def paths_of(family, *ops):
 @pytest.mark.parametrize("name", NAMES)
 def test_served(engine, name, caplog):
     sglang.register()
-    assert engine.replaced() == set()  # loading the plugin replaces no function; creating a backend does
+    assert engine.replaced() == set()  # creating a backend replaces functions, loading the plugin does not
     engine.serve(name)
     assert len(engine.created) == 1 and declined(caplog) == []
     assert engine.replaced() == paths_of(NAMES[name])
-    # A second backend in the process, e.g. for a draft model, changes nothing.
     replaced, creators = engine.functions(), dict(engine.creators)
     engine.serve(name)
     assert engine.functions() == replaced and engine.creators == creators
@@ -181,8 +176,8 @@ def test_kernels_are_compiled_for_the_cache_of_the_model(engine, family, pool, c
 @pytest.mark.parametrize(("shared", "expected"), [(False, [8]), (True, [2, 8])])
 @pytest.mark.parametrize("name", seams.SEAMS)
 def test_heads_that_decoding_shares_are_compiled(engine, monkeypatch, name, shared, expected):
-    """With --enable-cp-decode-attn-tp, several GPUs divide a prompt's tokens, and in decoding the same GPUs divide the
-    heads. So a GPU has fewer heads in decoding than in prompts."""
+    """With --enable-cp-decode-attn-tp, several GPUs divide a prompt's tokens. In decoding, the same GPUs divide the
+    heads."""
     engine.parallel.attn_cp_size, engine.parallel.enable_cp_decode_attn_tp = 4, shared
     heads = []
     monkeypatch.setattr(plugin, "warm_up", lambda model, ops, device: heads.append(model.heads))
@@ -208,8 +203,8 @@ def test_what_is_replaced_is_called(engine):
 
 
 def rename_scores(engine, more=()):
-    """Give DeepGEMM's score functions the names that they have in sgl-deep-gemm 0.2.5. `more` names additional
-    parameters. Return a list, to which every call of these functions appends the call's arguments."""
+    """Rename DeepGEMM's score functions as in sgl-deep-gemm 0.2.5. `more` names additional parameters. Return a list to
+    which every call appends the arguments."""
     calls = []
     for path, new in renamed.RENAMED.items():
         engine.remove(path)
@@ -220,7 +215,6 @@ def rename_scores(engine, more=()):
 
 
 def test_v4_is_served_where_scores_have_the_names_of_deep_gemm_0_2_5(engine, caplog, monkeypatch):
-    """SGLang still finds the old names. Calls that dsa does not serve go to the new functions."""
     calls = rename_scores(engine)
     engine.serve("dsv4")
     assert declined(caplog) == []
@@ -321,13 +315,12 @@ def test_the_plugin_does_not_register_where_it_cannot_serve(engine, spoil, reaso
 
 
 def left_as_it_was(engine, family, caplog, message, runner=None):
-    """Check that the backend is made, nothing is replaced, and one line gives the reason."""
     engine.serve(family, runner)
     assert engine.replaced() == set()
     (line,) = declined(caplog)
     assert message in line
-    # The plugin decides once per process and model family, when the first backend is created (`_decided`). A second
-    # backend does not make the plugin try again, because CUDA graphs of the first may contain SGLang's kernels.
+    # The plugin decides once per process and model family (`_decided`). It does not try again, because CUDA graphs of
+    # the first backend may contain SGLang's kernels.
     engine.serve(family)
     assert engine.replaced() == set() and len(declined(caplog)) == 1
 
@@ -419,8 +412,7 @@ def test_nothing_is_replaced_where_one_thing_has_changed(engine, family, path, c
 
 
 def test_hooks_do_nothing_unless_all_are_there(engine, caplog):
-    """SGLang's registry only logs a failed replacement. Then the hooks that it did install must call SGLang's own
-    functions."""
+    """SGLang's registry only logs a failed replacement. Then the other hooks must call SGLang's own functions."""
     path = f"{seams.CLASS}._forward_flashmla_kv"
     engine.skipped.add(path.replace(":", "."))
     engine.serve("dsa")

@@ -1,5 +1,5 @@
-"""`warm_up` calls every adapter that a model needs. The shapes of the calls select every kernel that the model's
-batches can use."""
+"""`warm_up` calls every adapter that a model needs, with shapes that select every kernel that the model's batches can
+use."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SMS = (132, 114, 78)  # H100 SXM and H200 SXM, H100 PCIe, H20
 V32 = Model(heads=8, query_dim=576, topk=16, index_heads=16, keys=300, next_n=3, fp8_cache=True)
 V4 = Model(heads=8, query_dim=512, topk=16, index_heads=64, keys=300, next_n=2, fp8_cache=True)
 V4_SIZES = ((4096, 512), (65_536, 512), (1_048_576, 1024))
-CALLS = {  # op -> its adapters
+CALLS = {
     "scores": {"fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"},
     "topk": {"topk"},
     "attention": {"sparse_prefill", "sparse_decode"},
@@ -32,7 +32,6 @@ def recording(name, adapter, made):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a list of (name, arguments) that records all calls of adapters."""
     made = []
     for name in set().union(*CALLS.values()):
         monkeypatch.setattr(adapters, name, recording(name, getattr(adapters, name), made))
@@ -45,7 +44,6 @@ def calls(monkeypatch):
 def test_the_adapters_of_the_ops_are_called(calls, model, ops):
     warm_up.warm_up(model, frozenset(ops), "cpu")
     assert {name for name, _ in calls} == set().union(*(CALLS[op] for op in ops))
-    # Warming up restores the default device and the gradient mode.
     assert torch.empty(0).device.type == "cpu" and torch.is_grad_enabled()
 
 
@@ -73,8 +71,7 @@ def test_the_draft_model_of_v4_pads_its_heads(calls, next_n, heads, expected):
 
 
 def test_prompts_have_columns_for_all_sequences_of_a_batch(calls):
-    """A row of DeepSeek-V4's scores has columns only for its sequence. A row of V3.2's has columns for all sequences of
-    the batch."""
+    """V3.2's scores have columns for all sequences of the batch. V4's have columns only for one sequence."""
     for model, most in ((V32, warm_up.MOST_COLUMNS), (V4, 512)):
         calls.clear()
         warm_up.warm_up(model, frozenset({"topk"}), "cpu")
@@ -95,8 +92,8 @@ def test_every_kernel_of_selection_is_compiled(sms, keys, k):
 
 
 def decoding_kernels(queries, model, keys, sms, may_split=True):
-    """Return the set of choices for a decoding batch of `queries` queries with `keys` keys each: the tile of heads and,
-    if the keys of a query are split, the configuration of the kernel that combines the parts."""
+    """Return {tile of heads}. If keys are split, the set has also the configuration of the kernel that combines the
+    parts."""
     attention, tiles = _sparse_attention, -(-keys // _sparse_attention.TILE_N)
     if model.fp8_cache:
         head_tile = attention.fp8_kv_head_tile(queries, model.heads, tiles, sms, may_split)
@@ -118,8 +115,7 @@ LARGE = {
 @pytest.mark.parametrize("heads", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("model", LARGE)
 def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
-    """The batch can have any number of queries, and attention can be allowed to split a query's keys or not. In V4, a
-    query can attend to any number of keys from `window` to the largest number in `widths`."""
+    """A query of V4 can attend to any number of keys from `window` to the largest number in `widths`."""
     model, window = LARGE[model]._replace(heads=heads), warm_up.V4_WINDOW
     widths = [window, *(window + n for n in warm_up.v4_widths(model))] if model.is_v4 else [model.topk]
     possible = range(window, max(widths) + 1, 64 * (1 + max(widths) // 2048)) if model.is_v4 else widths

@@ -36,9 +36,12 @@ def config(
     sharing: int = 1,
     backend: str | None = None,
 ) -> types.SimpleNamespace:
-    """Return a stand-in for a VllmConfig. heads: query heads per GPU. index_cache: dtype of the cache of index keys.
-    speculated: draft tokens per sequence. tokens: maximum number of tokens in a step. sharing: the number of GPUs that
-    divide a sequence's keys (decode context parallelism)."""
+    """Return a stand-in for a VllmConfig.
+
+    heads: query heads per GPU. index_cache: dtype of the cache of index keys. speculated: draft tokens per sequence.
+    tokens: maximum number of tokens in a step. sharing: the number of GPUs that divide a sequence's keys (decode
+    context parallelism).
+    """
     space = types.SimpleNamespace
     hf = space(**hf)
     return space(

@@ -9,7 +9,7 @@ from tests.engines.vllm import engine
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """Install the plugin, and run the test in inference mode, in which vLLM runs all passes."""
+    """Install the plugin, and run the test in inference mode, as vLLM runs all passes."""
     engine.put_in_place(monkeypatch)
     with torch.inference_mode():
         yield

@@ -1,6 +1,5 @@
-"""Run the .py files of vLLM's wheel on a CPU with the plugin. These files call kernels of vLLM. The plugin replaces
-some of the kernels, and PyTorch functions take the place of the others. docs/reference/engines.md says how to get the
-files."""
+"""Run the .py files of vLLM's wheel on a CPU with the plugin. PyTorch functions take the place of vLLM's kernels that
+the plugin does not replace. docs/reference/engines.md says how to get the files."""
 
 import importlib.util
 import types
@@ -20,8 +19,6 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 class HopperPlatform:
-    """A stand-in for vLLM's platform object: a Hopper GPU."""
-
     fp8_dtype = staticmethod(lambda: torch.float8_e4m3fn)
     is_cuda = staticmethod(lambda: True)
     is_xpu = is_rocm = is_cpu = staticmethod(lambda: False)
@@ -31,7 +28,7 @@ class HopperPlatform:
 
 
 def without_flash_mla(monkeypatch) -> None:
-    """Add functions with FlashMLA's parameters to vLLM's V4 module, which lacks them without FlashMLA's library."""
+    """Add FlashMLA's functions to vLLM's V4 module, which lacks them without FlashMLA's library."""
     module = __import__(seams.V4, fromlist=["_"])
     for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
         path = f"{seams.V4}:{name}"
@@ -39,8 +36,7 @@ def without_flash_mla(monkeypatch) -> None:
 
 
 def put_in_place(monkeypatch, ops: frozenset[str] = ALL, **options) -> None:
-    """Install the plugin as in a worker on a Hopper GPU, but without compiling kernels. The ops then run the
-    references."""
+    """Install the plugin as in a worker on a Hopper GPU, but compile no kernels. The ops then run the references."""
     without_flash_mla(monkeypatch)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     monkeypatch.setattr(warm_up, "warm_up", lambda calls, ops: None)
@@ -53,13 +49,11 @@ def int32(values) -> torch.Tensor:
 
 
 def slots_of(table: torch.Tensor, request: int, length: int, page: int = PAGE) -> torch.Tensor:
-    """Return the slots of a request's first `length` keys in a paged cache."""
     at = torch.arange(length)
     return table[request, at // page].long() * page + at % page
 
 
 def workspaces() -> types.SimpleNamespace:
-    """Return a stand-in for vLLM's WorkspaceManager. Each request for workspaces allocates new memory."""
     return types.SimpleNamespace(get_simultaneous=lambda *specs: [torch.empty(s, dtype=d) for s, d in specs])
 
 
@@ -88,9 +82,12 @@ def to_slots(
     dcp_rank: int = 0,
     **_,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Convert indices of a request's keys to slots in the request's pages, or in prefill to rows of a workspace, as
-    vLLM's triton_convert_req_index_to_global_index does. With dcp_size ranks, rank r has the keys r, r + dcp_size, ...;
-    other keys become -1, as in triton_filter_and_convert_dcp_index."""
+    """Convert indices of a request's keys to slots, or in prefill to rows of a workspace, as vLLM's
+    triton_convert_req_index_to_global_index does.
+
+    With dcp_size ranks, rank r has the keys r, r + dcp_size, ... Other keys become -1, as in
+    triton_filter_and_convert_dcp_index.
+    """
     mine = (token_indices >= 0) & (token_indices % dcp_size == dcp_rank)
     local = torch.where(mine, token_indices // dcp_size, 0).long()
     page = block_table[req_id.long()[:, None], local // BLOCK_SIZE].long()

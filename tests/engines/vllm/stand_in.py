@@ -1,5 +1,5 @@
-"""A stand-in for the parts of vLLM that the plugin looks up. Modules and functions have vLLM's names; functions have
-vLLM's parameters and return their path. test_engine.py checks that the installed vLLM has these parameters."""
+"""A stand-in for the parts of vLLM that the plugin looks up, with vLLM's names and parameters. Functions return their
+path. test_engine.py compares the parameters with the installed vLLM."""
 
 import enum
 import functools
@@ -75,8 +75,7 @@ def put_in_place(monkeypatch) -> None:
 
 
 def _lazy_init(deep_gemm: types.ModuleType) -> None:
-    """Set the globals of vLLM's module for DeepGEMM, but do nothing if one is set already. vLLM's function does the
-    same."""
+    """Set the globals of vLLM's module for DeepGEMM, unless one is set already, as vLLM's function does."""
     if any(getattr(deep_gemm, name) for name in DEEP_GEMM_GLOBALS):
         return
     deep_gemm.of_deep_gemm_besides = "set"

@@ -1,5 +1,4 @@
-"""The adapters, which translate vLLM's calls into calls of dsa's ops, are compared with formulas in float64. vLLM is
-not needed."""
+"""The adapters, which translate vLLM's calls into calls of dsa's ops, are compared with formulas in float64."""
 
 import inspect
 import types
@@ -26,7 +25,6 @@ def _seed():
 
 
 def counted(indices, counts):
-    """In each row t of indices [T, K], keep the first counts[t] indices, and replace the others by -1."""
     return torch.where(torch.arange(indices.shape[1]) < counts[:, None], indices, -1)
 
 
@@ -34,13 +32,13 @@ def counted(indices, counts):
 def test_gather_keys(dtype):
     pages, dim = 9, 128
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(pages * PAGE, dim))
-    # Pages are not adjacent in memory: vLLM can store the pages of several layers in one block.
+    # The pages are not adjacent: vLLM can store the pages of several layers in one block.
     cache = torch.full((pages, 3, PAGE, dim + 4), 0xFF, dtype=torch.uint8)[:, 1]
     dsa.write_indexer_cache(k, scale.view(-1), cache.unsqueeze(2), torch.arange(pages * PAGE))
     table = torch.randperm(pages).view(3, 3).int()
     lengths = [130, 0, 64]
     ends = int32([0, 130, 130, 194])
-    rows = 250  # more than the 194 keys
+    rows = 250
     dst_k, dst_scale = torch.full((rows, dim), 0xFF, dtype=torch.uint8).view(dtype), torch.ones(rows, 4).byte()
     adapters.gather_keys(cache, dst_k, dst_scale, table, ends)
     slots = [int(table[b, i // PAGE]) * PAGE + i % PAGE for b, n in enumerate(lengths) for i in range(n)]
@@ -50,13 +48,13 @@ def test_gather_keys(dtype):
 
 
 def in_order(row):
-    """Sort a row of selected positions as `selected` returns them: ascending, then every -1."""
+    """Sort a row as `selected` does: ascending, then every -1."""
     return sorted(row.tolist(), key=lambda i: (i < 0, i))
 
 
 def test_topk_prefill_writes_its_part_of_a_wider_buffer():
     rows, columns, k = 7, 300, 32
-    logits = torch.randint(0, 9, (rows, columns)).float()  # with many ties
+    logits = torch.randint(0, 9, (rows, columns)).float()
     starts, ends = int32([0, 5, 100, 290, 3, 40, 299]), int32([300, 30, 100, 300, 299, 39, 300])
     buffer = torch.full((rows + 4, k + 16), -7, dtype=torch.int32)
     part = buffer[2 : 2 + rows, :k]
@@ -127,8 +125,7 @@ def test_bf16_attention_leaves_padded_heads_alone(heads, given):
 
 
 def v4_cache(pages, page):
-    """Return (cache [pages, page, 1, 584] with the strides of the engine's cache, the keys as they are read back from
-    it)."""
+    """Return (cache [pages, page, 1, 584] with the strides of the engine's cache, its keys)."""
     cache, slots = kv_cache.make_v4_cache(pages, page, "cpu"), torch.arange(pages * page)
     dsa.write_kv_cache(torch.randn(pages * page, 512), cache, slots)
     return cache, dsa.read_kv_cache(cache, slots)
@@ -137,8 +134,7 @@ def v4_cache(pages, page):
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_v4_attention(heads, entries_page):
-    """Test windows alone, and windows with compressed entries of 4 tokens each (64 entries per page) or of 128 tokens
-    each (2 entries per page)."""
+    """Compressed entries have 4 tokens (64 per page) or 128 tokens (2 per page)."""
     tokens, scale = 4, 512**-0.5
     (window, keys), sink = v4_cache(3, PAGE), torch.randn(heads)
     q = torch.randn(tokens, 1, heads, 512, dtype=torch.bfloat16)
@@ -154,7 +150,7 @@ def test_v4_attention(heads, entries_page):
         }
         more = entry_keys, counted(chosen.squeeze(1), chosen_counts)
     out, plan = torch.full((tokens, heads, 512), NAN, dtype=torch.bfloat16), types.SimpleNamespace(config=None)
-    # vLLM passes arguments by name. It also passes a plan object, which the adapter must not change.
+    # vLLM passes arguments by name, and a plan object that the adapter must not change.
     adapters.v4_attention(
         q=q,
         k_cache=window,
@@ -185,7 +181,7 @@ def test_v4_heads():
 
 @pytest.mark.parametrize("next_n", [1, 3, 4])
 def test_a_plan_for_every_multiprocessor_scores_every_key(next_n):
-    """The plan has a row per SM and one more, like the buffer that vLLM allocates for it."""
+    """The plan has one row more than the GPU has SMs, like vLLM's buffer."""
     heads, dim, pages, columns = 32, 128, 12, 384
     k, scale = dsa.per_token_cast_to_fp8(torch.randn(pages * PAGE, dim), use_ue8m0=True)
     cache = torch.zeros(pages, PAGE, 1, dim + 4, dtype=torch.uint8)
@@ -212,7 +208,7 @@ FUNCTIONS = {path: new for ops in seams.REPLACED.values() for path, new in ops.i
 
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_replacements_take_what_the_engine_gives(path):
-    """A replacement has vLLM's parameter names in vLLM's order, and can accept the last of them as **options."""
+    """A replacement has vLLM's parameter names in vLLM's order. The last ones may be **options."""
     new, pinned = FUNCTIONS[path](lambda: None), seams.SIGNATURES[path]
     function, first = (new.__func__, 1) if isinstance(new, classmethod) else (new, 0)
     parameters = inspect.signature(function, follow_wrapped=False).parameters
@@ -223,7 +219,7 @@ def test_replacements_take_what_the_engine_gives(path):
 
 
 def test_index_scores_take_what_the_engine_gives():
-    """vLLM passes `indices` to DeepGEMM's functions by name, and all other arguments by position."""
+    """vLLM passes `indices` by name, and all other arguments by position."""
     inspect.signature(deep_gemm.fp8_fp4_mqa_logits).bind(*range(6))
     inspect.signature(deep_gemm.fp8_fp4_paged_mqa_logits).bind(*range(7), indices=None)
     inspect.signature(deep_gemm.get_paged_mqa_logits_metadata).bind(*range(3), indices=None)

@@ -35,7 +35,7 @@ def test_signatures(path):
     if name not in FLASH_MLA:
         check_parameters(path, seams.SIGNATURES[path])
         return
-    # The installed module has these functions only with FlashMLA's library, so compare with its source.
+    # The installed module lacks these functions without FlashMLA's library, so compare with its source.
     tree = ast.parse((root() / "third_party/flashmla/flash_mla_interface.py").read_text())
     (function,) = [node for node in tree.body if getattr(node, "name", None) == name]
     assert [argument.arg for argument in function.args.args] == seams.SIGNATURES[path]
@@ -54,8 +54,8 @@ def reads(node: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize(("module", "function", "name"), seams.CALL_SITES, ids=lambda value: value.rpartition(".")[2])
 def test_call_sites(module, function, name):
-    """A caller must look up the replaced name in each call, as a global variable of the caller's module or as an
-    attribute of an object. It must not assign to the name, except to an attribute of `self`."""
+    """A caller must look up the replaced name in each call. So it must not assign to the name, except to an attribute
+    of `self`."""
     node = definition(module, function)
     assert name in reads(node), f"{module}:{function} does not read {name}"
     assigned = {ast.unparse(t) for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets}
@@ -69,9 +69,8 @@ def sources():
 
 
 def test_no_module_keeps_its_own_copy_of_what_is_replaced():
-    """`from module import name` makes a second reference to the function, which is not replaced together with the
-    first. Only one module has such a reference to a replaced function, and the plugin replaces exactly this
-    reference."""
+    """`from module import name` makes a second reference to a function. Only one such reference exists, and the plugin
+    replaces it."""
     names = {path.partition(":")[2]: path.partition(":")[0] for op in seams.REPLACED.values() for path in op}
     names = {name: module for name, module in names.items() if "." not in name and module != seams.V4}
     found = {}
@@ -92,8 +91,7 @@ def test_who_else_has_V4s_attention():
 
 @pytest.fixture
 def deep_gemm():
-    """Return vLLM's module for DeepGEMM. It has already looked up DeepGEMM's functions, which it otherwise does when
-    one of them is first called."""
+    """Return vLLM's module for DeepGEMM, after it has looked up DeepGEMM's functions."""
     module = __import__(seams.DEEP_GEMM, fromlist=["_"])
     module._lazy_init()
     return module
@@ -101,7 +99,6 @@ def deep_gemm():
 
 @pytest.fixture
 def install_ops(monkeypatch, deep_gemm):
-    """Return a function that installs the plugin for given ops. vLLM is restored afterwards."""
     yield functools.partial(put_in_place, monkeypatch)
     install.uninstall()
 
@@ -130,20 +127,20 @@ def test_ops_apart(install_ops, ops):
     there = {op: {path: find(path).value for path in paths} for op, paths in seams.REPLACED.items()}
     install_ops(frozenset(ops))
     for op, values in there.items():
-        if op != "attention":  # attention's originals are stand-ins, which this test installs together with the plugin
+        if op != "attention":  # attention's originals are stand-ins
             assert all((find(path).value is not value) == (op in ops) for path, value in values.items())
     assert backend().is_overridden() == ("attention" in ops)
 
 
 def test_a_cpu_is_no_hopper_gpu(caplog):
     assert not install.install(config(V32), ALL)
-    install.uninstall()  # otherwise the plugin would also decline later models of this process
+    install.uninstall()  # otherwise the plugin would decline later models of this process
     (record,) = caplog.records
     assert record.getMessage() == "dsa: vllm: torch sees no CUDA GPU; the engine's own kernels stay"
 
 
 def test_the_hook(monkeypatch):
-    """vLLM's worker wrapper first initialises the worker's device and then installs the plugin."""
+    """The worker's device is initialised before the plugin is installed."""
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -182,8 +179,8 @@ def test_the_plans_buffer_has_a_row_for_every_multiprocessor(plugin, deep_gemm, 
 
 
 def test_prompts_of_few_heads_are_no_decoding(plugin, monkeypatch):
-    """Below 32 heads, vLLM would compute FP8 prompts and decoding as one mixed batch. With the plugin they are
-    separate, unless several ranks divide the keys."""
+    """Below 32 heads, vLLM would compute FP8 prompts and decoding as one mixed batch. The plugin separates them, if
+    ranks do not divide the keys."""
     from dsa_engines.vllm.backend import DSASparseMetadataBuilder, FlashMLASparseMetadataBuilder
 
     def initialise(self, ranks):

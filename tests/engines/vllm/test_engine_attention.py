@@ -1,5 +1,4 @@
-"""Test vLLM's FLASHMLA_SPARSE implementation with the plugin's subclass: FP8 and bf16 caches, prompts and decoding,
-numbers of heads without padding, and ranks that divide the keys."""
+"""vLLM's FLASHMLA_SPARSE implementation with the plugin's subclass."""
 
 import types
 
@@ -32,15 +31,17 @@ def sparse(plugin, monkeypatch):
 
 
 def concat(nope, rope, out):
-    """Stand in for vLLM's kernel concat_mla_q: write to the first heads of `out`, and leave any further heads
-    unchanged."""
+    """Stands in for vLLM's kernel concat_mla_q, which leaves further heads of `out` unchanged."""
     out[:, : nope.shape[1]] = torch.cat([nope, rope], -1)
 
 
 class Batch:
-    """A batch with `next_n` queries for each of `decodes` sequences, followed by prompts [(tokens, length)]: the last
-    `tokens` of `length` tokens are queries. `pages` has the keys in FP8 or bf16, `rows` the same keys as they are read
-    back. `selected` [T, TOPK] has the positions of the keys that each query selects, -1 after the last."""
+    """`next_n` queries for each of `decodes` sequences, followed by prompts [(tokens, length)]. A prompt's last
+    `tokens` tokens are queries.
+
+    `pages` has the keys in FP8 or bf16, and `rows` has them as they are read back. `selected` [T, TOPK] has the
+    positions that each query selects, -1 after the last.
+    """
 
     def __init__(self, heads, fp8, decodes, next_n, prompts=()):
         kv, slots = torch.randn(PAGES * PAGE, D) / 10, torch.arange(PAGES * PAGE)
@@ -66,7 +67,6 @@ class Batch:
         return types.SimpleNamespace(**common | more)
 
     def run(self, impl, metadata, q=None, pages=None):
-        """Return (out, lse) of vLLM's layer. q and pages default to those of the batch."""
         impl.topk_indices_buffer = self.selected
         q, pages = self.q if q is None else q, self.pages if pages is None else pages
         out, lse = impl.forward_mqa(q, pages, metadata, None)
@@ -115,8 +115,8 @@ def implementation(module, heads, cache, ranks=1, rank=0, tokens=64):
 @pytest.mark.parametrize("heads", [8, 128])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_prompts_and_decoding_over_bytes(sparse, next_n, heads, as_tuple):
-    """Test the path for FP8 caches that computes prompts and decoding separately. vLLM uses it from 32 heads on; with
-    the plugin, fewer heads use it too."""
+    """Test the path for FP8 caches that separates prompts and decoding. Without the plugin, vLLM uses it only from 32
+    heads on."""
     batch = Batch(heads, True, 2, next_n, [(7, 200), (3, 90)])
     tokens, decode_tokens = batch.tokens, batch.decode_tokens
     kind = sparse.FlashMLASparseMetadata
@@ -150,7 +150,7 @@ def test_prompts_and_decoding_over_bytes(sparse, next_n, heads, as_tuple):
     out, lse = batch.run(impl, metadata, batch.q.split([512, 64], -1) if as_tuple else batch.q)
     assert lse is None
     batch.check(out)
-    # In a batch without prompts, vLLM does not copy the result to its buffer. The result is the same.
+    # In a batch without prompts, vLLM does not copy the result to its buffer.
     metadata.num_actual_tokens = decode_tokens
     metadata.fp8_extra_metadata.num_prefill_tokens = 0
     alone, _ = batch.run(impl, metadata, batch.q[:decode_tokens])
@@ -159,7 +159,7 @@ def test_prompts_and_decoding_over_bytes(sparse, next_n, heads, as_tuple):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_bf16_keys(sparse, heads):
-    """vLLM pads its buffer of queries to a multiple of 64 heads. The padding heads are not read."""
+    """vLLM pads queries to a multiple of 64 heads. The padding heads are not read."""
     batch = Batch(heads, False, 2, 2, [(5, 77)])
     for given in (batch.q, batch.q.split([512, 64], -1)):
         out, lse = batch.run(implementation(sparse, heads, "auto"), batch.metadata(), given)
@@ -168,7 +168,6 @@ def test_bf16_keys(sparse, heads):
 
 
 def of_one_batch(sparse):
-    """Return the metadata for a mixed batch: prompts and decoding in one call of the attention to FP8 keys."""
     return {
         "fp8_use_mixed_batch": True,
         "fp8_extra_metadata": sparse.FlashMLASparseMetadata.FP8KernelMetadata(sparse.FlashMLASchedMeta(), None, None),
@@ -177,12 +176,12 @@ def of_one_batch(sparse):
 
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_ranks_that_share_keys(sparse, next_n):
-    """In decode context parallelism, every rank attends to its part of the keys in one mixed batch, and the ranks'
-    results are merged by LSE. If a rank has none of a query's selected keys, its result has weight 0 for this query."""
+    """In decode context parallelism, every rank attends to its part of the keys in one mixed batch. The results are
+    merged by LSE. If a rank has no selected key of a query, its result has weight 0."""
     ranks, heads = 2, 16
     whole, parts = Batch(heads, True, 2, next_n), []
     first = whole.selected[0]
-    whole.selected[0] = torch.where(first % 2 == 0, first, -1)  # rank 1 has none of these keys
+    whole.selected[0] = torch.where(first % 2 == 0, first, -1)
     for rank in range(ranks):
         pages = torch.zeros_like(whole.pages)
         for request in range(2):
@@ -200,8 +199,7 @@ def test_ranks_that_share_keys(sparse, next_n):
 
 
 def test_a_mixed_batch_of_one_rank(sparse):
-    """Test the path for FP8 caches with a mixed batch, which vLLM uses below 32 heads. With the plugin, only several
-    ranks use it, but it works for one rank too."""
+    """Below 32 heads, vLLM uses a mixed batch for FP8 caches. With the plugin, only several ranks use it."""
     batch = Batch(16, True, 2, 1, [(4, 60)])
     batch.selected[1] = -1
     out, _ = batch.run(implementation(sparse, 16, "fp8_ds_mla"), batch.metadata(**of_one_batch(sparse)))

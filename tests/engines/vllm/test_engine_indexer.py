@@ -1,5 +1,4 @@
-"""Test vLLM's sparse_attn_indexer with the plugin: prompts, decoding with 1 to 4 queries per sequence, and ranks that
-divide the keys of a sequence."""
+"""vLLM's sparse_attn_indexer with the plugin."""
 
 import types
 
@@ -21,8 +20,7 @@ def module(name):
 
 @pytest.fixture
 def indexer(plugin, monkeypatch):
-    """Yield an object with vLLM's `module`. The test sets the object's `metadata`, which vLLM reads as a layer's
-    metadata."""
+    """Yield an object with vLLM's `module`. The test sets `metadata`, which vLLM reads as a layer's metadata."""
     from vllm.config import CUDAGraphMode
 
     torch.manual_seed(0)
@@ -46,8 +44,6 @@ def indexer(plugin, monkeypatch):
 
 
 class Cache:
-    """Index keys in pages, and exact scores of them in float64."""
-
     def __init__(self, requests, heads):
         self.heads = heads
         self.k, scale = dsa.per_token_cast_to_fp8(torch.randn(PAGES * PAGE, DIM), use_ue8m0=True)
@@ -75,9 +71,11 @@ def call(indexer, cache, q, weights, buffer, **options):
 
 
 def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
-    """Return metadata as vLLM's builder makes it. lengths [B, next_n]: the number of keys that each query sees. lens
-    [B]: the number of queries per sequence, if it varies; None: next_n. `schedule_metadata`, the plan of the paged
-    scores, is in a buffer of 133 rows, like the builder's."""
+    """Return metadata as vLLM's builder makes it.
+
+    lengths [B, next_n]: the number of keys that each query sees. lens [B]: the number of queries per sequence, if it
+    varies. `schedule_metadata`, the plan of the paged scores, has 133 rows, like the builder's buffer.
+    """
     indexer, gemm = module(seams.PLAN), module(seams.DEEP_GEMM)
     scheduled = torch.full((133, 2), -9, dtype=torch.int32)
     scheduled[:] = gemm.get_paged_mqa_logits_metadata(lengths, PAGE, 132)
@@ -93,9 +91,11 @@ def decode_metadata(table, lengths, next_n, lens=None, global_lengths=None):
 
 def prefill_metadata(table, first, tokens, lengths, visible=None):
     """Return metadata of one chunk of prompts. Request b has lengths[b] keys, and its last tokens[b] tokens are
-    queries. `first` is the index of the first query in the batch. visible: for each query, the number of the request's
-    keys that it sees; if ranks divide the keys, only this rank's keys count. By default, a query sees the keys up to
-    its own."""
+    queries.
+
+    `first` is the index of the first query in the batch. visible: for each query, the number of keys that it sees on
+    this rank. By default, a query sees the keys up to its own.
+    """
     if visible is None:
         visible = [n - count + 1 + i for count, n in zip(tokens, lengths) for i in range(count)]
     plan = module(seams.PLAN)
@@ -116,7 +116,7 @@ def prefill_metadata(table, first, tokens, lengths, visible=None):
         num_reqs=len(lengths),
         local_cu_seq_lens=ends,
         local_total_seq_lens=total,
-        max_local_total_seq_lens=total + 3,  # above total: the workspaces of all ranks have equal sizes
+        max_local_total_seq_lens=total + 3,  # larger than total, because the workspaces of all ranks have equal sizes
     )
     return plan.DeepseekV32IndexerPrefillMetadata([chunk])
 
@@ -136,12 +136,12 @@ def metadata(decode, prefill, decodes, decode_tokens, prefills, tokens):
 
 
 def check(found, scores):
-    """Check that a row contains the TOPK best keys by their exact `scores`, or all keys if there are fewer, and then
-    -1. Among keys with nearly equal scores, any can be selected."""
+    """Check that a row has the TOPK best keys, or all keys if there are fewer, and then -1. Among nearly equal scores,
+    any key can be selected."""
     count = min(TOPK, len(scores))
     selected = found[found >= 0]
     assert len(selected) == count == len(selected.unique()) and (found[count:] == -1).all()
-    assert torch.equal(selected, selected.sort().values)  # the selection is in ascending order, so it is deterministic
+    assert torch.equal(selected, selected.sort().values)  # so the selection is deterministic
     if count:
         worst, best = scores[selected.long()].min(), scores.topk(count).values.min()
         assert worst >= best - 1e-4 * scores.abs().max()
@@ -164,17 +164,17 @@ def test_prompts_and_decoding_in_one_batch(indexer, next_n, heads):
     for t, (request, length) in enumerate(rows):
         check(buffer[t, :TOPK], cache.scores(q[t], weights[t], request, length))
     assert (buffer[tokens:] == -7).all()
-    # vLLM sets the buffer's rows to -1 before it selects. Columns after the selection must stay -1.
+    # vLLM sets the buffer to -1 before it selects. Columns after the selection must stay -1.
     assert (buffer[:tokens, TOPK:] == -1).all()
 
 
 @pytest.mark.parametrize(
     ("lengths", "lens"),
     [
-        # vLLM pads the second sequence to three queries, with NaN. What the padding queries select does not matter.
+        # vLLM pads the second sequence to three queries, with NaN. The padding may select anything.
         ([[198, 199, 200], [77, 77, 77]], [3, 1]),
-        # All sequences have fewer keys than are selected. A length of 0 is padding, because a captured graph can have
-        # more sequences than the batch.
+        # All sequences have fewer keys than are selected. Sequences of length 0 pad the batch to the size of a captured
+        # graph.
         ([[1], [0], [64]], None),
     ],
 )
@@ -194,8 +194,8 @@ def test_sequences_of_any_lengths(indexer, lengths, lens):
 @pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n, prompts):
-    """In decode context parallelism, each rank selects among the keys that it has. The best of all ranks' selections
-    must be the best of all keys."""
+    """In decode context parallelism, each rank selects among its own keys. The best of these selections must be the
+    best of all keys."""
     ranks, whole, tokens = 2, Cache(2, 64), 2 * next_n
     lengths = torch.tensor([900, 131])
     each = (lengths[:, None] - next_n + 1 + torch.arange(next_n)).int()
@@ -233,8 +233,7 @@ def test_ranks_that_share_a_sequences_keys(indexer, monkeypatch, next_n, prompts
 
 
 def test_the_builders_own_lengths_of_three_queries(plugin, monkeypatch):
-    """vLLM's builder keeps the three queries of a sequence together: it returns lengths [B, 3], with a row per
-    sequence."""
+    """vLLM's builder returns lengths [B, 3]. It does not make a sequence of each query."""
     plan = module(seams.PLAN)
     builder = object.__new__(plan.DeepseekV32IndexerMetadataBuilder)
     builder.vllm_config = types.SimpleNamespace(speculative_config=None)

@@ -1,6 +1,5 @@
-"""Test vLLM's attention of DeepSeek-V4 with the plugin, in prompts and decoding: windows alone, windows with selected
-compressed entries (of 4 tokens each) and, in decoding, windows with all compressed entries (of 128 tokens each). The
-number of heads is not padded to 64."""
+"""vLLM's attention of DeepSeek-V4 with the plugin: windows, alone or with compressed entries of 4 or 128 tokens each.
+The number of heads is not padded to 64."""
 
 import types
 
@@ -47,7 +46,6 @@ def v4(plugin, monkeypatch):
 
 
 def layer(module, ratio, heads, keys, selected):
-    """Return an object of vLLM's class for layers, with the attributes that the tested methods read."""
     cls = module.DeepseekV4FlashMLAAttention
     one = cls.__new__(cls)
     object.__setattr__(one, "__dict__", {"_parameters": {}, "_buffers": {}, "_modules": {}, "training": False})
@@ -129,15 +127,14 @@ def test_decoding(v4, monkeypatch, ratio, heads):
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_prompts(v4, monkeypatch, ratio, heads):
-    """vLLM gathers the compressed entries, and then the window's keys, as bf16 into one array. The queries attend to
-    this array."""
+    """vLLM gathers the compressed entries and the window's keys into one bf16 array. The queries attend to it."""
     tokens, length = 9, 300
     windows, entries = Keys(12, PAGE, 1), Keys(6, PAGE, 1)
     count = length // ratio if ratio > 1 else 0
     selected = torch.stack([torch.randperm(max(count, TOPK))[:TOPK] for _ in range(tokens)]).int()
     one = layer(v4, ratio, heads, windows, selected)
     q = torch.randn(tokens, one.padded_heads, 512).bfloat16()
-    first = length - tokens - WINDOW + 1  # position of the oldest key in the first token's window
+    first = length - tokens - WINDOW + 1
 
     def gather(out, cache, seq_lens, gather_lens, block_table, block_size, offset):
         source = windows if gather_lens is not None else entries

@@ -1,6 +1,6 @@
-"""The plugin replaces either all ops that are switched on, or none. There is one exception: attention can stay vLLM's
-own while the other ops are replaced. In each worker process, the first model with an indexer decides whether ops are
-replaced. If the plugin declines, one line gives the reason."""
+"""The plugin replaces all ops that are switched on, or none. Only attention can stay vLLM's own while others are
+replaced. In each worker process, the first model with an indexer decides. If the plugin declines, one line gives the
+reason."""
 
 import logging
 import subprocess
@@ -20,7 +20,7 @@ from tests.engines.vllm.configurations import V4, V32, config
 
 ALL = frozenset({"scores", "topk", "attention"})
 WORKER = "vllm.v1.worker.worker_base"
-V41 = V4 | {"model_type": "deepseek_v41"}  # a model that the plugin does not serve
+V41 = V4 | {"model_type": "deepseek_v41"}
 
 
 @pytest.fixture
@@ -38,7 +38,6 @@ def engine(monkeypatch):
 
 
 def start(hf=V32, cache="fp8", **options):
-    """Start a worker with this configuration. With hf=None, the worker has no model configuration."""
     worker = sys.modules[WORKER].WorkerWrapperBase(config(hf or V32, cache=cache, **options))
     if hf is None:
         worker.vllm_config.model_config = None
@@ -63,7 +62,7 @@ def test_the_entry_point_is_found():
 
 
 def test_off_it_imports_nothing():
-    """Without DSA_ENGINE, `register` must import neither torch nor dsa nor vLLM, because vLLM calls it in every process
+    """Without DSA_ENGINE, `register` must import neither torch nor dsa nor vLLM. vLLM calls it in every process
     wherever dsa is installed."""
     script = (
         "import os, sys; os.environ.pop('DSA_ENGINE', None); import dsa_engines.vllm; dsa_engines.vllm.register(); "
@@ -125,7 +124,6 @@ def test_it_is_registered_once_in_a_process(engine):
     start()
     before = stand_in.state()
     start(heads=32)
-    # The first model's replacements stay in place. The second model's kernels are compiled as well.
     assert changed(before) == set() and [calls.heads for calls, _ in engine][1] == 32
     install.uninstall()
     assert not hasattr(sys.modules[seams.TOPK].SparseIndexerTopk.forward, "__wrapped__")
@@ -171,8 +169,8 @@ def test_after_a_model_without_an_indexer_another_is_served(engine, caplog):
 
 @pytest.mark.parametrize("ops", [ALL, {"attention"}])
 def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
-    """With a bf16 cache, vLLM chooses an attention backend that the plugin does not replace. Other ops that are
-    switched on still run on dsa."""
+    """With a bf16 cache, vLLM chooses an attention backend that the plugin does not replace. The other ops still run on
+    dsa."""
     monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
     register()
     sys.modules[seams.DEEP_GEMM]._lazy_init()
@@ -189,7 +187,6 @@ def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
 
 
 def stays(engine, caplog, call) -> str:
-    """Check that the call leaves vLLM unchanged and logs one line. Return the reason in this line."""
     before = stand_in.state()
     call()
     assert changed(before) == set() and engine == []
@@ -310,7 +307,6 @@ def test_a_module_that_cannot_be_imported_and_nothing_is_replaced(engine, monkey
 
 
 def test_every_replacement_has_call_sites():
-    """test_engine.py compares `CALL_SITES` with vLLM's source if vLLM is installed."""
     read = {name.rpartition(".")[2] for _, _, name in seams.CALL_SITES}
     for makers in seams.REPLACED.values():
         for path in makers:

@@ -12,7 +12,6 @@ from tests.engines.vllm.configurations import GLM, V4, V32, config
 
 
 def of_kind(given, backend):
-    """Set another backend for MLA layers in the configuration, and return the configuration."""
     given.attention_config.backend_per_kind["mla_attention"] = SimpleNamespace(name=backend)
     return given
 
@@ -108,7 +107,6 @@ SMALL = {"heads": 8, "max_model_len": 512, "tokens": 3}
     ],
 )
 def test_warm_up_calls_what_the_model_will(monkeypatch, hf, ops, called):
-    """The ops run their references, so a call with arguments that an op refuses would fail."""
     seen = set()
 
     def noted(module, name, what):
@@ -133,9 +131,7 @@ def test_warm_up_of_a_bf16_cache_calls_no_kernel_for_bytes(monkeypatch):
 
 
 def test_warm_up_has_every_batch_that_has_kernels_of_its_own(monkeypatch):
-    """Warm-up runs attention for the batches of `decoding_batches` that fit in a step, and for the largest step in
-    place of larger batches. tests/engines/sglang/test_warm_up.py tests the choice of `decoding_batches` for both
-    engines."""
+    """Attention runs for the batches of `decoding_batches` that fit in a step, and once for the largest step."""
     monkeypatch.setattr(warm_up.dsa, "num_sms", lambda device: 132)
     for tokens in (8192, 100, 17):
         calls = models.calls_of(config(V32 | {"index_topk": 64}, cache="fp8", **SMALL | {"heads": 4, "tokens": tokens}))

@@ -1,5 +1,5 @@
-"""Tests that import SGLang's .py files, with stand-ins for packages that are not installed.
-tests/engines/sglang/test_files.py runs these tests in a separate process, because the stand-ins would disturb other
+"""Fixtures for tests that import SGLang's .py files, with stand-ins for packages that are not installed.
+tests/engines/sglang/test_files.py runs these tests in another process, because the stand-ins would disturb other
 tests."""
 
 import os
@@ -11,7 +11,7 @@ collect_ignore_glob = [] if os.environ.get("DSA_SGLANG_IN_THIS_PROCESS") else ["
 
 @pytest.fixture(scope="session")
 def loaded():
-    """Run SGLang's `load_plugins`, and return the names of all modules that are loaded at its end."""
+    """Run SGLang's `load_plugins`. Return the names of all modules that are loaded then."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()
@@ -21,8 +21,6 @@ def loaded():
 
 @pytest.fixture(scope="session")
 def served(loaded):
-    """Return the object that `process.serve` returns. It has `before`, the attributes that hooks have replaced, as they
-    were before, and `backend`, V3.2's backend."""
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-# These packages look for other installed packages when they are imported, so import them before the stand-ins exist.
+# When these packages are imported, they look for other packages. So import them before the stand-ins exist.
 import torch._dynamo
 import torch._inductor.compile_fx
 import transformers
@@ -34,8 +34,8 @@ PEER_FUNCTIONS = [path.partition(":")[2] for path in PEER_PATHS if path.startswi
 
 
 def deep_gemm_module():
-    """Return a module `deep_gemm` without its native library. Apart from get_num_sms, it has only the functions that
-    the plugin replaces. They are made from the source file, so their signatures are right, but they cannot run."""
+    """Return a module `deep_gemm` with get_num_sms and the functions that the plugin replaces. They are made from the
+    source file without the native library. So their signatures are right, but they cannot run."""
     module = types.ModuleType("deep_gemm")
     module.get_num_sms = lambda: 132
     for node in ast.walk(ast.parse(DEEP_GEMM.read_text())):
@@ -47,8 +47,8 @@ def deep_gemm_module():
 
 
 def load_plugins(patch):
-    """Run SGLang's `load_plugins` with dsa's plugin switched on. Return the names of all modules that are loaded at its
-    end."""
+    """Run SGLang's `load_plugins` with dsa's plugin switched on. Return the names of all modules that are loaded
+    then."""
     stand_in("sglang", "deep_gemm")
     sys.modules["deep_gemm"] = deep_gemm_module()
     plugins = module("sglang.srt.plugins")
@@ -79,8 +79,10 @@ V4_MAKER = f"{seams.ATTENTION}.deepseek_v4_trtllm_backend"
 
 
 def serve(patch):
-    """Let SGLang's registry make the backends of V3.2 and V4, but without their constructors, which need a GPU. Return
-    an object with `before`, {path: the attribute before a hook replaced it}, and `backend`, V3.2's backend."""
+    """Let SGLang's registry make the backends of V3.2 and V4, without their constructors, which need a GPU.
+
+    Return an object with `before`, {path: the attribute before a hook replaced it}, and `backend`, V3.2's backend.
+    """
     paths = [path for family in seams.SEAMS for path in paths_of(family)]
     before = {path: find(path).value for path in paths if not renamed.is_renamed(path)}
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
@@ -102,7 +104,6 @@ def serve(patch):
 
 
 def publish(patch):
-    """Publish the settings that hooks read, as a running server does."""
     bags = {"exec": SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))}
     patch.setattr(module(seams.EXECUTION.partition(":")[0]).get_context(), "_config_bags", bags)
 

@@ -18,8 +18,8 @@ def a_layer():
 
 
 def as_made(served, monkeypatch, pool, prefill, decode, cache, metadata):
-    """Set the attributes of V3.2's backend as its constructor would, for a model without drafts, and return the
-    backend. `cache` is the cache of every layer."""
+    """Return V3.2's backend with the attributes that its constructor sets for a model without drafts. `cache` is every
+    layer's cache."""
     backend = served.backend
     topk = module(seams.TOPK).DSATopKBackend.SGL_KERNEL
     given = {"dsa_prefill_impl": prefill, "dsa_decode_impl": decode, "use_fused_topk": True, "dsa_index_kpool": 1}
@@ -35,8 +35,6 @@ def as_made(served, monkeypatch, pool, prefill, decode, cache, metadata):
 @pytest.mark.parametrize("implementation", ["flashmla_kv", "flashmla_sparse"])
 @pytest.mark.parametrize("verify", [False, True])
 def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
-    """Test `forward_decode`, and `forward_extend` as a verify pass calls it. SGLang does not use `flashmla_sparse` to
-    decode from an FP8 cache."""
     if (pool, implementation) == (FP8_POOL, "flashmla_sparse"):
         pytest.skip("SGLang does not attend so")
     cache, rows = batches.latent_cache(pool.kv_cache_dim, 3)
@@ -57,8 +55,7 @@ def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
 
 
 def test_sglangs_prompts(served, monkeypatch):
-    """Test `forward_extend` with `flashmla_sparse` and an FP8 cache, for sequences without a cached prefix. All
-    selected keys are bf16 keys that the batch itself has computed."""
+    """Test `forward_extend` without a cached prefix. The batch itself has computed all selected keys, in bf16."""
     k, k_rope = torch.randn(9, 1, 512).to(BF16), torch.randn(9, 1, 64).to(BF16)
     q, columns = torch.randn(9, 8, 576).to(BF16), torch.full((9, 16), -1, dtype=INT32)
     for t, (begin, n) in enumerate([(0, n) for n in range(1, 6)] + [(5, n) for n in range(1, 5)]):

@@ -49,8 +49,7 @@ def mode(name):
 
 
 def expected_slots(q, weights, k, k_scale, table, visible):
-    """Return the cache slots of the 16 best keys for each token t. Token t sees visible[t] keys, which are in the pages
-    table[t]."""
+    """Return the cache slots of the 16 best keys for each token t, which sees visible[t] keys in the pages table[t]."""
     rows = []
     for t, length in enumerate(visible):
         slots = batches.slots_of(table, t, length)
@@ -61,8 +60,7 @@ def expected_slots(q, weights, k, k_scale, table, visible):
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_sglangs_indexer_decodes_and_verifies(served, next_n, monkeypatch):
-    """Test `Indexer._get_topk_paged` with one token per sequence and with drafts. In one call of the scores, SGLang
-    passes at most as many sequences as the GPU has SMs, here 3. The batch has more, so SGLang makes two calls."""
+    """SGLang scores at most as many sequences per call as the GPU has SMs, here 3. The batch has more."""
     lengths = [5, 64, 0, 130, 200] if next_n == 1 else [5, 64, 130, 200]
     table, pages = batches.paged(lengths)
     cache, k, k_scale = index_cache(pages)
@@ -103,8 +101,8 @@ def test_sglangs_indexer_decodes_and_verifies(served, next_n, monkeypatch):
 
 
 def without_device_index(function):
-    """Return `Indexer._get_topk_ragged`, changed to assert that the device has no index. SGLang asserts that the device
-    has an index, but a CPU device has none."""
+    """Return `Indexer._get_topk_ragged`, changed to assert that the device has no index, because a CPU device has
+    none."""
     source = textwrap.dedent(inspect.getsource(function))
     changed = source.replace("assert device_index is not None", "assert device_index is None")
     assert changed != source
@@ -116,8 +114,6 @@ def without_device_index(function):
 @pytest.mark.parametrize("method", ["PAGED", "RAGGED"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_sglangs_indexer_prefills(served, method, chunked, monkeypatch):
-    """Test `Indexer._get_topk_ragged` on keys gathered from the cache: all queries in one call, and in chunks of
-    queries."""
     prefixes, lengths = [0, 30, 5], [4, 36, 9]
     owners = [b for b, (p, n) in enumerate(zip(prefixes, lengths)) for _ in range(p, n)]
     visible = [s + 1 for p, n in zip(prefixes, lengths) for s in range(p, n)]
@@ -152,13 +148,12 @@ def test_sglangs_indexer_prefills(served, method, chunked, monkeypatch):
         slots = batches.slots_of(table, owner, n).tolist()
         places = slots if method == "PAGED" else range(begin, begin + n)
         assert got[t].tolist() == [-1 if s < 0 else places[s] for s in batches.selected(row, 16)]
-    assert (got[len(owners) :] == -1).all()  # two queries of padding
+    assert (got[len(owners) :] == -1).all()
 
 
 @pytest.mark.parametrize("method", ["PAGED", "RAGGED"])
 def test_sglangs_metadata_selects_all_keys_without_scores(served, method):
-    """If all keys are selected, `Indexer._forward_cuda_k_only` calls `topk_transform` in this way, with zeros as
-    scores."""
+    """`Indexer._forward_cuda_k_only` passes zeros as scores when all keys are selected."""
     lengths, owners = int32([1, 2, 1, 2, 3]), int32([0, 0, 1, 1, 1])
     table, _ = batches.paged([2, 3])
     offsets = int32([0, 0, 2, 2, 2])

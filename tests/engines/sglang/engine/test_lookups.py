@@ -12,7 +12,8 @@ from tests.engines.sglang.engine.process import module, paths_of
 
 
 def test_loading_plugins_imports_no_backend(loaded):
-    """SGLang loads plugins in every process. A process without a model must not import an attention backend."""
+    """SGLang loads plugins in every process, also without a model. Such a process must not import an attention
+    backend."""
     assert not {seams.BACKEND, seams.V4_BACKEND, seams.V4_MODEL, seams.FLASH_MLA} & loaded
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
     assert {name: creators[name].dsa_family for name in plugin.FAMILIES} == plugin.FAMILIES
@@ -28,7 +29,6 @@ def source_of(name):
 
 
 def functions(tree, prefix=""):
-    """Yield (name, node) of a module's functions and methods. A method's name is Class.method."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{node.name}.")
@@ -37,8 +37,8 @@ def functions(tree, prefix=""):
 
 
 def reads(node):
-    """Return the names that a function reads: "name", "object.name", and for `from module import name` also
-    "module.name". The names after `as` do not count."""
+    """Return the names that a function reads: "name" and "object.name". For `from module import name` also
+    "module.name", without the name after `as`."""
     names = set()
     for each in ast.walk(node):
         if isinstance(each, ast.Name):
@@ -57,7 +57,7 @@ def test_call_sites(loaded, name, function, read):
 
 
 def test_what_deterministic_means(loaded):
-    """V4's hooks read the setting from which the backend of V3.2 computes `num_splits`."""
+    """V4's hooks read the setting from which V3.2's backend computes `num_splits`."""
     found = dict(functions(ast.parse(source_of(seams.BACKEND).read_text())))
     (splits,) = [
         ast.unparse(node.value)
@@ -68,7 +68,7 @@ def test_what_deterministic_means(loaded):
     assert module(seams.BACKEND).get_exec is find(seams.EXECUTION).value
 
 
-# {other function or module of SGLang that reads a replaced name: why no hook is needed for it}
+# {other reader of a replaced name in SGLang: why it needs no hook}
 ATTENTION, OPS = seams.ATTENTION, "sglang.kernels.ops.attention"
 ELSEWHERE = {
     f"{ATTENTION}.dsa.dsa_backend_mtp_precompute": "the plan, which is a method of the same backend",
@@ -95,8 +95,8 @@ ELSEWHERE = {
 
 
 def test_no_other_function_reads_what_is_replaced(loaded):
-    """A function that reads a replaced name must be in CALL_SITES or in ELSEWHERE. Otherwise it would call a hook in a
-    place that no test covers."""
+    """A function that reads a replaced name must be in CALL_SITES or in ELSEWHERE. Otherwise no test covers its call of
+    the hook."""
     names = {path.partition(":")[2].rpartition(".")[2] for family in seams.SEAMS for path in paths_of(family)}
     root, unknown, known = source_of("sglang").parent, [], set()
     for path in [*(root / "srt").rglob("*.py"), *(root / "kernels" / "ops").rglob("*.py")]:
@@ -127,7 +127,7 @@ def test_everything_is_replaced_by_sglangs_registry(served):
 
 
 def test_copies_of_functions_in_other_modules_are_replaced(served):
-    """`from X import Y` creates a second reference to Y, and SGLang's registry replaces that reference too."""
+    """`from X import Y` makes a second reference to Y. SGLang's registry replaces it too."""
     utils = module(seams.UTILS)
     for name in (
         "resolve_fp8_mqa_logits_fn",

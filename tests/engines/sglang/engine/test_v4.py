@@ -13,8 +13,8 @@ from tests.engines.sglang.engine.process import index_cache, module
 
 
 def test_v4_scores_of_a_prompt(served):
-    """Test `_nonpaged_mqa_logits`, which imports DeepGEMM in each call. The first query selects all 9 keys that it
-    sees, so SGLang passes an empty range of keys to score."""
+    """`_nonpaged_mqa_logits` imports DeepGEMM in each call. The first query selects all 9 keys that it sees, so SGLang
+    passes an empty range of keys to score."""
     k, k_scale = batches.index_keys(70)
     q, weights = torch.randn(3, 64, 128).to(E4M3), torch.randn(3, 64)
     plan = SimpleNamespace(ks=int32([0, 0, 0]), ke=int32([0, 40, 70]), max_seqlen_k=128)
@@ -46,7 +46,6 @@ def decode_mode():
 
 @pytest.mark.parametrize("with_positions", [False, True])
 def test_v4s_indexer_decodes(served, with_positions, monkeypatch):
-    """Test `forward_c4_indexer`: it reads the plan from the metadata and writes the selection to SGLang's buffers."""
     indexer, lengths = module(seams.V4_INDEXER), [1, 70, 128]
     table, pages = batches.paged(lengths)
     cache, k, k_scale = index_cache(pages)
@@ -81,7 +80,6 @@ def test_v4s_indexer_decodes(served, with_positions, monkeypatch):
 
 @pytest.mark.parametrize("ratio", [0, 4])
 def test_v4s_backend_decodes(served, ratio, monkeypatch):
-    """Test `_forward_attention` with windows alone (ratio 0) and with windows and selected entries (ratio 4)."""
     v4 = module(seams.V4_BACKEND)
     monkeypatch.setattr(v4, "get_platform", lambda: SimpleNamespace(is_sm100=False, is_sm120=False))
     (window, rows), (entries, more) = batches.latent_cache(584, 2), batches.latent_cache(584, 3)
