@@ -190,8 +190,6 @@ def collapse(
 
 
 def head(new: Maker, **sizes: object) -> Given:
-    """Make arguments of `hyper_head`: those of `collapse`, but only the first n channels of mix, the first n entries of
-    base, and one scale."""
     a = collapse(new, **sizes)
     n = a["streams"].shape[1]
     tensors = {"streams": a["streams"], "mix": a["mix"][:, :n].contiguous(), "base": a["base"][:n]}

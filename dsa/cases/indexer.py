@@ -60,8 +60,7 @@ def keys(
     slot_dtype: torch.dtype = INT32,
     **options: Any,
 ) -> Given:
-    """Make arguments of `write_indexer_keys`; by default three tokens. With `tokens`, every seventh token has slot -1,
-    and all bytes of the cache are 0xFF (NaN)."""
+    """Make arguments of `write_indexer_keys`. With `tokens`, every seventh token has slot -1, and the cache is NaN."""
     options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True} | options
     norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
     if tokens is None:
@@ -220,8 +219,8 @@ def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: boo
 
 
 def ranges(new: Maker, queries: int, keys: int, window: int) -> Given:
-    """Make a range of keys per query. Without `queries`: fixed ranges of three queries. With `window`: causal ranges of
-    at most that many keys. Otherwise: random ranges, some of which are empty or reach beyond the keys."""
+    """Make a range of keys per query. With `window`: causal ranges of at most that many keys. Otherwise some ranges are
+    empty or reach beyond the keys."""
     if not queries:
         return dict(zip(RANGES, (new.ints([0, 2, 5]), new.ints([7, 5, 5]))))
     if window:
@@ -243,7 +242,6 @@ def contiguous(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make arguments of `fp8_mqa_logits`; by default three queries."""
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32, "accumulators": F16} | options
     return {**scored(new, queries or 3, keys, heads, dim, exact), **ranges(new, queries, keys, window), **options}
 
@@ -292,8 +290,8 @@ def check_unquantised(a: Given, found: Results) -> float:
 
 
 def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
-    """Make arguments of `get_paged_mqa_logits_metadata`, by default for two sequences. With next_n there is a length
-    per query instead of per sequence. With `batch`, some lengths are 0 or negative."""
+    """Make arguments of `get_paged_mqa_logits_metadata`. With next_n there is a length per query instead of per
+    sequence. With `batch`, some lengths are 0 or negative."""
     if not batch:
         return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}
     shape = (batch, next_n) if next_n else (batch,)
@@ -321,8 +319,8 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def in_order(given: Given, place: tuple[int, ...]) -> Kept:
-    """Return a function that evaluates properties that a plan has for any lengths: its entries are in order, they name
-    existing sequences or the end of all sequences, and the last entry is the end."""
+    """Return a function that evaluates properties of a plan for any lengths: whether the entries are in order, whether
+    they are in range, and whether the last entry is the end of all sequences."""
 
     def kept(results: Results) -> Results:
         sequences, splits = results[0].long().unbind(1)
@@ -348,7 +346,7 @@ def paged(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make arguments of `fp8_paged_mqa_logits` for sequences of these lengths; by default two sequences.
+    """Make arguments of `fp8_paged_mqa_logits` for sequences of these lengths.
 
     columns    max_context_len, the number of columns of the result
     per_query  whether context_lens has a length per query. None: True in the default call, False with `lengths`
@@ -448,8 +446,7 @@ def plan_places(plan: torch.Tensor) -> list[Any]:
 
 
 def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
-    """Return a function that keeps the rows of all queries except the queries of one sequence, to which row place[0] of
-    the table belongs."""
+    """Return a function that keeps the rows of all queries except those of sequence place[0]."""
     others = given["row_to_seq"] != place[0]
     return lambda results: [x[others] for x in results]
 
@@ -462,8 +459,6 @@ def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hos
 
 
 def of_pages(**sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of `context_lens` and `block_table` for one and for four queries per sequence, and of
-    `context_lens` with a length per query."""
     sizes = {
         "lengths": (130, 70, 5, 190),
         "page_size": 64,

@@ -86,8 +86,7 @@ def values(
 
 
 def check_values(a: Given, found: Results) -> float:
-    """Compare with float64. The tolerance is the rounding of the product plus the rounding to e4m3. The latter is half
-    a unit in the last place, or half of the smallest e4m3 number if the value is subnormal."""
+    """Compare with float64. The tolerance is the product's rounding error plus half an e4m3 step."""
     attended, (q, scale) = a["attended"], found
     w_uv = dequantised(a["kv_b"], attended.shape[1], attended.dtype)[:, -a["v_dim"] :]
     expected, bound = (x.flatten(1).unflatten(1, (-1, 128)) for x in product("thc,hvc->thv", attended, w_uv))
