@@ -47,8 +47,8 @@ def _call(case: Case) -> None:
 
 
 def ncu_table(op: str) -> str:
-    """Return `ncu_report` of the CuTe DSL kernels that the op launches (their names contain "cutlass"), or a line that
-    says why the report is missing."""
+    """Return `ncu_report` of the CuTe DSL kernels that the op launches, whose names contain "cutlass". If the report is
+    missing, return a line that says why."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not on the PATH: no shares of the tensor pipe, issue slots, L2 and DRAM"

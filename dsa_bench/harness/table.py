@@ -17,7 +17,6 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _others(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the row's texts of peers, of baselines, of yardsticks, and of each failure."""
     for kind, label in KINDS.items():
         if row[kind]:
             yield label + "; ".join(f"{name} {_figures(p)}" for name, p in row[kind].items())

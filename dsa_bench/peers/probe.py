@@ -26,7 +26,6 @@ LIBRARIES = (
 
 
 def probed() -> dict[str, list[tuple]]:
-    """Return {benchmark: its PROBED} of every benchmark that has PROBED."""
     modules = {op: cases.load(op) for op in cases.benchmarks()}
     return {op: module.PROBED for op, module in modules.items() if hasattr(module, "PROBED")}
 
@@ -40,7 +39,7 @@ def missing() -> list[str]:
 
 def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
     """Yield (op, shape, peer, "ok" or the failure) for every peer of every PROBED case of these ops, by default of all.
-    If our call or the inputs fail, yield one such tuple with "dsa" as the peer."""
+    If our call or the inputs fail, the peer is "dsa"."""
     shapes = probed()
     for op in ops or shapes:
         for shape in shapes[op]:
@@ -65,8 +64,8 @@ def _of(op: str, shape: tuple) -> Iterator[tuple[str, str, str, str]]:
 
 
 def main(ops: Sequence[str] = ()) -> int:
-    """Probe the peers of these ops (default: all) and print a line per peer and case. Return 1 if an installed library
-    cannot be imported, or a peer or our call fails, or a peer disagrees; otherwise 0."""
+    """Probe the peers of these ops (default: all) and print a line per peer and case. Return 1 if anything fails or
+    disagrees, otherwise 0."""
     if unknown := set(ops) - probed().keys():
         raise ValueError(f"ops: must be of {', '.join(probed())}, got {', '.join(sorted(unknown))}")
     wrong = 0
