@@ -23,7 +23,6 @@ class Maker:
         self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def f32(self, *shape: int) -> torch.Tensor:
-        """Return fp32 numbers from the standard normal distribution."""
         return torch.randn(shape, dtype=F32, generator=self.generator, device=self.device)
 
     def bf16(self, *shape: int) -> torch.Tensor:
@@ -39,7 +38,6 @@ class Maker:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def below(self, bound: int, *shape: int, dtype: torch.dtype = INT32) -> torch.Tensor:
-        """Return integers from 0 to bound - 1."""
         return torch.randint(bound, shape, dtype=dtype, generator=self.generator, device=self.device)
 
     def order(self, rows: int, n: int, k: int) -> torch.Tensor:
@@ -124,11 +122,9 @@ class Case:
         return getattr(dsa, self.op)
 
     def arguments(self, device: str = "cpu", seed: int = 0, **sizes: Any) -> Given:
-        """Return new arguments; equal device, seed and sizes give equal numbers."""
         return self.make(Maker(device, seed), **sizes)
 
     def run(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Call the op, and return the tensors that it returns."""
         return tensors_of(self.function()(**arguments))
 
     def results(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -159,7 +155,6 @@ class Case:
 
 
 def tensors_of(found: Any) -> list[torch.Tensor]:
-    """Return the tensors among an op's return values."""
     return [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
 
 

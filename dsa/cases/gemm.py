@@ -480,7 +480,6 @@ def linear(
 
 
 def linear_sums(a: Given) -> torch.Tensor:
-    """Return the result of `linear_fp32` by the formula, in float64."""
     y = a["x"].double() @ a["weight"].double().T
     return torch.cat((y[:, : a["scaled_from"]], y[:, a["scaled_from"] :] * a["scale"]), 1)
 

@@ -30,7 +30,6 @@ F16, INF = torch.float16, torch.inf
 
 
 def require(right: bool | torch.Tensor, message: str) -> None:
-    """Raise AssertionError with this message unless all of `right` is true."""
     if not (right.all() if isinstance(right, torch.Tensor) else right):
         raise AssertionError(message)
 
@@ -253,7 +252,6 @@ def unquantised(new: Maker, dtype: torch.dtype = BF16, **sizes: Any) -> Given:
 
 
 def clipped(a: Given, keys: int) -> list[torch.Tensor]:
-    """Return the starts and the ends of the ranges, clipped to the keys."""
     return [a[name].long().clamp(0, keys) for name in RANGES]
 
 
@@ -437,7 +435,6 @@ def first_column(x: torch.Tensor) -> list[Any]:
 
 
 def two_pages(table: torch.Tensor) -> list[Any]:
-    """Return the places of the second page of the first sequence and of the last page of the second sequence."""
     return [(0, 1), (1, table.shape[1] - 1)]
 
 

@@ -106,7 +106,6 @@ def prefill(
     into: bool = False,
     invariant: bool = False,
 ) -> Given:
-    """Make arguments of `flash_mla_sparse_fwd`. counted: pass topk_length, numbers from -4 to top_k + 4."""
     given = {"q": new.f32(tokens, heads, d).to(dtype), "kv": small(new, keys, 1, d, dtype=dtype)}
     given["indices"] = some_rows(new, tokens, keys, top_k, invalid)[:, None]
     lengths = new.below(top_k + 9, tokens) - 4

@@ -79,7 +79,6 @@ def values(
     use_ue8m0: bool = False,
     dtype: torch.dtype = BF16,
 ) -> Given:
-    """Make arguments of `mla_values_cast_to_fp8`. Magnitudes of heads range from 1e-4 to 1e3."""
     sizes = torch.logspace(-4, 3, heads, device=new.device)[:, None]
     attended = (new.f32(tokens, heads, latent) * sizes).to(dtype)
     return {"attended": attended, "kv_b": kv_b(new, heads, rows, latent), "v_dim": v_dim, "use_ue8m0": use_ue8m0}

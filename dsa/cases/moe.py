@@ -66,7 +66,6 @@ def check_gate(a: Given, found: Results, ties: bool = False) -> float:
 
 
 def entries(new: Maker, tokens: int = 0, count: int = 4, dtype: torch.dtype = INT32) -> Given:
-    """Make arguments of `sort_by_expert`. Numbers outside [0, count) are not experts."""
     if not tokens:
         return {"experts": new.ints([[2, 0], [7, 2], [0, -1]], dtype), "count": count}
     return {"experts": new.below(count + 3, tokens, 8, dtype=dtype) - 1, "count": count}

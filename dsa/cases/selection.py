@@ -42,7 +42,6 @@ def candidates(
     into: bool = False,
     **options: Any,
 ) -> Given:
-    """Make arguments of `topk_indices` with many equal scores and with ranges of different lengths."""
     first, lengths = new.ints([0, 5, 2]), new.ints([20, 3, 9])
     paging = table_of(new, rows, cols, page_size)
     if rows:

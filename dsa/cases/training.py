@@ -49,7 +49,7 @@ def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
 
 
 def absorbed(dims: tuple[int, int]) -> bool:
-    """Return whether the values are the first channels of the keys. dims: channels of the keys and of the values."""
+    """Return whether the values are the first channels of the keys. dims: channels of keys and values."""
     return dims == (576, D_V)
 
 
@@ -242,7 +242,7 @@ def loss(
     Each query's keys are all different, unless `invalid` is set.
 
     scale  standard deviation of the attention's logits
-    joint  pass an lse that exceeds the lse over the selected keys by up to `joint`, as with more keys or a sink
+    joint  pass an lse that is up to `joint` above that of the selected keys, as with more keys or a sink
     """
     if not tokens:
         indices = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
@@ -489,8 +489,8 @@ def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int])
 
 
 def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) -> Kept:
-    """Return a function that keeps the results and gradients of all queries except query place[0], and the gradients of
-    all keys outside this query's list."""
+    """Return a function that keeps the results and gradients of all queries except place[0]. It also keeps the
+    gradients of all keys outside this query's list."""
     named = {*given["indices"][place[0], 0].tolist()}
     queries = [t for t in range(len(given["q"])) if t != place[0]]
     keys = [j for j in range(len(given["kv"])) if j not in named]

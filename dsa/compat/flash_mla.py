@@ -6,11 +6,11 @@ own, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
 - `get_mla_metadata` returns an empty FlashMLASchedMeta and None, whatever arguments callers of any version pass;
 - the log-sum-exp of sparse decoding, [B, h_q, s_q], is a transposed view of a [B, s_q, h_q] tensor.
 
-The packages agree on the order of arguments up to `extra_topk_length` and `topk_length`. Later arguments are
-keyword-only here. `use_legacy` tells sgl-flash-mla which of two builds to run; here it has no effect. Features that
-only one of the two builds has are refused: caches of 528 or 288 bytes per key (`kv_format`), and dense decoding in FP8
-(`descale_q`, `descale_k`). Beyond FlashMLA, these functions accept everything that the ops accept. In place of this
-module's FlashMLASchedMeta they accept an object of FlashMLA's own class.
+The packages agree on the order of arguments up to `extra_topk_length` (decoding) and `topk_length` (prefill). Later
+arguments are keyword-only here. `use_legacy` tells sgl-flash-mla which of two builds to run; here it has no effect.
+Features that only one of the two builds has are refused: caches of 528 or 288 bytes per key (`kv_format`), and dense
+decoding in FP8 (`descale_q`, `descale_k`). Beyond FlashMLA, these functions accept everything that the ops accept. In
+place of this module's FlashMLASchedMeta they accept an object of FlashMLA's own class.
 
 Errors are those of the ops. Sources: FlashMLA's flash_mla/flash_mla_interface.py and its tests.
 """
@@ -42,7 +42,8 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """Return (FlashMLASchedMeta(), None), whatever the arguments."""
+    """Return (FlashMLASchedMeta(), None), whatever the arguments. Code in FlashMLA's older style passes both results on
+    to `flash_mla_with_kvcache`."""
     return FlashMLASchedMeta(), None
 
 

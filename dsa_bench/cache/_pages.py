@@ -14,7 +14,6 @@ BYTES = {"V3.2": 656, "V4": 584, "bf16": 1152}
 
 
 def empty_pages(tokens: int, layout: str) -> torch.Tensor:
-    """Return zeroed pages of PAGE slots for `tokens` tokens."""
     pages = -(-tokens // PAGE)
     if layout == "V4":
         return dsa.make_v4_cache(pages, PAGE, "cuda")

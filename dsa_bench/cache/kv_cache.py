@@ -18,7 +18,8 @@ SHAPES = [
 
 
 def _parts(kv: torch.Tensor, nope: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the first `nope` channels in FP8 as bytes, the rope channels as bytes, the fp32 scales of the former)."""
+    """Return the first `nope` channels in FP8 as bytes, the other channels as bytes, and the fp32 scales of the FP8
+    channels."""
     values, scale = per_token_cast_to_fp8(kv[:, :nope], True, group)
     return values.view(torch.uint8), kv[:, nope:].contiguous().view(torch.uint8), scale
 

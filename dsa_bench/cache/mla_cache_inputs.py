@@ -54,6 +54,5 @@ def case(tokens: int, layout: str, keep: bool) -> Case:
 
 
 def _agree(theirs: Results, ours: Results) -> None:
-    """Compare the contents of the caches and, if rows are kept, the returned rows."""
     slots = torch.arange(ours[0].shape[0] * PAGE, device=ours[0].device)
     agree(*((dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16), rows) for cache, rows in (theirs, ours)))

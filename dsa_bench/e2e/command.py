@@ -36,7 +36,6 @@ def load(name: str) -> ModuleType:
 
 
 def of_models(models: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return OPTIONS with the option --models, whose choices and default are all `models`."""
     return {"--models": {"nargs": "+", "choices": [*models], "default": [*models], "help": "default: all"}}
 
 

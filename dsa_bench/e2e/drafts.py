@@ -109,7 +109,6 @@ class _RepeatedDraft(_Repeated, DraftStep):
 
 
 def _graph_ms(call: Callable[[], Any]) -> float:
-    """Return the median milliseconds of a call that is captured as a CUDA graph, as in generation."""
     return bench({"call": call}, repeats=REPEATS, graph=True)["call"]
 
 

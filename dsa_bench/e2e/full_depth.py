@@ -26,7 +26,6 @@ LOOKED_UP = "tid2eid"  # V4's table of each token's experts; a token reads one r
 
 
 def depths(model: CheckpointModel) -> tuple[int, int, int]:
-    """Return the numbers of layers at which a pass is measured: none, the first, and all."""
     return 0, 1, len(layers_of(model))
 
 

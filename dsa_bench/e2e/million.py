@@ -107,7 +107,6 @@ def _prompts(name: str, model: CheckpointModel, runs: Mapping[int, str], clock: 
 
 
 def _step(model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
-    """Return a decoding step's figures, or None if memory does not suffice."""
     torch.manual_seed(0)
     clock.forget_peak()
     pages = count * -(-context // model.page_size)

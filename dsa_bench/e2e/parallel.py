@@ -116,7 +116,6 @@ def asked(
 
 
 def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]:
-    """Return the kernels that a rank's part of a stack needs."""
     model = skeleton(name)
     split(model, ranks, blocks=True)
 

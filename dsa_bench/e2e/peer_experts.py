@@ -28,7 +28,7 @@ from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
-# A pass with at least this number of tokens counts as a prompt's and runs on DeepGEMM, with FP4 weights widened to FP8.
+# A pass with at least this number of tokens counts as a prompt's. It runs on DeepGEMM, with FP4 weights widened to FP8.
 # Engines run FP4 experts of prompts on Marlin too, with bf16 products. FP8 products have twice the rate of bf16. This
 # matters for a prompt, whose experts have many rows, but not for a step, which mainly reads weights.
 LEAST_TOKENS = 512
@@ -170,7 +170,6 @@ def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.
     expected = max(1, -(-experts.numel() // len(layer.down_proj)))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
-        """Multiply FP8 values [T, k or 1, channels] by a projection's weights. Return the rows of all experts."""
         weight = weight_of(layer, name)
         operand = slots.spread(q, scale, experts)
         out = torch.empty(*operand[0].shape[:2], weight[0].shape[1], dtype=x.dtype, device=x.device)

@@ -59,7 +59,6 @@ class Replaced:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator["Replaced"]:
-        """Within the block, models run on the peers' ops."""
         with replaced(self.values):
             yield self
 
@@ -242,7 +241,6 @@ def _window_sparse(
 
 
 def _window_cast(peer: _Peer, *arguments, topk_length=None, window_indices, use_ue8m0=True):
-    """Compute attention, rotation and cast in separate kernels, as in engines."""
     *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
     softmax = (scale, packed[0].shape[2], sink)
     if compressed is None:

@@ -76,8 +76,6 @@ CUBLAS = Library("cuBLASLt", ("torch",))
 
 
 def cublas(a: Scaled, matrices: Sequence[Scaled]) -> Peers:
-    """Return calls of cuBLASLt's block-scaled product, by way of torch, with each of the matrices."""
-
     def make(module: ModuleType, a: Scaled, b: Scaled) -> Call:
         columns = a[1].t().contiguous().t()
         return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)

@@ -181,11 +181,10 @@ class Case:
     peers      other libraries' kernels for the same function, some followed by our cast
     graph      whether CUDA graph replays are timed, for calls below 100 us
     repeats    how often each entry of `calls` is timed
-    baselines  names of calls that compute the same function in plain PyTorch, some with our ops for a part
+    baselines  names of calls of the same function in plain PyTorch, some with our ops for a part
     yardsticks names of calls whose times are shown for scale. Their results are not compared with ours
     flops      {name: FLOP of a call} of yardsticks whose FLOP differ from ours; the table then shows their rate
-    agree      agree(theirs, ours) raises AssertionError if the result of the first call of a peer or baseline differs
-               from the result of our first call
+    agree      agree(theirs, ours) raises AssertionError if a peer's or baseline's first result differs from ours
     reference  whether the backend "reference" can run our first call; else `peers.probe` compares with our result
     check      check(ours) raises AssertionError if our first result is wrong; for the tuner
     """
@@ -207,7 +206,6 @@ class Case:
         self.calls = {**self.calls, **self.peers.calls}
 
     def row(self) -> dict[str, Any]:
-        """Time the case in this process and return its figures (`row`)."""
         failed = self.tried()
         calls = {name: calls for name, calls in self.calls.items() if name not in failed}
         times = bench(calls, repeats=self.repeats, graph=self.graph)
@@ -312,7 +310,6 @@ def load(op: str) -> ModuleType:
 
 
 def run(op: str) -> list[dict[str, Any]]:
-    """Return the rows of all shapes of an op."""
     module = load(op)
     if hasattr(module, "prepare"):
         module.prepare()

@@ -23,14 +23,12 @@ METRICS = {
 
 
 def both_tables(op: str) -> str:
-    """Return both tables as text, for the first of the op's SHAPES."""
     module = load(op)
     first = module.case(*module.SHAPES[0])
     return f"{op}: {first.name}\n{torch_table(first)}\n{ncu_table(op)}"
 
 
 def torch_table(case: Case) -> str:
-    """Return the torch profiler's table of a few of our calls: kernels, copies and the host's operators."""
     case.calls["dsa"][0]()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -73,8 +73,9 @@ def _words(matrix: torch.Tensor) -> torch.Tensor:
     """Reorder bytes [N, K / 2] to [K / 16, N / 64, column, row, warp, low, half]. Four bytes are a word. Each byte has
     the codes of channels k and k + 8.
 
-    In a tile of 64 matrix rows and 16 channels, matrix row n = 64 tile + 16 warp + 8 half + column, and channel k = 16
-    tile + 8 high + 2 row + low.
+    A tile has 64 matrix rows n and 16 channels k:
+        n = 64 tile + 16 warp + 8 half + column
+        k = 16 tile + 8 high + 2 row + low
     """
     tiles = matrix.unflatten(0, (-1, 4, 2, 8)).unflatten(4, (-1, 2, 4))  # [tile, warp, half, column, tile, high, row]
     first, second = tiles.permute(5, 4, 0, 3, 6, 1, 2)  # high 0 and 1

@@ -31,7 +31,6 @@ def probed() -> dict[str, list[tuple]]:
 
 
 def missing() -> list[str]:
-    """Return the names of the libraries that are not installed or cannot be imported, with the reason."""
     found = Peers.of({library: lambda module: module for library in LIBRARIES}, [()])
     names = [library.name for library in LIBRARIES if library.name not in found.calls]
     return [f"{name}: {found.failed.get(name, 'not installed')}" for name in names]

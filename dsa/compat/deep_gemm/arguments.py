@@ -75,7 +75,7 @@ def refuse(**arguments: object) -> None:
 
 
 def check_result(d: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that d can be written and is on the device of q. The dtype and shape of d are already checked."""
+    """Check that d can be written and is on the device of q."""
     check_same_device(("a[0]", q), d=d)
     check_writable("d", d)
     if d.shape[-1] > 1 and d.stride(-1) != 1:

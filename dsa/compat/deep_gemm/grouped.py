@@ -39,9 +39,9 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     expected_m_for_psum_layout  with use_psum_layout, the expected rows per group, which affect the choice of the kernel
                                 but not the result. None: M rows in all groups together
 
-    The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding that follow a group
-    up to the next multiple of the alignment are multiplied by the group's weight, so a row of zeros gives zeros. The
-    results of all other rows of padding are undefined.
+    The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding between a group and
+    the next multiple of the alignment are multiplied by the group's weight. So a row of zeros gives zeros. The results
+    of all other rows of padding are undefined.
 
     The reference raises an error for indices of E or more and for indices that decrease. With use_psum_layout it raises
     an error for ends that are negative, decrease, or exceed M. A kernel does not check these values. Without

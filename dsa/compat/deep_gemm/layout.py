@@ -21,7 +21,7 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """Return the alignment that `set_mk_alignment_for_contiguous_layout` has set."""
+    """Return the alignment that `set_mk_alignment_for_contiguous_layout` has set, by default 128."""
     return _alignment
 
 

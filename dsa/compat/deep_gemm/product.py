@@ -70,8 +70,8 @@ def write(
     ends: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the product to d. Without `ends`, w [N, K] multiplies all rows of q. With `ends` [E], w is [E, N, K], and
-    w[e] multiplies the rows of q from ends[e - 1] (or 0) to ends[e] - 1."""
+    """Write the product to d. Without `ends`, w [N, K] multiplies all rows of q. With `ends` [E], w is [E, N, K]. Then
+    w[e] multiplies the rows of group e, whose last row is ends[e] - 1."""
     out = rows_at_16_bytes(d)
     # If the rows of d are not at multiples of 16 bytes, kernels write to a contiguous copy. The copy contains the
     # values of d, because kernels do not write rows that belong to no group.
