@@ -394,7 +394,6 @@ def keys(
 
 
 def mapped(a: Given) -> list[int]:
-    """Return the slots by the definition, token by token."""
     bounds, table, size, ratio = a["cu_seqlens"].tolist(), a["block_table"].tolist(), a["page_size"], a["ratio"]
     owners = [-1] * a["num_tokens"]
     # If sequences overlap, a token belongs to the sequence that begins last.
@@ -478,8 +477,6 @@ def slots_of_both(kept: Any, name: str = "slots", **sizes: Any) -> dict[str, Hos
 
 
 def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of these arguments of `slot_mapping`, with 1 and with 3 tokens per cache row
-    (`ratio`)."""
     sizes = {"kind": kind, "sequences": 5, "most": 12, "earlier": 12, "pages": 8, "page_size": 4, **sizes}
     own, adjacent = partial(mapped_elsewhere, (0,)), partial(mapped_elsewhere, (-1, 0))
     which = {"block_table": (own, first_column), "cu_seqlens": (adjacent, every), "cache_seqlens": (own, ends)}

@@ -312,7 +312,6 @@ def check_block_scales(a: Given, found: Results) -> float:
 
 
 def check_widened(a: Given, found: Results) -> float:
-    """Check that the widened weight has exactly the same values, including the signs of zeros."""
     check_block_scales(a, found[1:])
     back, right = dequantised(*found, rows=BLOCK), fp4_values(a["packed"], a["scale"])
     if not torch.equal(back, right) or not torch.equal(back.signbit(), right.signbit()):

@@ -34,7 +34,6 @@ def gate(new: Maker, tokens: int = 3, experts: int = 16, top_k: int = 3, **optio
 
 
 def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen experts and their weights by the formula of `moe_gate`, in float64."""
     logits = a["logits"].double()
     s = logits.sigmoid() if a["scores"] == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = (s + a["bias"].double()).unflatten(1, (a["n_group"], -1))
@@ -72,7 +71,6 @@ def entries(new: Maker, tokens: int = 0, count: int = 4, dtype: torch.dtype = IN
 
 
 def sorted_entries(experts: torch.Tensor, count: int) -> Results:
-    """Return the (order, rows, ends) of `sort_by_expert`, by a stable sort and by counting."""
     flat = experts.flatten().where((experts.flatten() >= 0) & (experts.flatten() < count), count)
     order = flat.sort(stable=True).indices
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))

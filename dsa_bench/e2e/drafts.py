@@ -205,7 +205,6 @@ def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: 
 def asked(
     models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted."""
     return in_order(
         asked_of(
             skeleton(name, drafter=True),

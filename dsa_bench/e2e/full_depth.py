@@ -103,7 +103,6 @@ def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[
 
 
 def cached_bytes(model: CheckpointModel, count: int, context: int) -> list[int]:
-    """Return the bytes of `count` sequences of `context` tokens in each layer's cache."""
     cache = model.make_cache(count * -(-context // model.page_size), device="meta", state_slots=count)
     return [_held(cache.layer(i)) for i in range(len(layers_of(model)))]
 

@@ -90,7 +90,6 @@ def _timed(
 def asked(
     models: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted."""
     most, prompts = sizes.context + _new_tokens(min(chunks), sizes), []
     for chunk in chunks:
         different = list(dict.fromkeys(_work(chunk, sizes)))

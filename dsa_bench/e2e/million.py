@@ -128,7 +128,6 @@ def asked(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted."""
     context = max(lengths)
     prompts = [[(CHUNK, begin)] for begin in range(0, context, CHUNK)]
     return in_order(asked_of(skeleton(name), prompts, [(n, context) for n in sequences]) for name in models)

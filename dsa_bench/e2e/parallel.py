@@ -137,7 +137,6 @@ def shape(model: str, case: str, gpus: int, one: bool = False) -> str:
 
 
 def todo(model: str, gpus: int, runs: Collection[str] | None, done: Collection[str], one: bool = False) -> list[Case]:
-    """Return the cases of a model whose rows are not in `done`. With `runs`, only those whose name is in `runs`."""
     found = (case for case in cases(model) if runs is None or case.name in runs)
     return [case for case in found if shape(model, case.name, gpus, one) not in done]
 

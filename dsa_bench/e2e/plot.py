@@ -106,7 +106,6 @@ def _runs(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _stack(bar: Callable[..., object], place: float, lengths: Sequence[float], size: float, alpha: float = 1) -> float:
-    """Draw parts after each other with `Axes.bar` or `Axes.barh`, and return their sum."""
     end = 0.0
     for i, length in enumerate(lengths):
         bar(place, length, size, end, color=f"C{i}", alpha=alpha)

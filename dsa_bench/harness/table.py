@@ -32,7 +32,6 @@ def _figures(other: dict[str, float]) -> str:
 
 
 def everyone(rows: list[dict[str, Any]]) -> list[str]:
-    """Return all names in the rows except ours: peers, baselines, yardsticks, then failed ones."""
     kinds = [list(row[kind]) for kind in KINDS for row in rows]
     return list(dict.fromkeys(name for names in [*kinds, *(row["failed"] for row in rows)] for name in names))
 

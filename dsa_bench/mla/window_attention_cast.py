@@ -58,8 +58,8 @@ def case(tokens: int, heads: int, groups: int, selected: int) -> Case:
 
 
 def _agree(theirs: Scaled, ours: Scaled) -> None:
-    """Compare with tolerances. A sum in another order can round to another bf16 number. This can change an e4m3 number
-    to the adjacent one, or the scale to the next power of two."""
+    """Compare with tolerances. A sum in another order can round to another bf16 number, which differs by up to 2^-7 of
+    the largest values. This can change an e4m3 number to the adjacent one, or the scale to the next power of two."""
     values = [q.float().unflatten(1, (-1, 128)) * scale[..., None] for q, scale in (theirs, ours)]
     step = torch.maximum(theirs[1], ours[1])[..., None]
     assert ((values[0] - values[1]).abs() <= values[1].abs() / 7 + step * 4).all()

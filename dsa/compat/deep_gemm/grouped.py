@@ -127,7 +127,6 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
 
 
 def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, rows: int) -> int | None:
-    """Return the expected number of rows of all groups together; None if per_group is None."""
     if per_group is None:
         return None
     if not use_psum_layout:
