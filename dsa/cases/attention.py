@@ -113,7 +113,7 @@ def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> 
 
 def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[str, float], ...]) -> float:
     """Check `found`: out and the statistics that an op returns, lse or (max_logits, lse). Return the largest error of
-    out. `expected` has the same order. An fp32 out is compared with FP32_TOLERANCES instead of tolerances[0]."""
+    out. `expected` has the same order."""
     out, *statistics = found
     error = assert_close("out", out, expected[0], **FP32_TOLERANCES if out.dtype == F32 else tolerances[0])
     for x, right in zip(statistics, expected[1:], strict=True):
@@ -124,8 +124,7 @@ def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[
 
 
 def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
-    """Return out [B, s_q, H, d_v] and lse [B, H, s_q]. attended: attention for B * s_q query rows. q: [B, s_q, H,
-    d]."""
+    """Return out [B, s_q, H, d_v] and lse [B, H, s_q] from attention for B * s_q query rows. q: [B, s_q, H, d]."""
     out, lse = (x.unflatten(0, q.shape[:2]) for x in attended[:2])
     return out, lse.transpose(1, 2)
 
@@ -140,7 +139,6 @@ def small(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def no_keys(new: Maker, n: int) -> torch.Tensor:
-    """Return six indices outside [0, n): some close to it, and the lowest and the highest int32."""
     return new.ints([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
@@ -152,8 +150,8 @@ def spoiled(new: Maker, indices: torch.Tensor, n: int, fraction: float) -> torch
 
 
 def some_rows(new: Maker, queries: int, n: int, k: int, invalid: float = 0.0) -> torch.Tensor:
-    """Return int32 [queries, k]: for each query, rows from 0 to n - 1 in random order, all different if k <= n. Each is
-    replaced with probability `invalid` by an index outside [0, n)."""
+    """Return int32 [queries, k]: random rows below n for each query, all different if k <= n. Each is replaced with
+    probability `invalid` by an index outside [0, n)."""
     rows = new.order(queries, n, k) if k <= n else new.below(max(n, 1), queries, k)
     return spoiled(new, rows.int(), n, invalid)
 
@@ -213,8 +211,7 @@ def all_rows(cache: torch.Tensor) -> torch.Tensor:
 
 # Packed sequences.
 
-# (queries, keys) of each sequence. They include an empty sequence, and sequences that have as many queries as keys,
-# fewer queries than keys, more queries than keys, no queries, or no keys.
+# (queries, keys) of each sequence.
 SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
 # (queries, keys) of each sequence for tests of hostile bounds: more queries than a tile has (128), no queries, some
 # queries that see no key, and few queries.
@@ -230,8 +227,7 @@ def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.
 
 
 def corners(x: torch.Tensor) -> list[Any]:
-    """Return the indices of up to four elements: the first and the last element, both in the first row and in the last
-    row."""
+    """Return the indices of the first and the last element of the first row, and of the last row."""
     rows, last = (0, len(x) - 1), tuple(n - 1 for n in x.shape[1:])
     return list(dict.fromkeys((row, *column) for row in rows for column in ((0,) * len(last), last)))
 

@@ -81,8 +81,8 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Return random slots below `capacity`, a different one per token. The second token gets -1 instead. outside: the 3
-    tokens after it (7 tokens for int64 slots) get slots outside the cache."""
+    """Return random slots below `capacity`, a different one per token, but -1 for the second token. outside: the next 3
+    tokens, or 7 with int64, get slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -243,8 +243,7 @@ def latent_slots(
     dtype: torch.dtype = BF16,
     slot_dtype: torch.dtype = INT64,
 ) -> Given:
-    """Make arguments of `read_kv_cache`, in which some slots are outside the cache. shape: the shape of `slots`; ():
-    four fixed slots, 2 x 2."""
+    """Make arguments of `read_kv_cache`. Some slots are outside the cache. shape: the shape of `slots`."""
     if not shape:
         pages, page_size, slots = 3, 16, new.ints([[7, -1], [40, 3]], INT64)
     else:
@@ -280,7 +279,7 @@ def projection(
     kept: bool = True,
     **options: object,
 ) -> Given:
-    """Make arguments of `write_mla_cache`; by default four tokens. kept: whether the call passes `out`."""
+    """Make arguments of `write_mla_cache`. kept: whether the call passes `out`."""
     d = d or CHANNELS[layout]
     if tokens is None:
         tokens, pages, page_size, slots = 4, 3, 16, new.ints([7, -1, 40, 0], INT64)
@@ -335,8 +334,8 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
 
 
 def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
-    """Return what `write_mla_cache` writes to `out` for these rows: with a float cache the rows, with a byte cache the
-    rows after quantisation and dequantisation."""
+    """Return the `out` that `write_mla_cache` writes for these rows. With a byte cache, out has the rows after
+    quantisation and dequantisation."""
     if a["cache"].element_size() > 1:
         return rows
     page = torch.zeros(1, max(len(rows), 1), 1, a["cache"].shape[3], dtype=torch.uint8, device=rows.device)
@@ -374,7 +373,7 @@ def keys(
     pages: int = 7,
     **options: Any,
 ) -> Given:
-    """Make arguments of `slot_mapping`; by default two sequences.
+    """Make arguments of `slot_mapping`.
 
     kind       a key of KEYS, which sets ratio and ring; with "all", cache_seqlens is None
     sequences  number of sequences. Each has up to `most` new tokens after up to `earlier` cached tokens; every fifth
@@ -395,7 +394,6 @@ def keys(
 
 
 def mapped(a: Given) -> list[int]:
-    """Return the slots by the definition, token by token."""
     bounds, table, size, ratio = a["cu_seqlens"].tolist(), a["block_table"].tolist(), a["page_size"], a["ratio"]
     owners = [-1] * a["num_tokens"]
     # If sequences overlap, a token belongs to the sequence that begins last.
@@ -454,10 +452,9 @@ def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
 
 
 def mapped_elsewhere(wrong: Sequence[int], given: Given, place: tuple[int, ...]) -> Kept:
-    """Return a function that keeps the results of all sequences except some: sequence place[0] + i for each i in
-    `wrong`.
+    """Return a function that keeps the results of all sequences except sequences place[0] + i, for each i in `wrong`.
 
-    Tokens after the last boundary are left out, too, because with a wrong boundary they can belong to a sequence.
+    Tokens after the last boundary are not kept, because with a wrong boundary they can belong to a sequence.
     """
     bounds, sequences = given["cu_seqlens"].tolist(), len(given["block_table"])
     of_wrong = {t for i in wrong if 0 <= (b := place[0] + i) < sequences for t in range(bounds[b], bounds[b + 1])}
@@ -474,14 +471,12 @@ def first_column(x: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def slots_of_both(kept: Any, name: str = "slots", **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of slots, once for int32 slots and once for int64 slots."""
     kinds = {"int32": INT32, "int64": INT64}
     sizes = {"pages": 3, "page_size": 64, **sizes}
     return {f"{name} {kind}": Hostile(kept, ends, {**sizes, "slot_dtype": x}) for kind, x in kinds.items()}
 
 
 def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of these arguments of `slot_mapping`, for ratio 1 and ratio 3 (tokens per cache row)."""
     sizes = {"kind": kind, "sequences": 5, "most": 12, "earlier": 12, "pages": 8, "page_size": 4, **sizes}
     own, adjacent = partial(mapped_elsewhere, (0,)), partial(mapped_elsewhere, (-1, 0))
     which = {"block_table": (own, first_column), "cu_seqlens": (adjacent, every), "cache_seqlens": (own, ends)}
@@ -490,8 +485,6 @@ def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
 
 
 def latent_cases() -> list[Case]:
-    """Return the cases of the ops that read and write latents, for the bf16, V3.2 and V4 layouts. `write_kv_cache` also
-    gets hostile slots for an fp32 cache."""
     found = []
     for name, layout in (("float", "bfloat16"), ("v32", "v32"), ("v4", "v4")):
         rows, slots, kv = (partial(make, layout=layout) for make in (latent_rows, latent_slots, projection))

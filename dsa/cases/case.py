@@ -23,7 +23,6 @@ class Maker:
         self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def f32(self, *shape: int) -> torch.Tensor:
-        """Return fp32 numbers from the standard normal distribution."""
         return torch.randn(shape, dtype=F32, generator=self.generator, device=self.device)
 
     def bf16(self, *shape: int) -> torch.Tensor:
@@ -39,7 +38,6 @@ class Maker:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def below(self, bound: int, *shape: int, dtype: torch.dtype = INT32) -> torch.Tensor:
-        """Return integers from 0 to bound - 1."""
         return torch.randint(bound, shape, dtype=dtype, generator=self.generator, device=self.device)
 
     def order(self, rows: int, n: int, k: int) -> torch.Tensor:
@@ -51,8 +49,6 @@ class Maker:
         return self.bf16(pages, page_size, 1, d)
 
     def v32_cache(self, pages: int, page_size: int) -> torch.Tensor:
-        """Return a V3.2 cache [pages, page_size, 1, 656] uint8 of random numbers: per slot 512 e4m3 values, four fp32
-        scales, 64 bf16 values."""
         parts = self.e4m3(pages, page_size, 1, 512), self.positive(pages, page_size, 1, 4)
         parts = *parts, self.bf16(pages, page_size, 1, 64)
         return torch.cat([x.view(torch.uint8) for x in parts], -1)
@@ -77,12 +73,12 @@ class Maker:
 class Hostile:
     """How to corrupt an argument that contains indices, lengths or bounds. `changed` writes the numbers of `contents`.
 
-    kept    (valid arguments, place) -> a function of a call's results. It returns those parts (whole results, rows, or
-            properties of results) that a wrong number at this place cannot change
+    kept    (valid arguments, place) -> a function of the call's results. It returns the parts that a wrong number at
+            `place` cannot change
     places  argument -> the places to corrupt: indices into the argument
     sizes   keyword arguments of `Case.make` for these calls
-    exact   True: what `kept` selects must have the same bits as in the valid call. False: the kernel can sum in another
-            order than in the valid call, so an element can differ by 1e-3 plus 1e-2 times its magnitude
+    exact   True: what `kept` selects must have the same bits as in the valid call. False: an element x can differ by
+            1e-3 + 1e-2 |x|, because the kernel can sum in another order
     """
 
     kept: Callable[[Given, Any], Kept]
@@ -126,11 +122,9 @@ class Case:
         return getattr(dsa, self.op)
 
     def arguments(self, device: str = "cpu", seed: int = 0, **sizes: Any) -> Given:
-        """Return new arguments; equal device, seed and sizes give equal numbers."""
         return self.make(Maker(device, seed), **sizes)
 
     def run(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Call the op, and return the tensors that it returns."""
         return tensors_of(self.function()(**arguments))
 
     def results(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -161,7 +155,6 @@ class Case:
 
 
 def tensors_of(found: Any) -> list[torch.Tensor]:
-    """Return the tensors among an op's return values."""
     return [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
 
 
@@ -176,8 +169,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def ends(x: torch.Tensor) -> list[Any]:
-    """Return the places (index tuples) of the last element in three rows of x: the first, a middle and the last row. If
-    x has only one or two rows, return a place per row."""
+    """Return the places (index tuples) of the last element in the first, a middle and the last row of x."""
     rows = sorted({0, len(x) // 2, len(x) - 1})
     return [(i, *(n - 1 for n in x.shape[1:])) for i in rows]
 
@@ -196,8 +188,8 @@ PER_ROW = Hostile(other_rows, ends)
 
 
 def contents(valid: torch.Tensor) -> dict[str, int]:
-    """Return {name: number}: numbers that are invalid as indices, lengths and bounds, because a case's tensors are
-    small. Only -1 can be valid, where it means "none". Numbers beyond 32 bits are only for 64-bit arguments."""
+    """Return {name: number}. The numbers are invalid as indices, lengths and bounds. Only -1 can be valid, where it
+    means "none"."""
     limits = torch.iinfo(valid.dtype)
     numbers = {
         "minus one": -1,
@@ -217,8 +209,7 @@ def changed(hostile: Hostile, given: Given, name: str) -> Iterator[tuple[str, to
     """Yield (description of the change, the changed argument, a function that selects the results that must not
     change).
 
-    Each number of `contents` is written to one place at a time, and to all elements at once. One further change
-    reverses the elements, another replaces them by random bits. After a change of all elements any result may differ.
+    After a change of all elements any result may differ.
     """
     valid, nothing_kept = given[name], nothing(given, ())
     for what, number in contents(valid).items():

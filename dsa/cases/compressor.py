@@ -38,14 +38,12 @@ def new_tokens(
     spare: int = 0,
     with_state: bool = True,
 ) -> Given:
-    """Make the arguments that `compress_kv` and `write_compressed_kv` share; by default two sequences, the first with
-    three earlier tokens.
+    """Make the arguments that `compress_kv` and `write_compressed_kv` share.
 
     c                channels of `kv`
     lengths, starts  numbers of new tokens and of earlier tokens of each sequence. Without a state all starts are 0
     m                tokens per block
-    spare            number of extra rows per slot of the state. Without extra rows, a slot has m rows, or 2 m rows if
-                     blocks overlap
+    spare            number of extra rows per slot of the state
 
     With `lengths`, rows of the state that contain no earlier token are NaN.
     """
@@ -76,7 +74,8 @@ def block_ends(a: Given) -> list[tuple[int, int, int]]:
 
 
 def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (entry of each block whose last token is new, index of this token), computed by the formula in float64."""
+    """Return (entries, tokens) by the formula, in float64: each block that a new token ends, and the index of this
+    token."""
     kv, gate, ape, m, overlap = a["kv"].double(), a["gate"].double(), a["ape"].double(), len(a["ape"]), a["overlap"]
     b, token, position = torch.tensor(block_ends(a), dtype=INT64, device=kv.device).view(-1, 3).T
     before = torch.arange(1 - (2 * m if overlap else m), 1, device=kv.device)
@@ -95,8 +94,8 @@ def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_state(a: Given, state: torch.Tensor) -> None:
-    """Check the state, which has n rows per slot. The last n new tokens of each sequence must be in their rows of the
-    sequence's slot, and all other rows must be unchanged."""
+    """Require the last n new tokens of each sequence in the sequence's slot, which has n rows. All other rows must be
+    unchanged."""
     expected, n, m = a["state"].clone(), a["state"].shape[1], len(a["ape"])
     sequences = zip(a["starts"].tolist(), pairwise(a["cu_seqlens"].tolist()), a["state_slots"].tolist())
     for start, (low, high), slot in sequences:
@@ -140,7 +139,7 @@ def new_entries(
 
 
 def hadamard(channels: int) -> torch.Tensor:
-    """Return the matrix of the normalised Hadamard transform in float64, by the definition."""
+    """Return the normalised Hadamard matrix in float64."""
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(channels)] for i in range(channels)]
     return torch.tensor(signs, dtype=torch.double) / channels**0.5
 
@@ -175,8 +174,8 @@ def check_write_compressed(a: Given, found: Results) -> float:
 
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Check that the errors of a quantised result are within tolerances. With ten rows or more, also check that its
-    rounding has no bias: over numbers above 1/20 of the largest, the mean of got / expected must be near 1."""
+    """Check a quantised result's errors. With ten rows or more, also check that rounding has no bias: the mean of got /
+    expected, over large numbers, must be near 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error
@@ -191,8 +190,8 @@ def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> flo
 
 
 def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """Return a function that keeps all slots and states except those of some sequences: sequence place[0] + i for each
-    i in `wrong`."""
+    """Return a function that keeps all slots and states except those of sequences place[0] + i, for each i in
+    `wrong`."""
     bounds, state_slots = given["cu_seqlens"].tolist(), given["state_slots"].tolist()
     sequences = [place[0] + i for i in wrong if 0 <= place[0] + i < len(state_slots)]
     slots = [slot for b in sequences for slot in given["slots"][bounds[b] : bounds[b + 1]].tolist()]
@@ -200,16 +199,13 @@ def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index
 
 
 def ending_slots(x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Return the places of the first token, and of the first and the last token that end a block.
-
-    x: the slots of the tokens. In these cases only tokens that end a block have a slot, a number >= 0.
-    """
+    """Return the places of three tokens: the first, and the first and the last that have a slot. x: slots, -1 for
+    tokens that do not end a block."""
     ending = (x >= 0).nonzero()[:, 0].tolist()
     return [(0,), (ending[0],), (ending[-1],)]
 
 
 def hostile_sequences(layout: str, **sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of `slots`, `cu_seqlens`, `starts` and `state_slots` of `write_compressed_kv`."""
     index = layout == "index"
     options = {"layout": layout, "pages": 3, "lengths": (13, 0, 270, 5, 9), "starts": (2, 7, 120, 0, 3), **sizes}
     own, adjacent = (partial(other_sequences, x, index=index) for x in ((0,), (-1, 0)))

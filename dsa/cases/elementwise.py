@@ -39,12 +39,10 @@ def within(name: str, got: torch.Tensor, expected: torch.Tensor, allowed: torch.
 
 
 def every_size(new: Maker, count: int) -> torch.Tensor:
-    """Return numbers from 1e-3 to 1e3, evenly spaced on a log scale."""
     return torch.logspace(-3, 3, count, dtype=F32, device=new.device)
 
 
 def rows_of_every_size(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Return Gaussian rows whose standard deviations are from 1e-3 to 1e3."""
     return (new.f32(*shape) * every_size(new, math.prod(shape[:-1])).view(*shape[:-1], 1)).to(dtype)
 
 
@@ -63,7 +61,6 @@ def norm(
 
 
 def rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return RMSNorm(x) over the last dimension in float64."""
     y = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     return y if weight is None else y * weight.double()
 
@@ -183,15 +180,12 @@ def collapse(
     size: float = 1.0,
     **options: float,
 ) -> Given:
-    """Make arguments of `hyper_collapse`. size: the standard deviation of mix."""
     streams, mix = new.f32(tokens, n, channels).to(dtype), size * new.f32(tokens, (2 + n) * n)
     tensors = {"streams": streams, "mix": mix, "base": new.f32((2 + n) * n), "scale": 0.5 + new.f32(3).sigmoid()}
     return {**tensors, "iterations": 3, "eps": 1e-6, "hc_eps": 1e-6, **options}
 
 
 def head(new: Maker, **sizes: object) -> Given:
-    """Make arguments of `hyper_head`: those of `collapse`, but only the first n channels of mix, the first n entries of
-    base, and one scale."""
     a = collapse(new, **sizes)
     n = a["streams"].shape[1]
     tensors = {"streams": a["streams"], "mix": a["mix"][:, :n].contiguous(), "base": a["base"][:n]}

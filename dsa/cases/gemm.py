@@ -44,8 +44,7 @@ def check_bits(names: str, found: Results, expected: Results) -> None:
 
 
 def repeated(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:
-    """Expand scales to a float64 tensor of shape `shape`, a scale per element. block: how many rows and how many
-    columns share a scale."""
+    """Return the scales in float64, one per element of `shape`. block: (rows, columns) that share a scale."""
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, shape[-2:]))
     by_row = scale.double().repeat_interleave(rows, -2)[..., : shape[-2], :]
     return by_row.repeat_interleave(columns, -1)[..., : shape[-1]]
@@ -69,10 +68,9 @@ def check_cast(
 ) -> None:
     """Check the scales and values of an FP8 cast of `right`.
 
-    right is in float64; the op rounds it to `dtype` before the cast. `block` says how many rows and how many columns
-    share a scale. A block's scale must be max(amax, 1e-4) / 448, where amax is the block's largest magnitude. If
-    use_ue8m0 is true, the scale must be rounded up to a power of two. A value must be off by at most half an e4m3 step.
-    Blocks whose scale is not finite are not checked.
+    right is in float64; the op rounds it to `dtype` before the cast. block: (rows, columns) that share a scale. A scale
+    must be max(amax, 1e-4) / 448, where amax is the block's largest magnitude. With use_ue8m0 it must be rounded up to
+    a power of two. A value must be off by at most half an e4m3 step. Blocks whose scale is not finite are not checked.
     """
     q, scale = found
     rows, columns = (max(1, min(size, n)) for size, n in zip(block, right.shape[-2:]))
@@ -103,7 +101,6 @@ def token_cast(
     gran_k: int = BLOCK,
     hadamard: bool = True,
 ) -> Given:
-    """Make arguments of `per_token_cast_to_fp8`, with tokens of all magnitudes from 1e-6 to 1e4."""
     sizes = torch.logspace(-6, 4, shape[-2], device=new.device)[:, None]
     return {"x": (new.f32(*shape) * sizes).to(dtype), "use_ue8m0": use_ue8m0, "gran_k": gran_k, "hadamard": hadamard}
 
@@ -130,8 +127,8 @@ def scatter(
     dtype: torch.dtype = BF16,
     use_ue8m0: bool = False,
 ) -> Given:
-    """Make arguments of `scatter_cast_to_fp8` for `tokens` tokens that go to k rows each, in random order. Every row of
-    the result gets exactly one token. tokens = 0: three tokens that go to two fixed rows each; `k` has no effect."""
+    """Make arguments of `scatter_cast_to_fp8`. Each token goes to k rows, and each row gets one token. tokens = 0:
+    three tokens with two fixed rows each."""
     if tokens:
         places = new.order(1, tokens * k, tokens * k).view(tokens, k).int()
     else:
@@ -199,8 +196,7 @@ def swiglu(
     limit: float | None = 2.0,
     halves: bool = False,
 ) -> Given:
-    """Make arguments of `swiglu_cast_to_fp8`. Many numbers in gate and up exceed the limit. halves: gate and up are the
-    halves of one tensor's last dimension."""
+    """Make arguments of `swiglu_cast_to_fp8`. halves: gate and up are the halves of one tensor's last dimension."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
@@ -217,7 +213,7 @@ def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> 
     """
     g, u = gate.double(), up.double()
     if limit is not None:
-        limit = torch.tensor(limit, dtype=F32).item()  # the limit as an fp32 number
+        limit = torch.tensor(limit, dtype=F32).item()
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
     h = (g * torch.sigmoid(g) * u).masked_fill(g == -math.inf, math.nan)  # silu(-inf) = -inf * 0 is NaN
     slack = (h.abs() * 2**-20 + 1e-36 * u.abs().clamp_min(1)).where(h.isfinite(), 0.0)
@@ -232,8 +228,7 @@ def within(name: str, found: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 
 
 def check_swiglu(a: Given, found: Results) -> float:
-    """Check that scales and values are between those of the smallest and of the largest allowed h (`swiglu_bounds`).
-    Where these two h are equal after rounding, scales and values must be exact."""
+    """Require scales and values between those of the smallest and the largest h that `swiglu_bounds` allows."""
     (q, scale), channels = found, a["gate"].shape[-1]
 
     def scale_of(h: torch.Tensor) -> torch.Tensor:
@@ -282,8 +277,8 @@ def check_weight(a: Given, found: Results) -> float:
 
 
 def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (packed uint8 [..., N, K / 2], scale e8m0 [..., N, K / 32]) for the shape [..., N, K]: random e2m1 codes,
-    and random scales. The largest scale is at most 2^14 times the smallest, as `widen_fp4` requires within a block."""
+    """Return random (packed uint8 [..., N, K / 2], scale e8m0 [..., N, K / 32]) for the shape [..., N, K]. The largest
+    scale is at most 2^14 times the smallest, as `widen_fp4` requires within a block."""
     *rows, channels = shape
     packed = new.below(256, *rows, channels // 2, dtype=BYTE)
     return packed, (120 - new.below(15, *rows, channels // 32, dtype=BYTE)).view(torch.float8_e8m0fnu)
@@ -307,8 +302,7 @@ def fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def check_block_scales(a: Given, found: Results) -> float:
-    """Check the block scales. A block's scale must be 2^-6 times the largest scale among the block's groups that have a
-    nonzero code, and at least 2^-126."""
+    """Require each block's scale: 2^-6 times the largest scale of a group with a nonzero code, and at least 2^-126."""
     live = (fp4_codes(a["packed"]) % 8 != 0).unflatten(-1, (-1, 32)).any(-1)
     scales = a["scale"].double().where(live, 0.0)
     padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4, 0, -scales.shape[-2] % BLOCK))
@@ -318,7 +312,6 @@ def check_block_scales(a: Given, found: Results) -> float:
 
 
 def check_widened(a: Given, found: Results) -> float:
-    """Check that the widened weight has exactly the same values, including the signs of zeros."""
     check_block_scales(a, found[1:])
     back, right = dequantised(*found, rows=BLOCK), fp4_values(a["packed"], a["scale"])
     if not torch.equal(back, right) or not torch.equal(back.signbit(), right.signbit()):
@@ -343,9 +336,9 @@ def experts(
 ) -> Given:
     """Make a, b, ends and rows of a grouped product.
 
-    sizes   the number of rows of each expert. None: (2, 0, 2), where `rows` is [4, 0, 0, 2] and `a` has five rows
-    tokens  the number of rows of `a`, from which `rows` selects at random; 0: no `rows`
-    after   the number of rows after those of the last expert
+    sizes   number of rows of each expert. None: fixed sizes and `rows`
+    tokens  number of rows of `a`, from which `rows` selects at random; 0: no `rows`
+    after   number of rows after those of the last expert
     """
     if sizes is None:
         sizes, tokens, rows = (2, 0, 2), 5, new.ints([4, 0, 0, 2])
@@ -403,10 +396,10 @@ def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, size) in float64. y is the product. For a grouped product it has only the rows that belong to an
-    expert, each multiplied by its number in `weights` if `weights` is given.
+    """Return (y, size) in float64. y is the product. For a grouped product, y has only the rows that belong to an
+    expert.
 
-    size is the root of the sum of squared products, which is the expected magnitude of y if products have random signs.
+    size is the root of the sum of squared products: the expected magnitude of y if products have random signs.
     """
 
     def of_one(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -430,9 +423,8 @@ def sums(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 def check_product(a: Given, found: Results) -> float:
     """Compare with float64. Rows that belong to no expert are not checked.
 
-    Tensor cores add the products of a block of 128 channels with a precision of about 14 bits, relative to the largest
-    product, so an error of 5e-3 of `size` (see `sums`) is allowed. The sum of all blocks is rounded to the result's
-    dtype once.
+    Tensor cores add the products of 128 channels with about 14 bits, relative to the largest product. So an error of
+    5e-3 of `size` (see `sums`) is allowed. The sum of all blocks is rounded to the result's dtype once.
     """
     expected, size = sums(a)
     y = found[0][: len(expected)]
@@ -487,7 +479,6 @@ def linear(
 
 
 def linear_sums(a: Given) -> torch.Tensor:
-    """Return the result of `linear_fp32` by the formula, in float64."""
     y = a["x"].double() @ a["weight"].double().T
     return torch.cat((y[:, : a["scaled_from"]], y[:, a["scaled_from"] :] * a["scale"]), 1)
 
@@ -500,9 +491,7 @@ def check_linear(a: Given, found: Results) -> float:
     return (error / size).max().item() if error.numel() else 0.0
 
 
-# Hostile contents (see case.Hostile). The sizes select the variants of the kernels: small M, few rows that the product
-# gathers, many rows that a copy gathers before the product, and dynamic scheduling of many work tiles. Some calls have
-# rows after the last end.
+# Hostile contents (see case.Hostile).
 
 
 def other_experts(given: Given, place: tuple[int]) -> Kept:
@@ -519,8 +508,7 @@ def other_numbers(given: Given, place: tuple[int]) -> Kept:
     return lambda results: [x[kept] for x in results]
 
 
-# name -> (number of tokens from which the product gathers rows, or 0 if it gathers none; rows per expert; rows after
-# the last end)
+# name -> (tokens, sizes, after) of `experts`. Each name selects another variant of the kernels.
 HOSTILE_SIZES = {
     "few": (0, (10, 20, 0, 11), 19),
     "few of many": (50, (10, 20, 0, 11), 49),

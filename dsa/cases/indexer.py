@@ -30,7 +30,6 @@ F16, INF = torch.float16, torch.inf
 
 
 def require(right: bool | torch.Tensor, message: str) -> None:
-    """Raise AssertionError with this message unless all of `right` is true."""
     if not (right.all() if isinstance(right, torch.Tensor) else right):
         raise AssertionError(message)
 
@@ -60,8 +59,7 @@ def keys(
     slot_dtype: torch.dtype = INT32,
     **options: Any,
 ) -> Given:
-    """Make arguments of `write_indexer_keys`; by default three tokens. With `tokens`, every seventh token has slot -1,
-    and all bytes of the cache are 0xFF (NaN)."""
+    """Make arguments of `write_indexer_keys`. With `tokens`, every seventh token has slot -1, and the cache is NaN."""
     options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True} | options
     norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
     if tokens is None:
@@ -220,8 +218,8 @@ def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: boo
 
 
 def ranges(new: Maker, queries: int, keys: int, window: int) -> Given:
-    """Make a range of keys per query. Without `queries`: fixed ranges of three queries. With `window`: causal ranges of
-    at most that many keys. Otherwise: random ranges, some of which are empty or reach beyond the keys."""
+    """Make a range of keys per query. With `window`: causal ranges of at most that many keys. Otherwise some ranges are
+    empty or reach beyond the keys."""
     if not queries:
         return dict(zip(RANGES, (new.ints([0, 2, 5]), new.ints([7, 5, 5]))))
     if window:
@@ -243,7 +241,6 @@ def contiguous(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make arguments of `fp8_mqa_logits`; by default three queries."""
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32, "accumulators": F16} | options
     return {**scored(new, queries or 3, keys, heads, dim, exact), **ranges(new, queries, keys, window), **options}
 
@@ -255,7 +252,6 @@ def unquantised(new: Maker, dtype: torch.dtype = BF16, **sizes: Any) -> Given:
 
 
 def clipped(a: Given, keys: int) -> list[torch.Tensor]:
-    """Return the starts and the ends of the ranges, clipped to the keys."""
     return [a[name].long().clamp(0, keys) for name in RANGES]
 
 
@@ -292,8 +288,8 @@ def check_unquantised(a: Given, found: Results) -> float:
 
 
 def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
-    """Make arguments of `get_paged_mqa_logits_metadata`, by default for two sequences. With next_n there is a length
-    per query instead of per sequence. With `batch`, some lengths are 0 or negative."""
+    """Make arguments of `get_paged_mqa_logits_metadata`. With next_n there is a length per query instead of per
+    sequence. With `batch`, some lengths are 0 or negative."""
     if not batch:
         return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}
     shape = (batch, next_n) if next_n else (batch,)
@@ -321,8 +317,8 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def in_order(given: Given, place: tuple[int, ...]) -> Kept:
-    """Return a function that evaluates properties that a plan has for any lengths: its entries are in order, they name
-    existing sequences or the end of all sequences, and the last entry is the end."""
+    """Return a function that evaluates properties of a plan for any lengths: whether the entries are in order, whether
+    they are in range, and whether the last entry is the end of all sequences."""
 
     def kept(results: Results) -> Results:
         sequences, splits = results[0].long().unbind(1)
@@ -348,7 +344,7 @@ def paged(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Make arguments of `fp8_paged_mqa_logits` for sequences of these lengths; by default two sequences.
+    """Make arguments of `fp8_paged_mqa_logits` for sequences of these lengths.
 
     columns    max_context_len, the number of columns of the result
     per_query  whether context_lens has a length per query. None: True in the default call, False with `lengths`
@@ -439,7 +435,6 @@ def first_column(x: torch.Tensor) -> list[Any]:
 
 
 def two_pages(table: torch.Tensor) -> list[Any]:
-    """Return the places of the second page of the first sequence and of the last page of the second sequence."""
     return [(0, 1), (1, table.shape[1] - 1)]
 
 
@@ -448,8 +443,7 @@ def plan_places(plan: torch.Tensor) -> list[Any]:
 
 
 def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
-    """Return a function that keeps the rows of all queries except the queries of one sequence, to which row place[0] of
-    the table belongs."""
+    """Return a function that keeps the rows of all queries except those of sequence place[0]."""
     others = given["row_to_seq"] != place[0]
     return lambda results: [x[others] for x in results]
 
@@ -462,8 +456,6 @@ def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hos
 
 
 def of_pages(**sizes: Any) -> dict[str, Hostile]:
-    """Return hostile contents of `context_lens` and `block_table` for one and for four queries per sequence, and of
-    `context_lens` with a length per query."""
     sizes = {
         "lengths": (130, 70, 5, 190),
         "page_size": 64,

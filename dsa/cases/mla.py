@@ -106,8 +106,6 @@ def prefill(
     into: bool = False,
     invariant: bool = False,
 ) -> Given:
-    """Make arguments of `flash_mla_sparse_fwd`. counted: pass topk_length, random numbers from -4 to top_k + 4, but
-    top_k for the first query and 0 for the second."""
     given = {"q": new.f32(tokens, heads, d).to(dtype), "kv": small(new, keys, 1, d, dtype=dtype)}
     given["indices"] = some_rows(new, tokens, keys, top_k, invalid)[:, None]
     lengths = new.below(top_k + 9, tokens) - 4
@@ -273,7 +271,7 @@ def sparse(
     into: bool = False,
 ) -> Given:
     """Make queries that select random keys of a cache of `rows` keys; all other slots are NaN. extra: (keys per query,
-    page size) of a second cache of the same layout, which has a third of the rows."""
+    page size) of a second cache, which has a third of the rows."""
     d, dtype = LAYOUTS[layout]
     given = {"q": new.f32(batch, s_q, heads, d).to(dtype), **dict.fromkeys(SELECTION)}
 
@@ -334,8 +332,8 @@ def metadata(new: Maker, lengths: Sequence[int] = (20, 0), rows: int = 4, kv_hea
 
 
 def plan_cuts(lengths: Sequence[int], plan: torch.Tensor, splits: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """Return, for each sequence, the ranges [first, end) of key tiles that the plan's parts compute, in order. A tile
-    has 64 keys. Raise AssertionError if a tile belongs to no part or to two, or if the numbering of splits is wrong."""
+    """Return, for each sequence, the ranges [first, end) of 64-key tiles that the plan makes. Raise AssertionError if
+    the ranges do not cover the sequence once, or if the numbering of splits is wrong."""
     tiles, rows = [-(-max(n, 0) // 64) for n in lengths], plan.tolist()
     cuts: list[list[tuple[int, int]]] = [[] for _ in lengths]
     for first, tile, last, end, index, *_ in rows:
@@ -361,8 +359,8 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def decoding_with_the_plan(given: Given, place: Any) -> Kept:
-    """Return a function that decodes with a call's plan, but with the valid lengths. If the call's lengths were wrong,
-    its plan must still give the same results, up to rounding."""
+    """Return a function that decodes the valid lengths with a call's plan. A plan for wrong lengths must still give the
+    same results, up to rounding."""
     new, lengths = Maker(given["cache_seqlens"].device.type), given["cache_seqlens"]
     q, cache = new.f32(len(lengths), 1, 8, 576).to(FP16), new.f32(30, 16, 1, 576).to(FP16)
     table = new.below(30, len(lengths), 19)
@@ -394,8 +392,7 @@ def mha(
 ) -> Given:
     """Make packed sequences.
 
-    top_k  number of keys that each query selects. Their positions in the sequence are random, and can be after the end
-           of a sequence that is not the longest. 0: no selection
+    top_k  number of keys that each query selects, some after the sequence's end. 0: no selection
     scale  factor of the queries
     more   number of queries, and of keys, after the last sequence; they are NaN
     """
@@ -533,16 +530,15 @@ def plan_numbers(x: torch.Tensor) -> list[Any]:
 
 
 def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
-    """Adapt `kept`, which selects rows, to the results out [T, H, d] and lse [H, T]. The returned function transposes
-    lse to [T, H] first, so that a row is a query in both."""
+    """Adapt `kept`, which selects rows, to the results out [T, H, d] and lse [H, T]. lse is transposed to [T, H]
+    first."""
     return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
 # Dense decoding from a cache without NaN. In "cache_seqlens planned here" the op makes the plan. One wrong length
-# changes the plan, so the other sequences are split at other tiles, and their results are rounded differently. So these
-# results are compared with a tolerance (`Hostile`). A page can occur three times in a sequence, and its rounding errors
-# then add up: in bf16 to 1.2e-3, too much for the tolerance, in fp16 to 0.13e-3. So this variant uses fp16. A lost key
-# would change a result by 9e-3 or more.
+# changes the plan, so the other sequences are split at other tiles and rounded differently. So `exact` is False. A page
+# can occur three times in a sequence, and the rounding errors then add up. In bf16 they reach 1.2e-3, too much for the
+# tolerance, in fp16 0.13e-3. So this variant uses fp16. A lost key would change a result by 9e-3 or more.
 FULL = {"lengths": (300, 5, 70), "page": 16, "full": True, "scale": 0.05, "causal": True}
 PLANNED_HERE, WITH_PLAN = {**FULL, "heads": 8}, {**FULL, "heads": 8, "plan": "old", "causal": False}
 TWO_ROW_TILES, INVARIANT = {**FULL, "heads": 64, "plan": "old"}, {**PLANNED_HERE, "invariant": True}
@@ -564,8 +560,8 @@ PLAN_HOSTILE = with_sizes(
 
 
 def sparse_hostile(variants: dict[str, Given]) -> dict[str, Hostile]:
-    """Return hostile contents of index lists and their lengths. The kernels split a query's keys only if its list has
-    more than a few tiles of keys, so `variants` should have short and long lists."""
+    """Return hostile contents of index lists and their lengths. `variants` should have short and long lists, because
+    the kernels split only long lists."""
     common = {"s_q": 2, "page": 16, "rows": 240, "extra": (5, 16), "invalid": 0.0, "counted": True}
     names = "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length"
     return with_sizes(IN_ROWS, names, {variant: {**common, **sizes} for variant, sizes in variants.items()})

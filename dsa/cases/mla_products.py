@@ -79,15 +79,13 @@ def values(
     use_ue8m0: bool = False,
     dtype: torch.dtype = BF16,
 ) -> Given:
-    """Make arguments of `mla_values_cast_to_fp8`. Magnitudes of heads range from 1e-4 to 1e3."""
     sizes = torch.logspace(-4, 3, heads, device=new.device)[:, None]
     attended = (new.f32(tokens, heads, latent) * sizes).to(dtype)
     return {"attended": attended, "kv_b": kv_b(new, heads, rows, latent), "v_dim": v_dim, "use_ue8m0": use_ue8m0}
 
 
 def check_values(a: Given, found: Results) -> float:
-    """Compare with float64. The tolerance is the rounding of the product plus the rounding to e4m3. The latter is half
-    a unit in the last place, or half of the smallest e4m3 number if the value is subnormal."""
+    """Compare with float64. The tolerance is the product's rounding error plus half an e4m3 step."""
     attended, (q, scale) = a["attended"], found
     w_uv = dequantised(a["kv_b"], attended.shape[1], attended.dtype)[:, -a["v_dim"] :]
     expected, bound = (x.flatten(1).unflatten(1, (-1, 128)) for x in product("thc,hvc->thv", attended, w_uv))

@@ -123,8 +123,7 @@ def joined(
     listed: bool = False,
     **sizes: Any,
 ) -> Given:
-    """Make arguments of `window_sparse_attention`. entries: number of rows of `compressed`. Each query selects `top_k`
-    of these rows."""
+    """Make arguments of `window_sparse_attention`. Each query selects `top_k` of the `entries` rows of `compressed`."""
     given = {**windows(new, **sizes), "d_v": d_v}
     given |= selected(new, given, entries, top_k, invalid, counted)
     return {**given, "window_indices": window_list(given) if listed else None}
@@ -141,8 +140,8 @@ def with_cast(
     use_ue8m0: bool = True,
     **sizes: Any,
 ) -> Given:
-    """Make arguments of `window_attention_cast_to_fp8`. entries: number of rows of `compressed`. Each query selects
-    `top_k` of these rows. entries = 0: attention to the window alone."""
+    """Make arguments of `window_attention_cast_to_fp8`. Each query selects `top_k` of the `entries` rows of
+    `compressed`. entries = 0: no compressed keys."""
     given = windows(new, **{"heads": 64, **sizes})
     none = dict.fromkeys(("compressed", "indices", "topk_length"))
     given |= selected(new, given, entries, top_k, invalid, counted) if entries else none
@@ -251,9 +250,8 @@ def window_decode(
     d_v: int = D_V,
     sink: bool = True,
 ) -> Given:
-    """Make arguments of `sliding_window_decode`. Slots of the cache that are in no query's window are NaN, and unused
-    entries of the block table are outside the cache. ring: the cache has one page per sequence, a ring, and there is no
-    block table."""
+    """Make arguments of `sliding_window_decode`. Slots in no query's window are NaN. Unused entries of the block table
+    are outside the cache. ring: one page per sequence and no block table."""
     (d, dtype), columns = LAYOUTS[layout], 1 + max(lengths) // page
     pages = len(lengths) if ring else len(lengths) * columns + 3
     cache, table = empty_cache(new.device, layout, pages, page), None
@@ -312,8 +310,7 @@ def slots(
     window: int = 128,
     ring: bool = False,
 ) -> Given:
-    """Make arguments of `window_slots`. The block table has random pages; on average a fifth of the entries are -1,
-    missing pages. ring: there is no block table."""
+    """Make arguments of `window_slots`. About a fifth of the block table is -1, missing pages. ring: no block table."""
     table = new.below(5000, len(lengths), pages)
     table = table.where(new.below(5, len(lengths), pages) > 0, -1)
     keys = {"block_table": None if ring else table, "cache_seqlens": new.ints(list(lengths))}

@@ -13,11 +13,8 @@ INT64 = torch.int64
 
 
 def exact_operands(new: Maker, tokens: int, channels: int, experts: int, dtype: torch.dtype) -> Given:
-    """Return x [tokens, channels] and weight [experts, channels] for which x @ weight.T is exact in fp32, in any order
-    of sums. The results have mean 0 and a standard deviation of about 1.
-
-    x has integers from -2 to 2, and the weight has -1, 0 or 1 times one power of two.
-    """
+    """Return x and weight for which x @ weight.T is exact in fp32, in any order of sums. The results have mean 0 and a
+    standard deviation of about 1."""
     x, weight = new.below(5, tokens, channels) - 2, new.below(3, experts, channels) - 1
     return {"x": x.to(dtype), "weight": (weight * 2.0 ** -round(math.log2(channels) / 2)).to(dtype)}
 
@@ -37,7 +34,6 @@ def gate(new: Maker, tokens: int = 3, experts: int = 16, top_k: int = 3, **optio
 
 
 def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen experts and their weights by the formula of `moe_gate`, in float64."""
     logits = a["logits"].double()
     s = logits.sigmoid() if a["scores"] == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = (s + a["bias"].double()).unflatten(1, (a["n_group"], -1))
@@ -50,8 +46,7 @@ def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_gate(a: Given, found: Results, ties: bool = False) -> float:
-    """Check the experts and weights of tokens whose choice of experts is sure. It is sure if noise of up to 1e-5 in the
-    bias does not change it.
+    """Check the tokens whose choice of experts is sure: noise of up to 1e-5 in the bias does not change it.
 
     ties: many scores are equal, so do not require that most tokens have a sure choice.
     """
@@ -70,15 +65,12 @@ def check_gate(a: Given, found: Results, ties: bool = False) -> float:
 
 
 def entries(new: Maker, tokens: int = 0, count: int = 4, dtype: torch.dtype = INT32) -> Given:
-    """Make expert numbers for `tokens` tokens with 8 experts each; by default six entries. The numbers are from -1 to
-    count + 1, so some are not experts."""
     if not tokens:
         return {"experts": new.ints([[2, 0], [7, 2], [0, -1]], dtype), "count": count}
     return {"experts": new.below(count + 3, tokens, 8, dtype=dtype) - 1, "count": count}
 
 
 def sorted_entries(experts: torch.Tensor, count: int) -> Results:
-    """Return the (order, rows, ends) of `sort_by_expert`, by a stable sort and by counting."""
     flat = experts.flatten().where((experts.flatten() >= 0) & (experts.flatten() < count), count)
     order = flat.sort(stable=True).indices
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))
@@ -122,8 +114,8 @@ def experts_outputs(
     residual: bool = True,
     weighted: bool = True,
 ) -> Given:
-    """Make arguments of `combine_experts`; by default three tokens. With `tokens`, each row of y belongs to one token,
-    and two of every five tokens have one row index outside y."""
+    """Make arguments of `combine_experts`. With `tokens`, each row of y belongs to one token, and some row indices are
+    outside y."""
     if tokens:
         y = new.f32(max(tokens * k, 1), channels).to(dtype)
         drawn = torch.rand(tokens * k, generator=new.generator, device=new.device)
@@ -141,8 +133,7 @@ def experts_outputs(
 
 
 def summed(a: Given) -> torch.Tensor:
-    """Return the sum in float64; `combine_experts` sums in fp32 and rounds to y's dtype once, or twice with a
-    residual."""
+    """Return the sum in float64. `combine_experts` sums in fp32 and rounds once, or twice with a residual."""
     y, rows, shared, residual = (a[name] for name in ("y", "rows", "shared", "residual"))
     there = (rows >= 0) & (rows < len(y))
     found = torch.nn.functional.pad(y, (0, 0, 0, 1))[rows.where(there, len(y)).long()].double()
@@ -179,8 +170,7 @@ def router(
     count: int | None = None,
     **options: object,
 ) -> Given:
-    """Make arguments of `route_to_experts` with exact operands (`exact_operands`); by default three tokens of random
-    numbers."""
+    """Make arguments of `route_to_experts`. With `tokens`, the operands are exact (`exact_operands`)."""
     groups = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
     if not tokens:
         random = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64), "bias": new.f32(16), "top_k": 3}
@@ -211,8 +201,8 @@ def table_router(
     first_expert: int = 0,
     count: int | None = None,
 ) -> Given:
-    """Make arguments of `route_by_table` with exact operands (`exact_operands`) and a vocabulary of 1000 tokens; every
-    seventh id is outside the table. By default three tokens of random numbers."""
+    """Make arguments of `route_by_table`. With `tokens`, the operands are exact (`exact_operands`), and every seventh
+    id is outside the table."""
     if not tokens:
         random = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64)}
         table, ids = new.ints([[0, 5, 2], [15, 1, 8]]).long(), new.ints([1, 0, 1]).long()
@@ -245,8 +235,7 @@ def other_tokens(given: Given, place: tuple[int, ...]) -> Kept:
 
 
 def own_rows(new: Maker) -> Given:
-    """Make arguments of `route_by_table` for twelve tokens. Token t reads row t of the table, and no other token reads
-    this row."""
+    """Make arguments of `route_by_table`. Row t of the table is read by token t alone."""
     given = table_router(new, 12, 64, 16, 3, first_expert=4, count=8)
     return given | {"table": given["table"][:12], "tokens": torch.arange(12, device=new.device)}
 

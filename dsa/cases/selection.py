@@ -42,8 +42,6 @@ def candidates(
     into: bool = False,
     **options: Any,
 ) -> Given:
-    """Make arguments of `topk_indices` with many equal scores and with ranges of different lengths; by default three
-    rows."""
     first, lengths = new.ints([0, 5, 2]), new.ints([20, 3, 9])
     paging = table_of(new, rows, cols, page_size)
     if rows:
@@ -65,9 +63,8 @@ def candidates(
 
 
 def table_of(new: Maker, rows: int, cols: int, page_size: int | None) -> Given:
-    """Return the paging arguments of a call: a block table of two sequences, with enough pages for `cols` columns, and
-    each row's sequence. rows = 0: fixed numbers for three rows, two pages per sequence. Without page_size all are None.
-    """
+    """Return block_table, page_size and row_to_seq for a call with two sequences; all are None without page_size. rows
+    = 0: fixed numbers."""
     if page_size is None:
         return {"block_table": None, "page_size": None, "row_to_seq": None}
     table, row_to_seq = new.ints([[2, 0], [1, -1]]), new.ints([0, 1, 1])
@@ -158,8 +155,8 @@ def of_scores(a: Given) -> Given:
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """Require the indices that `selected` returns and, bit for bit, the values that it returns, except that -0.0
-    becomes 0.0. given: the scores and options for `selected`."""
+    """Require the indices of `selected` and the bits of the values, but with 0.0 for -0.0. given: the scores and
+    options for `selected`."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:

@@ -49,7 +49,7 @@ def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
 
 
 def absorbed(dims: tuple[int, int]) -> bool:
-    """Return whether the values are the first channels of the keys. dims: channels of the keys and of the values."""
+    """Return whether the values are the first channels of the keys. dims: channels of keys and values."""
     return dims == (576, D_V)
 
 
@@ -97,10 +97,7 @@ def ask(given: Given, leaves: Sequence[str]) -> Given:
 
 def lists(new: Maker, tokens: int, keys: int, k: int, invalid: float) -> torch.Tensor:
     """Return int32 [tokens, 1, k]: random keys, possibly repeated. The fraction `invalid` of them is replaced by
-    indices that name no key.
-
-    With more than four queries and invalid > 0, the last query has no key, and the query before it has one key k times.
-    """
+    indices that name no key."""
     indices = new.below(max(keys, 1), tokens, 1, k)
     bad = new.ints([-1, keys, -(2**31), 2**31 - 1, keys + 1, -2])[new.below(6, tokens, 1, k).long()]
     drawn = torch.rand(indices.shape, generator=new.generator, device=new.device)
@@ -111,8 +108,8 @@ def lists(new: Maker, tokens: int, keys: int, k: int, invalid: float) -> torch.T
 
 
 def rows_of(x: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rows [T, K, D], valid [T, K]). rows are the rows of x that `indices` select, zeros for invalid indices.
-    valid says which indices are valid."""
+    """Return (rows [T, K, D], valid [T, K]). rows are the rows of x that `indices` select, zeros for invalid
+    indices."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < len(x))
     return torch.nn.functional.pad(x, (0, 0, 0, 1))[index.where(valid, len(x))], valid
@@ -135,7 +132,7 @@ def attention(
     size: float = 1 / 3,
     leaves: Sequence[str] = ("q", "kv", "attn_sink"),
 ) -> Given:
-    """Make arguments of `sparse_mla_attention`; by default three tokens without gradients.
+    """Make arguments of `sparse_mla_attention`.
 
     size: standard deviation of q and kv. The sink has about as much weight as all keys together.
     """
@@ -156,8 +153,8 @@ def attention(
 
 
 def attended(a: Given, rounded: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return out and lse by the formula. rounded: the dtype to which the softmax weights are rounded, as attention with
-    16-bit operands rounds them; None: no rounding."""
+    """Return out and lse by the formula. rounded: the dtype to which the softmax weights are rounded; None: no
+    rounding."""
     rows, valid = rows_of(a["kv"][:, 0], a["indices"])
     q, wide = (x.float() if rounded else x for x in (a["q"], rows))
     logits = a["softmax_scale"] * torch.einsum("thd,tjd->thj", q, wide)
@@ -211,9 +208,9 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
 def delta_noise(a: Given, out: torch.Tensor) -> dict[str, float]:
     """Return {argument: absolute tolerance of the argument's gradient}.
 
-    The kernels compute delta, the dot product of out and its upstream gradient, from the rounded out. If the terms of a
-    gradient cancel, for example with all weight on one key, mainly the error of delta remains, so a relative tolerance
-    is not enough. The tolerances are a few times the effect of random errors of half a unit in the last place of out.
+    The kernels compute delta, the dot product of out and the gradient of out, from the rounded out. If the terms of a
+    gradient cancel, mainly the error of delta remains, so a relative tolerance is not enough. The tolerances are a few
+    times the effect of random errors of half a unit in the last place of out.
     """
     out, grad, q = (x.detach().double().norm(dim=-1) for x in (out, upstream(out), a["q"]))
     each, scale = out * grad * 2**-9 / 10, D_V**-0.5
@@ -240,13 +237,12 @@ def loss(
     scale: float = 2.0,
     leaves: Sequence[str] = INDEXER,
 ) -> Given:
-    """Make arguments of `sparse_indexer_loss`; by default five tokens without gradients.
+    """Make arguments of `sparse_indexer_loss`.
 
     Each query's keys are all different, unless `invalid` is set.
 
     scale  standard deviation of the attention's logits
-    joint  pass an lse that exceeds the lse over the selected keys by a random number from 0 to joint, for each head and
-           query, as if the attention had more keys or a sink
+    joint  pass an lse that is up to `joint` above that of the selected keys, as with more keys or a sink
     """
     if not tokens:
         indices = new.ints([[[0, 3, -1]], [[6, 6, 1]], [[7, -1, -1]], [[2, 0, 5]], [[4, 1, 3]]])
@@ -286,8 +282,7 @@ def divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> 
 
 
 def sparse_kl(a: Given) -> torch.Tensor:
-    """Return kl by the formula. Products are in the arguments' dtype. The softmax is in fp32, or in float64 for float64
-    arguments."""
+    """Return kl by the formula. Products are in the arguments' dtype."""
     wide = torch.promote_types(a["q"].dtype, F32)
     with torch.no_grad():
         rows, valid = rows_of(a["kv"][:, 0], a["indices"])
@@ -355,8 +350,8 @@ def topk(
     top_k: int = 50,
     causal: bool = True,
 ) -> Given:
-    """Make arguments of `indexer_topk`. With `lengths`, q_idx and k_idx are small integers and w_idx multiples of 1/8,
-    so that scores are exact and many are equal. By default, they are random numbers for two sequences."""
+    """Make arguments of `indexer_topk`. With `lengths`, operands are small integers or eighths. So scores are exact and
+    many are equal."""
     if not lengths:
         return {**small_indexer(new), "top_k": 3, **packed(new, ((3, 5), (2, 2))), "causal": True}
     queries, keys = (sum(side) for side in zip(*lengths))
@@ -392,12 +387,11 @@ def warmup(
     leaves: Sequence[str] = INDEXER,
     around: tuple[int, int] = (0, 0),
 ) -> Given:
-    """Make arguments of `indexer_warmup_attention`; by default two sequences without gradients. With `lengths`, w_idx
-    is 0 for every seventh query.
+    """Make arguments of `indexer_warmup_attention`. With `lengths`, w_idx is 0 for every seventh query.
 
     dims    channels of keys and of values; with (576, 512) the values are the keys' first channels
     index   index heads and their channels
-    around  numbers of rows before the first and after the last sequence: NaN in k, v and k_idx, 7 in q, q_idx and w_idx
+    around  numbers of rows before the first and after the last sequence; NaN in k, v and k_idx
     """
     if not lengths:
         given = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64), **small_indexer(new)}
@@ -473,8 +467,8 @@ LOSSES = {
     "512 joint": {"d": 512, "heads": 66, "joint": 5.0},
     "deterministic": {"heads": 2, "index_heads": 8, "deterministic": True},
 }
-# OF_QUERIES: {result or gradient with a row per query: its dimension of queries}. OF_KEYS: {gradient with a row per
-# key: its dimension of keys}.
+# {result or gradient with a row per query: the dimension of queries}, and {gradient with a row per key: the dimension
+# of keys}.
 OF_QUERIES = {"out": 0, "lse": 1, "kl": 0, "q": 0, "q_idx": 0, "w_idx": 0, "indices": 0}
 OF_KEYS = {"kv": 0, "k": 0, "v": 0, "k_idx": 0}
 
@@ -495,8 +489,8 @@ def kept_rows(names: Sequence[str], queries: Sequence[int], keys: Sequence[int])
 
 
 def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) -> Kept:
-    """Return a function that keeps the results and gradients of all queries except the query whose list contains
-    `place`, and the gradients of all keys that are not in this list."""
+    """Return a function that keeps the results and gradients of all queries except place[0]. It also keeps the
+    gradients of all keys outside this query's list."""
     named = {*given["indices"][place[0], 0].tolist()}
     queries = [t for t in range(len(given["q"])) if t != place[0]]
     keys = [j for j in range(len(given["kv"])) if j not in named]

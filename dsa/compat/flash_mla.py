@@ -6,12 +6,11 @@ own, vLLM's copy of it, or sgl-flash-mla 1.0. As in these packages,
 - `get_mla_metadata` returns an empty FlashMLASchedMeta and None, whatever arguments callers of any version pass;
 - the log-sum-exp of sparse decoding, [B, h_q, s_q], is a transposed view of a [B, s_q, h_q] tensor.
 
-The packages agree on the order of the arguments of `flash_mla_with_kvcache` up to `extra_topk_length`, and of
-`flash_mla_sparse_fwd` up to `topk_length`; later arguments are keyword-only here. `use_legacy` tells sgl-flash-mla
-which of two builds to run; here it has no effect. These features, which only one of the two builds has, are refused:
-caches of 528 or 288 bytes per key (`kv_format`), and dense decoding in FP8 (`descale_q`, `descale_k`).
-Beyond FlashMLA, these functions accept everything that the ops accept, and also an object of FlashMLA's own class in
-place of this module's FlashMLASchedMeta.
+The packages agree on the order of arguments up to `extra_topk_length` (decoding) and `topk_length` (prefill). Later
+arguments are keyword-only here. `use_legacy` tells sgl-flash-mla which of two builds to run; here it has no effect.
+Features that only one of the two builds has are refused: caches of 528 or 288 bytes per key (`kv_format`), and dense
+decoding in FP8 (`descale_q`, `descale_k`). Beyond FlashMLA, these functions accept everything that the ops accept. In
+place of this module's FlashMLASchedMeta they accept an object of FlashMLA's own class.
 
 Errors are those of the ops. Sources: FlashMLA's flash_mla/flash_mla_interface.py and its tests.
 """
@@ -123,7 +122,7 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`dsa.flash_mla_sparse_fwd`.
 
-    indexer_topk     must be 0; other values, which FlashMLA's newest version supports on Blackwell, are refused
+    indexer_topk     must be 0; FlashMLA's newest version supports other values on Blackwell
     return_log2_lse  None: max_logits and lse use the natural log; True: both are divided by ln 2, as in sgl-flash-mla's
                      older build; False: None is returned in place of both
     """

@@ -14,7 +14,6 @@ BYTES = {"V3.2": 656, "V4": 584, "bf16": 1152}
 
 
 def empty_pages(tokens: int, layout: str) -> torch.Tensor:
-    """Return zeroed pages of PAGE slots for `tokens` tokens, in the shape of the layout."""
     pages = -(-tokens // PAGE)
     if layout == "V4":
         return dsa.make_v4_cache(pages, PAGE, "cuda")
@@ -35,6 +34,5 @@ def shuffled_slots(tokens: int) -> torch.Tensor:
 
 
 def same_contents(read: Callable[..., object], slots: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return a function (theirs, ours) that compares what `read(cache, slots)` returns for these two caches
-    (`agree`)."""
+    """Return a function (theirs, ours) that compares what `read` returns for these two caches (`agree`)."""
     return lambda theirs, ours: agree(*(read(pages, slots) for pages in (theirs, ours)))

@@ -33,7 +33,7 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> dict[str
     ends = torch.arange(start, start + tokens).repeat(sequences).cuda() % m == m - 1
     slots = torch.where(ends, ends.cumsum(0) - 1, -1)
     pages = -(-int(ends.sum()) // PAGE)
-    # The two calls write to separate caches, because the contents of the caches are compared.
+    # Separate caches, because their contents are compared.
     cache, apart = (
         dsa.make_v4_cache(pages, PAGE, "cuda") if layout == "v4" else empty_bytes(pages, d + 4) for _ in range(2)
     )
@@ -73,8 +73,8 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
     read = tokens * sequences * 2 * c * 4 if tokens > 1 else sequences * (2 * m if m == 4 else m) * 2 * d * 4
     size = read + tokens * sequences // (m if tokens > 1 else 1) * (584 if layout == "v4" else d + 4)
 
-    # With 4 tokens per block an entry also reads the block before its own. A prompt's first block has none before it,
-    # and the separate operations use the last block instead, so a prompt's first entry is not compared.
+    # With 4 tokens per block an entry also reads the block before it. A prompt's first block has none, where the
+    # separate operations use the last block instead. So a prompt's first entry is not compared.
     first, entries = (1, sequences * tokens // m) if tokens > 1 else (0, sequences)
     read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
     return Case(

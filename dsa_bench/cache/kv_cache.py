@@ -18,8 +18,8 @@ SHAPES = [
 
 
 def _parts(kv: torch.Tensor, nope: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the parts of the rows kv: the first `nope` channels in FP8, as bytes; the rope channels, as bytes; the
-    fp32 scales, one per row and `group` FP8 channels."""
+    """Return the first `nope` channels in FP8 as bytes, the other channels as bytes, and the fp32 scales of the FP8
+    channels."""
     values, scale = per_token_cast_to_fp8(kv[:, :nope], True, group)
     return values.view(torch.uint8), kv[:, nope:].contiguous().view(torch.uint8), scale
 
@@ -66,7 +66,7 @@ def _torch_read(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 def _calls(tokens: int, what: str, layout: str) -> dict[str, Call]:
     pages, kv, slots = empty_pages(tokens, layout), bf16(tokens, DIMS[layout]), shuffled_slots(tokens)
     if what == "write":
-        # The two calls write to separate caches, because the contents of the caches are compared.
+        # Separate caches, because their contents are compared.
         return {
             "dsa": partial(into, pages, partial(dsa.write_kv_cache, kv, pages, slots)),
             "torch": partial(_torch_write, kv, empty_pages(tokens, layout), slots),

@@ -26,7 +26,7 @@ def _calls(tokens: int, layout: str, keep: bool) -> dict[str, Call]:
     kv, gain, slots = bf16(tokens, DIMS[layout]), f32(NORMED), shuffled_slots(tokens)
     cos, sin = angles(tokens, ROTATED)
     out = torch.empty_like(kv) if keep else None
-    # The two calls write to separate caches, because the contents of the caches are compared.
+    # Separate caches, because their contents are compared.
     cache, apart = (empty_pages(tokens, layout) for _ in range(2))
 
     write = partial(dsa.write_mla_cache, kv, gain, cos, sin, cache, slots, out=out)
@@ -54,6 +54,5 @@ def case(tokens: int, layout: str, keep: bool) -> Case:
 
 
 def _agree(theirs: Results, ours: Results) -> None:
-    """Compare the contents of the caches and, if rows are kept, the returned rows."""
     slots = torch.arange(ours[0].shape[0] * PAGE, device=ours[0].device)
     agree(*((dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16), rows) for cache, rows in (theirs, ours)))

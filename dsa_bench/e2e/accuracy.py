@@ -53,8 +53,7 @@ def rows(
     error            Interval of the error
     divergence       Interval of KL(references || kernels), nats per token
     same_first       fraction of positions with the references' most likely token
-    over_peers       Interval of our error / the peers' error; None in the peers' row, and if there are no peers or they
-                     fail
+    over_peers       Interval of our error / the peers' error; None in the peers' row and without peers' errors
     figure           the mean error as text, and over_peers if there is one; "failed: REASON" if the peers fail
 
     If the peers fail, their row lacks the keys from "loss" to "over_peers".

@@ -92,7 +92,6 @@ def _rows(layers: int, lengths: Sequence[int], clock: Clock, tell: Tell, changes
 
 
 def compared(ms: float | None, gib: float, eager_ms: float | None) -> Row:
-    """Return {"ratio", "figure"}: the speed-up over eager attention, and time, memory and speed-up as text."""
     if ms is None:
         return {"ratio": None, "figure": "out of memory"}
     ratio = None if eager_ms is None else eager_ms / ms

@@ -45,13 +45,11 @@ class Clock:
         return torch.tensor(self.gather([self.ms(*pair) for pair in pairs]))
 
     def mark(self) -> Any:
-        """Record an event on the GPU's clock after all earlier launches."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def ms(self, begin: Any, end: Any) -> float:
-        """Wait for the second mark and return the milliseconds between the marks."""
         end.synchronize()
         return begin.elapsed_time(end)
 
@@ -61,7 +59,6 @@ class Clock:
             dist.all_reduce(self._aligned, group=self._ranks.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks."""
         if self._ranks.size == 1:
             return [value]
         found: list[Any] = [None] * self._ranks.size

@@ -32,12 +32,10 @@ Run = TypeVar("Run")
 
 
 def load(name: str) -> ModuleType:
-    """Import the module of a benchmark."""
     return importlib.import_module(f"dsa_bench.e2e.{name}")
 
 
 def of_models(models: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return OPTIONS with the option --models, whose choices and default are all `models`."""
     return {"--models": {"nargs": "+", "choices": [*models], "default": [*models], "help": "default: all"}}
 
 
@@ -74,9 +72,8 @@ def asked_of(
 ) -> set[Variant]:
     """Return the kernels that passes of a model need. The model is on the meta device, so its passes compute nothing.
 
-    prompts: per pass, the numbers of (new, earlier) tokens of each prompt. steps: per decoding step (number of
-    sequences, length of each sequence in tokens), optionally followed by the number of drafts per sequence. A step
-    computes one token per sequence and the sequence's drafts.
+    prompts: per pass, the numbers of (new, earlier) tokens of each prompt. steps: (number of sequences, tokens of each)
+    per decoding step, optionally followed by the number of drafts per sequence.
     """
     prompts, steps = list(prompts), list(steps)
     held = [[new + earlier for new, earlier in each] for each in prompts] + [[n] * count for count, n, *_ in steps]
@@ -136,7 +133,6 @@ def by_stack(
 
 
 def pass_row(model: str, run: str, tokens: int, ms: float) -> Row:
-    """Return {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure"} of a run that computes `tokens` tokens."""
     rate = tokens / ms * 1e3
     return {
         "shape": f"{model} {run}",

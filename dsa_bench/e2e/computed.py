@@ -39,5 +39,4 @@ def computed(silent: Row, measured: Sequence[Row]) -> float | None:
 
 
 def _communication(row: Row) -> float:
-    """Return the milliseconds of communication per layer."""
     return max(row["ms"] - row["shard_ms"], 0.0) / row["layers"]

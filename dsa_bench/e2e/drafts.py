@@ -77,8 +77,8 @@ class DraftedDecoding:
             return _graph_ms(self._step.again)
 
     def drafting_ms(self) -> float:
-        """Return the milliseconds of the drafter's passes in a round, after a pass in which all drafts and one more
-        token were accepted. The passes compute the drafter's layer and the head once per new draft."""
+        """Return the milliseconds of the drafter's passes in a round in which all drafts were accepted. They compute
+        the drafter's layer and the head once per new draft."""
         step = _RepeatedDraft(
             self._model.drafter, self._cache, self._drafts, self._step.padding, self._device, capture=False
         )
@@ -109,7 +109,6 @@ class _RepeatedDraft(_Repeated, DraftStep):
 
 
 def _graph_ms(call: Callable[[], Any]) -> float:
-    """Return the median milliseconds of a call that is captured as a CUDA graph, as in generation."""
     return bench({"call": call}, repeats=REPEATS, graph=True)["call"]
 
 
@@ -206,7 +205,6 @@ def _row(name: str, count: int, drafts: int, plain: Row, verify: Row, draft_ms: 
 def asked(
     models: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, done: Collection[str] = ()
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted. Rows in `done` are included."""
     return in_order(
         asked_of(
             skeleton(name, drafter=True),

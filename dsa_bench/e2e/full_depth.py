@@ -26,7 +26,6 @@ LOOKED_UP = "tid2eid"  # V4's table of each token's experts; a token reads one r
 
 
 def depths(model: CheckpointModel) -> tuple[int, int, int]:
-    """Return the numbers of layers at which a pass is measured: none, the first, and all."""
     return 0, 1, len(layers_of(model))
 
 
@@ -34,10 +33,10 @@ def full_depth(name: str, ends: float, first: float, whole: float) -> float:
     """Return the milliseconds or bytes of all N published layers, ends + F * (first - ends) + (N - F) * (whole - first)
     / (n - 1).
 
-    ends, first, whole: the milliseconds or bytes of the stack without layers, with only its first layer, and with all
-    its n layers. F of the published layers have the kind of the stack's first layer: they have no experts (V3.2, GLM-5)
-    or attend only to windows (V4). Each of the other N - F layers counts as the mean of the stack's other layers. These
-    have one kind, or in V4 two kinds in equal parts, like the published layers.
+    ends, first, whole: the figures of the stack without layers, with only its first layer, and with all its n layers. F
+    published layers have the kind of the stack's first layer: no experts (V3.2, GLM-5), or windows only (V4). Each of
+    the other N - F layers counts as the mean of the stack's other layers. These have one kind, or in V4 two kinds in
+    equal parts, like the published layers.
     """
     file, fields = STACKS[name]
     published = published_config(file)
@@ -89,9 +88,9 @@ def experts_touched() -> Iterator[list[torch.Tensor]]:
 def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[int]) -> float:
     """Return the bytes that a pass reads with the model's current layers, without its drafter.
 
-    touched: the number of experts with tokens, per MoE layer. cached: bytes of the sequences in each layer's cache. All
-    these bytes count as read. Both lists can have further entries, for layers that `first_layers` leaves out.
-    Activations do not count. Embeddings do not count either, because a token reads only one row of them.
+    touched: the number of experts with tokens, per MoE layer. cached: bytes of the sequences in each layer's cache; all
+    count as read. Both lists can have further entries, for layers that `first_layers` leaves out. Activations do not
+    count. Embeddings do not count either, because a token reads only one row.
     """
     found = float(sum(cached[: len(layers_of(model))]))
     counts = iter(touched)
@@ -104,13 +103,11 @@ def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[
 
 
 def cached_bytes(model: CheckpointModel, count: int, context: int) -> list[int]:
-    """Return the bytes of `count` sequences of `context` tokens in each layer's cache."""
     cache = model.make_cache(count * -(-context // model.page_size), device="meta", state_slots=count)
     return [_held(cache.layer(i)) for i in range(len(layers_of(model)))]
 
 
 def _held(part: Any) -> int:
-    """Return the bytes of all tensors of a layer's cache or of a part of it, also of nested parts."""
     if isinstance(part, torch.Tensor):
         return part.nbytes
     return 0 if part is None else sum(map(_held, vars(part).values()))

@@ -41,7 +41,7 @@ class Sizes:
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """Return (generator, prompts, sampling parameters). The long prompt is the last one and generates one token. The
-    max_tokens of the other sequences is large enough for them to decode until the timing ends."""
+    other sequences decode until the timing ends."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     prompts = [[(i + position) % model.config.vocab_size for position in range(n)] for i, n in enumerate(lengths)]
@@ -90,7 +90,6 @@ def _timed(
 def asked(
     models: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted."""
     most, prompts = sizes.context + _new_tokens(min(chunks), sizes), []
     for chunk in chunks:
         different = list(dict.fromkeys(_work(chunk, sizes)))
@@ -103,8 +102,7 @@ def asked(
 
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
-    """Return the work of all passes, in the generator's order: per pass, the numbers of (new, earlier) tokens of each
-    prompt."""
+    """Return the numbers of (new, earlier) tokens of each prompt, for all passes in the order of the generator."""
     lengths = _lengths(sizes)
     passes_over = (parts_of_prompts(lengths, begin, begin + chunk) for begin in range(0, sum(lengths), chunk))
     return [tuple((new, cached) for _, new, cached in parts) for parts in passes_over]
@@ -123,8 +121,7 @@ def rows(
     ms, ms_max              milliseconds between two tokens of a decoding sequence during the prefill: median and
                             maximum over all sequences
     alone_ms, alone_ms_max  ms and ms_max after the prefill
-    first_token_s           seconds from the moment when all other sequences have their first token until the long
-                            prompt has its first token
+    first_token_s           seconds from the last of the other sequences' first tokens to the long prompt's first token
     """
 
     def of_stack(name: str, model: CheckpointModel, chunks: Sequence[int]) -> Iterator[Row]:

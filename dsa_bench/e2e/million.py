@@ -107,7 +107,6 @@ def _prompts(name: str, model: CheckpointModel, runs: Mapping[int, str], clock: 
 
 
 def _step(model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
-    """Return a decoding step's figures, or None if memory does not suffice."""
     torch.manual_seed(0)
     clock.forget_peak()
     pages = count * -(-context // model.page_size)
@@ -129,7 +128,6 @@ def asked(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
 ) -> list[Variant]:
-    """Return the kernels that the rows need, sorted. Rows in `done` are included."""
     context = max(lengths)
     prompts = [[(CHUNK, begin)] for begin in range(0, context, CHUNK)]
     return in_order(asked_of(skeleton(name), prompts, [(n, context) for n in sequences]) for name in models)

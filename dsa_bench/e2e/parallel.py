@@ -116,7 +116,6 @@ def asked(
 
 
 def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]:
-    """Return the kernels that a rank's part of a stack needs."""
     model = skeleton(name)
     split(model, ranks, blocks=True)
 
@@ -138,7 +137,6 @@ def shape(model: str, case: str, gpus: int, one: bool = False) -> str:
 
 
 def todo(model: str, gpus: int, runs: Collection[str] | None, done: Collection[str], one: bool = False) -> list[Case]:
-    """Return the cases of a model whose rows are not in `done`; with `runs` only those whose name is in `runs`."""
     found = (case for case in cases(model) if runs is None or case.name in runs)
     return [case for case in found if shape(model, case.name, gpus, one) not in done]
 
@@ -211,7 +209,6 @@ def part_rows(
 
 
 def _case(name: str, case: Case, gpus: int, layers: int, one: bool = False) -> Row:
-    """Return the fields of a row that describe its case and model."""
     return {
         "shape": shape(name, case.name, gpus, one),
         "model": name,
@@ -233,8 +230,7 @@ def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
         model = skeleton(name, **with_layers(name, layers))
         return plan(model.config, model.precision, gpus).bytes(tokens) + RESERVE
 
-    # The search begins at three layers, enough for one layer of each kind. `bisect_right` counts the numbers 3, 4, ...
-    # that fit, so the largest number that fits is the count plus 2.
+    # Begin at three layers, enough for one of each kind. `bisect_right` counts how many of the numbers 3, 4, ... fit.
     most = published_layers(name)
     found = bisect_right(range(3, most + 1), memory, key=needed) + 2
     if found < 3:
@@ -363,8 +359,8 @@ def rows(
     """Return the rows of `rank_rows`, which a process per GPU computes. These processes print their steps to standard
     error and do not call `tell`. one: return the rows of `part_rows` instead, computed by this process.
 
-    Raises ValueError for a number of GPUs that cannot be used. If the processes fail, the iterator raises RuntimeError
-    after their last row.
+    Raises ValueError for a number of GPUs that cannot be used. The iterator raises RuntimeError after the last row if
+    the processes fail.
     """
     choice = {"models": models, "runs": runs, "layers": layers, "done": done}
     if one:
@@ -393,8 +389,7 @@ def _printed(call: Sequence[str]) -> Iterator[Row]:
 
 
 def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """Yield the rows of models split over two GPUs, of one GPU's part of models split over MANY GPUs, and of models
-    split over four GPUs. Rows of two and of four GPUs are left out if the machine has fewer."""
+    """Yield the rows for two GPUs, for one of MANY GPUs, and for four GPUs, if the machine has that many."""
     count = torch.cuda.device_count()
     if count >= 2:
         yield from compiled_rows("parallel", gpus=2, done=done)
@@ -404,8 +399,7 @@ def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
 
 
 def main(choice: str) -> int:
-    """Start the ranks or, in a process that was started as a rank, compute the rows. choice: {"gpus", "models", "runs",
-    "layers", "done"} as JSON."""
+    """Start the ranks or, in a rank, compute the rows. choice: {"gpus", "models", "runs", "layers", "done"} as JSON."""
     given = json.loads(choice)
     gpus = given.pop("gpus")
     if started_ranks() is None:

@@ -56,11 +56,8 @@ def gpu_ms(model: nn.Module, call: Callable[[], object]) -> dict[str, float]:
 
 
 def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Return {part: GPU milliseconds} from the events of a Chrome trace.
-
-    Three kinds of events are used: the host's ranges (`user_annotation`), the launches (`cuda_runtime`, `cuda_driver`),
-    and the GPU's work (GPU_WORK). Work has the correlation id of its launch.
-    """
+    """Return {part: GPU milliseconds} from the events of a Chrome trace. A kernel, copy or fill has the correlation id
+    of the launch."""
     ranges = sorted(
         (e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(_PREFIX))
         for e in events
@@ -135,8 +132,7 @@ def collectives_share(events: Sequence[Event]) -> float:
 
     This is the time in which only collectives run, over the time in which any kernel, copy or fill runs. Only work
     after the first collective counts, because this collective makes the ranks start together (`Clock.align`). A
-    collective that waits for another rank counts as running. Time in which the GPU also computes does not count as
-    waiting. Raises ValueError if no work follows the first collective.
+    collective that waits for another rank counts as running. Raises ValueError if no work follows the first collective.
     """
     work = list(in_turn(events))
     begin = next((i + 1 for i, (event, _) in enumerate(work) if _is_collective(event)), len(work))

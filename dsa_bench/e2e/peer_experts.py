@@ -28,10 +28,9 @@ from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
-# A pass with at least this number of tokens counts as a prompt's and runs on DeepGEMM, with FP4 weights widened to FP8.
-# Engines run FP4 experts of prompts on Marlin too, with bf16 products. FP8 products have twice the rate of bf16, which
-# matters for a prompt, whose experts have many rows. A step spends its time reading weights, so the rate of its
-# products matters little.
+# A pass with at least this number of tokens counts as a prompt's. It runs on DeepGEMM, with FP4 weights widened to FP8.
+# Engines run FP4 experts of prompts on Marlin too, with bf16 products. FP8 products have twice the rate of bf16. This
+# matters for a prompt, whose experts have many rows, but not for a step, which mainly reads weights.
 LEAST_TOKENS = 512
 # Steps of LEAST_MASKED to MOST_MASKED tokens use the masked product. With V3.2's gate and up, 64 tokens took 1.71 ms
 # (masked) and 2.08 ms (contiguous), and one token took 0.096 ms (masked) and 0.077 ms (contiguous).
@@ -86,11 +85,12 @@ class Slots(NamedTuple):
             return cls(experts * MOST_MASKED + slots, slots, sizes.int())
 
     def spread(self, q: torch.Tensor, scale: torch.Tensor, experts: torch.Tensor) -> Scaled:
-        """Return (values [E, MOST_MASKED, channels], scales), the operand of the masked product. It contains each
-        token's FP8 values q and their scales, copied to the token's row of each of its experts.
+        """Return (values [E, MOST_MASKED, channels], scales), the operand of the masked product. Each token's q and
+        scale are copied to the token's row of each chosen expert.
 
-        q is [T, k, channels], or [T, 1, channels] if all experts of a token get the same values. experts [T, k]: each
-        token's expert ids. The returned scales are column-major. Rows without a token are not written."""
+        q is [T, k, channels], or [T, 1, channels] if all experts of a token get the same values. The returned scales
+        are column-major. Rows without a token are not written.
+        """
         count = len(self.sizes)
         rows = torch.empty(count * MOST_MASKED, q.shape[-1], dtype=q.dtype, device=q.device)
         rows.view(torch.int64)[self.places] = q.view(torch.int64)  # eight values at a time
@@ -145,7 +145,7 @@ def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> For
 
 def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Compute the experts with the contiguous product. Return (outputs [M, hidden], the indices of each token's rows
-    int32 [T, k]), two arguments of `combine_experts`."""
+    int32 [T, k])."""
     layout = padded(experts, len(layer.down_proj))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
@@ -170,7 +170,6 @@ def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.
     expected = max(1, -(-experts.numel() // len(layer.down_proj)))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
-        """Multiply FP8 values [T, k or 1, channels] by a projection's weights. Return the rows of all experts."""
         weight = weight_of(layer, name)
         operand = slots.spread(q, scale, experts)
         out = torch.empty(*operand[0].shape[:2], weight[0].shape[1], dtype=x.dtype, device=x.device)

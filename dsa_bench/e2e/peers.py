@@ -59,7 +59,6 @@ class Replaced:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator["Replaced"]:
-        """Within the block, models run on the peers' ops."""
         with replaced(self.values):
             yield self
 
@@ -151,8 +150,7 @@ def _linear(peer: _Peer, a, b, out_dtype=torch.bfloat16):
 
 
 def _select(theirs: Op | None, ours: Op, scores, k, *, lengths, starts=None, **paging):
-    """Select keys with vLLM's top-k (`theirs`), or with ours if `theirs` is None. DeepGEMM (either build) or our op has
-    made the scores."""
+    """Select keys with vLLM's top-k (`theirs`), or with ours if `theirs` is None."""
     starts = getattr(scores, "begins", starts)
     if theirs is None:
         return ours(scores, k, lengths=lengths, starts=starts, **paging)
@@ -187,8 +185,8 @@ def _vllm_topk(
 
 
 def _kept(values: dict[Any, Any], key: Any, make: Callable[..., Any], device: torch.device) -> Any:
-    """Return values[key]. If `values` lacks the key, make the value. A value that is made during a graph's capture is
-    not stored in `values`, because its memory belongs to the graph."""
+    """Return values[key]; make the value if the key is missing. A value made during a graph's capture is not stored,
+    because its memory belongs to the graph."""
     if key in values:
         return values[key]
     made = make(device=device)
@@ -243,7 +241,6 @@ def _window_sparse(
 
 
 def _window_cast(peer: _Peer, *arguments, topk_length=None, window_indices, use_ue8m0=True):
-    """Compute attention, rotation and cast in separate kernels, as in engines. Rotation and cast are ours."""
     *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
     softmax = (scale, packed[0].shape[2], sink)
     if compressed is None:

@@ -13,8 +13,8 @@ COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: 
 
 
 def write_passes(rows: Sequence[Row], path: Path) -> None:
-    """Draw an axis per model. For each run the axis has a bar of our kernels and, below, a bar of the peers' kernels.
-    Bars are stacked by part and show the time divided by the time of our kernels."""
+    """Draw an axis per model. Each run has a bar of our kernels and, below, a bar of the peers' kernels. Bars are
+    stacked by part and show the time divided by the time of our kernels."""
     by_model = _by(rows, "model")
     figure, axes = _axes(1, len(by_model), 8, 1.5 + 0.4 * max(map(len, by_model.values())))
     for axis, (model, shown) in zip(axes[0], by_model.items()):
@@ -36,11 +36,8 @@ def write_passes(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parallel(rows: Sequence[Row], path: Path) -> None:
-    """Draw a row of axes per number of GPUs, with an axis per model. An axis has two bars per run (COMPARED).
-
-    The bars are the time without collectives over the time with collectives, and one GPU's time over the time of all.
-    Rows without a comparison are left out.
-    """
+    """Draw a row of axes per number of GPUs, with an axis per model. An axis has two bars per run (COMPARED). Rows
+    without a comparison are left out."""
     compared = [row for row in rows if row.get("efficiency") is not None]
     by_gpus, models = _by(compared, "gpus"), list(_by(compared, "model"))
     most = max(len(of_model) for of_gpus in by_gpus.values() for of_model in _by(of_gpus, "model").values())
@@ -61,9 +58,8 @@ def write_parallel(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_million(rows: Sequence[Row], path: Path) -> None:
-    """Draw a column of axes per model. The upper axis has a bar for the last pass of each prompt, labelled with the
-    prompt's tokens. The lower axis has a bar per decoding step, labelled with the number of sequences. Bars are stacked
-    by part."""
+    """Draw a column of axes per model. The upper axis has a bar for the last pass of each prompt, the lower axis a bar
+    per decoding step. Bars are stacked by part."""
     by_model = _by(rows, "model")
     figure, axes = _axes(2, len(by_model), 6, 4)
     for column, (model, of_model) in enumerate(by_model.items()):
@@ -81,8 +77,7 @@ def write_million(rows: Sequence[Row], path: Path) -> None:
 def widths(parts: Mapping[str, float], whole: float) -> list[float]:
     """Return the parts' time / `whole`, cut where their sum reaches LONGEST.
 
-    Without the cut, one very long part, for example a part that includes the set-up of a first call, would make all
-    other bars invisible.
+    Without the cut, one very long part, such as the set-up of a first call, would make all other bars invisible.
     """
     found, left = [], LONGEST
     for part in PARTS:
@@ -111,7 +106,6 @@ def _runs(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _stack(bar: Callable[..., object], place: float, lengths: Sequence[float], size: float, alpha: float = 1) -> float:
-    """Draw parts after each other with `Axes.bar` or `Axes.barh`, and return their sum."""
     end = 0.0
     for i, length in enumerate(lengths):
         bar(place, length, size, end, color=f"C{i}", alpha=alpha)
@@ -120,8 +114,8 @@ def _stack(bar: Callable[..., object], place: float, lengths: Sequence[float], s
 
 
 def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """Draw a bar per row, stacked by part. A prompt's bar shows its last pass, and the text above it is the time of all
-    passes. For a decoding step, which is a row without `workspace`, the text is the time of the step."""
+    """Draw a bar per row, stacked by part. A prompt's bar shows its last pass, and the text above the bar is the time
+    of all passes."""
     for place, row in enumerate(rows):
         top = _stack(axis.bar, place, [row["parts"][part] for part in PARTS], 0.7)
         axis.text(

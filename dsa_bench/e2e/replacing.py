@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 @contextlib.contextmanager
 def replaced(values: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
-    """Within the block, the attribute of each (owner, attribute, value) has this value."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in values:
             stack.enter_context(patch.object(owner, name, value))

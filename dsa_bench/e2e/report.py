@@ -66,8 +66,8 @@ def rows(
 
 
 def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
-    """Return all row counts of the linear layers' products: the numbers of tokens of the passes. The product of
-    kv_b_proj, whose rows are a pass's keys, is not included."""
+    """Return the numbers of tokens of all passes, which are the row counts of the linear layers' products. kv_b_proj,
+    whose rows are a pass's keys, is not included."""
     tokens = [count * n for count, n in prompts]
     return {min(n, CHUNK) for n in tokens} | {n % CHUNK for n in tokens} - {0} | {count for count, _ in steps}
 

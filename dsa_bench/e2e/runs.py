@@ -39,8 +39,8 @@ class Cached:
 @dataclass(frozen=True)
 class Run:
     """A prompt or a decoding step to time. timed: the run. launched: the same run, but every kernel is launched from
-    Python, so that `parts` can attribute its time. Both return the logits. again: makes a new `Run` over the same
-    cache, which captures a new graph, for example for other kernels."""
+    Python, so that `parts` can attribute the time. Both return the logits. again: makes a new `Run` over the same
+    cache, with a new graph."""
 
     timed: Call
     launched: Call
@@ -49,8 +49,7 @@ class Run:
 
 class Prompts:
     """`count` prompts of `tokens` tokens each, and their cache. Each pass computes `chunk` tokens of the concatenated
-    prompts; the last pass computes the remaining tokens. As in engines, a prompt can begin in one pass and end in a
-    later one."""
+    prompts. As in engines, a prompt can begin in one pass and end in a later one."""
 
     def __init__(self, model: Model, count: int, tokens: int, chunk: int) -> None:
         self._model, self._lengths, self._chunk = model, [tokens] * count, chunk
@@ -66,7 +65,8 @@ class Prompts:
 
     @torch.inference_mode()
     def compute(self, begin: int) -> torch.Tensor:
-        """Run the pass that begins with token `begin`. Return the logits of the last token of each of its prompts."""
+        """Run the pass that begins with token `begin`. Return the logits of the last token of each prompt in the
+        pass."""
         tokens, pages = self._tokens[begin : begin + self._chunk], self._pages
         parts = parts_of_prompts(self._lengths, begin, begin + len(tokens))
         chunks = [Chunk(new, cached, range(i * pages, (i + 1) * pages), i) for i, new, cached in parts]
@@ -74,8 +74,8 @@ class Prompts:
 
 
 def parts_of_prompts(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of the prompt, new tokens, earlier tokens) per prompt of a pass over the tokens `begin` to `end` - 1
-    of the concatenated prompts. lengths: the prompts' numbers of tokens."""
+    """Yield (index of the prompt, new tokens, earlier tokens) per prompt of a pass over tokens `begin` to `end` - 1.
+    The tokens are those of the concatenated prompts."""
     first = 0
     for prompt, length in enumerate(lengths):
         cached = max(begin - first, 0)
@@ -86,7 +86,6 @@ def parts_of_prompts(lengths: Sequence[int], begin: int, end: int) -> Iterator[t
 
 
 def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
-    """Prefill `count` prompts of `tokens` tokens each in passes over `chunk` tokens."""
     prompts = Prompts(model, count, tokens, chunk)
 
     def run() -> torch.Tensor:

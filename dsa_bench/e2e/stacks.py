@@ -63,7 +63,6 @@ def skeleton(name: str, *, widen_experts: bool = False, drafter: bool = False, *
 
 
 def model_of(fields: dict[str, Any], widen_experts: bool = False, drafter: bool = False) -> CheckpointModel:
-    """Make the model of these configuration fields as `skeleton` does."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(fields))
         config = read_config(directory)
@@ -86,7 +85,6 @@ def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 def published_layers(name: str) -> int:
-    """Return the number of layers of the published model."""
     return published_config(STACKS[name][0])["num_hidden_layers"]
 
 

@@ -28,7 +28,6 @@ def line(row: Row) -> str:
 
 
 def printed(rows: Iterable[Row]) -> list[Row]:
-    """Print each row as soon as it is computed, and return all rows."""
     print(head())
     found = []
     for row in rows:

@@ -17,8 +17,8 @@ MODELS = {
 
 def linear_shapes(model: str) -> list[tuple[int, int]]:
     """Return the sorted (columns, channels) of a model's FP8 linear layers, each size once."""
-    # FP8 is for GLM-5, whose pinned configuration is that of the bf16 release. Its FP8 release quantises the same
-    # layers as DeepSeek-V3.2's. The other configurations have their own quantization_config, which replaces FP8.
+    # FP8 is for GLM-5, whose pinned configuration is that of the bf16 release. The FP8 release quantises the same
+    # layers as DeepSeek-V3.2. The other configurations have their own quantization_config, which replaces FP8.
     modules = list(model_of({"quantization_config": FP8} | published_config(MODELS[model])).modules())
     grouped = {module.matrices for module in modules if isinstance(module, GroupedLinear)}
     layers = (module for module in modules if isinstance(module, BlockFP8Linear) and module not in grouped)

@@ -32,8 +32,7 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     m = tokens * top_k
     a = activations(m, channels)
     packed = torch.randint(0, 256, (experts, columns, channels // 2), dtype=torch.uint8, device="cuda")
-    # Scales of 2^-6 to 2^-1 as E8M0 bytes. With these scales, every weight divided by 2^-7, the scale of all blocks, is
-    # an e4m3 number.
+    # Scales of 2^-6 to 2^-1 as E8M0 bytes. Every weight divided by the block scale, 2^-7, is then an e4m3 number.
     exponents = torch.randint(121, 127, (experts, columns, channels // 32), dtype=torch.uint8, device="cuda")
     exponents[:, ::128, ::4] = 126  # all 128 x 128 blocks have the same largest scale, so their FP8 scales are equal
     scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")

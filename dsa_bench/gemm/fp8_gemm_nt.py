@@ -76,8 +76,6 @@ CUBLAS = Library("cuBLASLt", ("torch",))
 
 
 def cublas(a: Scaled, matrices: Sequence[Scaled]) -> Peers:
-    """Return calls of cuBLASLt's block-scaled product, by way of torch, with each of the matrices."""
-
     def make(module: ModuleType, a: Scaled, b: Scaled) -> Call:
         columns = a[1].t().contiguous().t()
         return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
@@ -86,13 +84,12 @@ def cublas(a: Scaled, matrices: Sequence[Scaled]) -> Peers:
 
 
 def products(a: Scaled, matrices: Sequence[Scaled], builds: Sequence[Library] = deep_gemm.BUILDS) -> Peers:
-    """Return calls of DeepGEMM's and cuBLASLt's products with each of the matrices."""
     return deep_gemm.product(a, matrices, builds) | cublas(a, matrices)
 
 
 def agree_on_some(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
-    """Compare some rows. A peer's result is the rows, or (padded rows, indices of our rows among them), or (rows, None)
-    without padding."""
+    """Compare some rows. A peer's result is the rows, or (padded rows, indices of our rows in them), or (rows,
+    None)."""
     out, rows = theirs if isinstance(theirs, tuple) else (theirs, None)
     compared = some(len(ours))
     close(out[compared] if rows is None else out[rows[compared]], ours[compared])
@@ -108,8 +105,8 @@ def weights_like(b: Scaled, rows: int) -> list[Scaled]:
     """Return b and, for at most SHORT rows, more matrices of that size. A graph's calls read the matrices in turn, so
     that no call finds its matrix in the L2 cache.
 
-    There are at most MOST_WEIGHTS matrices, so small matrices can all fit into the cache. A graph needs several calls
-    in any case, because one call with few rows is shorter than the start of a graph.
+    MOST_WEIGHTS small matrices can all fit into the cache. A graph needs several calls anyway, because one short call
+    takes less time than the start of a graph.
     """
     if rows > SHORT:
         return [b]
@@ -118,8 +115,8 @@ def weights_like(b: Scaled, rows: int) -> list[Scaled]:
 
 
 def tuning() -> Tuning:
-    """Return the search space of products with one matrix: FUSED and the published models' linear layers, at the
-    numbers of rows in `fp8_gemm_choice.ROWS`, for which the op can have data."""
+    """Return the search space of products with one matrix: FUSED and the published models' linear layers, with the
+    numbers of rows in `fp8_gemm_choice.ROWS`."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
     from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
     from dsa.kernels.gemm import fp8_gemm_sm90 as many

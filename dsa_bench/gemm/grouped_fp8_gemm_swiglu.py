@@ -32,8 +32,8 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     order, _, ends = dsa.sort_by_expert(chosen, experts)
     rows = (order // top_k).to(torch.int32)
     q, s = activations(tokens, channels)
-    # Random bytes with a random sign, a magnitude from 1/4 to below 1, and any mantissa, because Gaussian numbers for
-    # all experts take long to generate.
+    # Random bytes with any sign and mantissa and a magnitude from 1/4 to below 1. Gaussian numbers for all experts take
+    # long to generate.
     w = torch.randint(0, 32, (experts, 2 * inner, channels), dtype=torch.uint8, device="cuda")
     w.add_(w & 0x10, alpha=7).add_(0x28)
     b = (
@@ -66,7 +66,7 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
 
 
 def _agree(theirs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ours: Scaled) -> None:
-    """Compare some rows. The peer's third tensor contains the indices of our rows among its padded rows."""
+    """Compare some rows. The peer's third tensor has the indices of our rows among the padded rows."""
     q, scale, places = theirs
     rows = some(len(ours[0]))
     values = q.view(torch.uint8)[places[rows]].view(q.dtype)  # torch cannot gather rows of e4m3

@@ -13,9 +13,8 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bf16, fresh_matrices, over, plain_rate
 
-# Rows and channels of matrices. The first five are V4-Flash's, in this order: index weights; the indexer's compressor;
-# the compressor of layers without an indexer; the compressor of layers with an indexer; the three matrices of a layer
-# with an indexer, joined. The last is V3.2's index weights.
+# Rows and channels of matrices. V4-Flash: index weights, three compressors, and the matrices of a layer with an
+# indexer, joined. V3.2: index weights.
 MATRICES = [(64, 4096), (512, 4096), (1024, 4096), (2048, 4096), (2624, 4096), (64, 7168)]
 SHAPES = [(tokens, *matrix) for matrix in MATRICES for tokens in (1, 8, 16, 32, 64)]
 _SCALE = 0.3

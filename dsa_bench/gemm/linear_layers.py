@@ -25,8 +25,8 @@ _PEERS = (deep_gemm.NEW,)
 
 @cache
 def shapes() -> list[tuple[int, int, int]]:
-    """Return all (rows, columns, channels), grouped by matrix (columns, channels), so that the cases of a matrix follow
-    one another and share `_operands`."""
+    """Return all (rows, columns, channels). The cases of a matrix follow one another, because they share
+    `_operands`."""
     return [(rows, *shape) for shape in _published_layers.matrices() for rows in ROWS]
 
 
@@ -57,8 +57,8 @@ def case(rows: int, columns: int, channels: int) -> Case:
 
 @lru_cache(1)
 def _operands(columns: int, channels: int) -> tuple[Scaled, list[Scaled]]:
-    """Return (activations with the largest number of rows, all matrices that a case with one row needs). The cases of
-    this size share them: a case uses only the first of these rows, and above SHORT rows only the first matrix."""
+    """Return (activations with max(ROWS) rows, all matrices that a case with one row needs). The cases of this size
+    share them."""
     return activations(max(ROWS), channels), weights_like(weights(columns, channels), rows=1)
 
 

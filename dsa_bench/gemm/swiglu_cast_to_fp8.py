@@ -8,9 +8,8 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, Scaled, bf16, bytes_case
 
-# rows, channels, power-of-two scales, limit of SwiGLU. The rows are those of 4096, 128 and 1 tokens in V3.2's experts
-# (8 per token) and in V4-Flash's (6 per token, with a limit), and of 4096 tokens in a shared expert and in a dense
-# layer (18432 channels).
+# rows, channels, power-of-two scales, limit of SwiGLU. 2048 channels: experts of V3.2 (8 per token) and, with a limit,
+# of V4-Flash (6 per token). 18432 channels: a dense layer.
 SHAPES = [
     (32768, 2048, True, None),
     (32768, 2048, False, None),

@@ -29,7 +29,7 @@ def agree(got: Any, ours: Any) -> None:
     If one result has more tensors than the other, its last tensors are ignored.
 
     A peer's tensor may have padding at the end of any dimension. For e4m3 values that are followed by their scales, the
-    products of values and scales are compared, because the peer can round a scale to another power of two.
+    products of values and scales are compared. A peer can round a scale to another power of two.
     """
     pairs = [_rows(*pair) for pair in zip(_tensors(got), _tensors(ours))]
     if not pairs:
@@ -43,8 +43,7 @@ def agree(got: Any, ours: Any) -> None:
 
 def agree_attention(got: Any, ours: Any) -> None:
     """Raise AssertionError unless the outputs agree and the LSEs agree. The first tensor of a result is the output, the
-    last the LSE. LSEs are compared only if both results have one, and if the peer's LSE is in no dimension smaller than
-    ours (it can be padded). The peer's LSE can have base 2."""
+    last the LSE. LSEs are compared only if both results have one. The peer's LSE can be padded and can have base 2."""
     (out, *rest), (our_out, *our_rest) = _tensors(got), _tensors(ours)
     agree(out, our_out)
     if rest and our_rest and _covers(rest[-1], our_rest[-1]):
@@ -68,7 +67,7 @@ def as_reference(
     the tolerance.
 
     call: our call, which the check runs with the backend "reference". seen: the reference's result -> the index of the
-    entries that are compared, by default all.
+    entries that are compared; None: all.
     """
 
     def check(got: torch.Tensor) -> None:
@@ -84,12 +83,12 @@ def as_reference(
 def agree_selected(
     got: Any, ours: torch.Tensor, keys: int, scores: torch.Tensor | None = None, least: float = RECALL
 ) -> None:
-    """Compare some rows of a peer's selection `got` with ours, int32 [rows, k]. Raise AssertionError unless each of
-    these rows has k different keys from 0 to `keys` - 1, and enough of them are right.
+    """Compare some rows of a peer's selection `got` with ours, int32 [rows, k]. Raise AssertionError unless each row
+    has k different keys from 0 to `keys` - 1, and enough of them are right.
 
-    Without `scores`, at least the fraction `least` of the keys must also be in our selection, in any order. With
-    `scores` [rows, keys], at least this fraction must have scores that are not below the lowest score of our selection
-    in the row. They need not be in our selection, because peers break ties arbitrarily and some compare fewer bits.
+    Without `scores`, the fraction `least` of the keys must be in our selection. With `scores` [rows, keys], this
+    fraction must have scores that are not below the lowest score of our selection. Peers break ties arbitrarily, and
+    some compare fewer bits.
     """
     rows = some(len(ours))
     selected, expected = first(got)[rows].long(), ours[rows].long()

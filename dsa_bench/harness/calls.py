@@ -20,8 +20,8 @@ def over(inputs: Iterable[tuple], functions: Mapping[str, Callable[..., object]]
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an exception's message, cut to _LINE characters, or the exception's type if there is no
-    message."""
+    """Return the first line of an exception's message, cut to _LINE characters. Without a message, return the
+    exception's type."""
     lines = str(error).strip().splitlines()
     return lines[0][:_LINE] if lines else type(error).__name__
 
@@ -34,7 +34,6 @@ def into(out: object, *calls: Call) -> object:
 
 
 def free() -> None:
-    """Collect garbage, then free the GPU memory that torch caches."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -63,8 +62,8 @@ class Peers:
         name: str = "{}",
         needs: Sequence[Loadable] = (),
     ) -> "Peers":
-        """Make a call, `make(module, *input)`, for every input and every installed library. If a library cannot be
-        imported, or its `make` raises, it gets an entry in `failed` instead of calls.
+        """Make a call, `make(module, *input)`, for every input and every installed library. A library that cannot be
+        imported, or whose `make` raises, gets an entry in `failed` instead.
 
         makes: {library: make}. name: the peer's name in tables, with {} for the library's name. needs: libraries that
         must be installed as well.
@@ -87,7 +86,6 @@ class Peers:
         return Peers(*({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed)))
 
     def then(self, step: Callable[[Any], object]) -> "Peers":
-        """Return peers whose calls also apply `step` to their result."""
         calls = {name: [partial(_then, call, step) for call in each] for name, each in self.calls.items()}
         return Peers(calls, self.failed)
 

@@ -97,8 +97,8 @@ copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(
 def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
     """Return the number of inputs that a case's calls, or a graph's calls, read in turn. size: bytes of an input.
 
-    The number is from `least` to `most`. Within these bounds the inputs together have about `total` bytes, so that no
-    call finds its input in the L2 cache. If `most` inputs have fewer bytes than the cache, calls do find them there.
+    The inputs together have about `total` bytes, so that no call finds its input in the L2 cache. But `most` small
+    inputs can fit into the cache.
     """
     return min(most, max(least, int(total / size)))
 
@@ -115,8 +115,8 @@ def fresh_calls(size: float, make: Callable[[], dict[str, Call]], **bounds: floa
 
 
 def fresh_matrices(rows: int, columns: int) -> list[tuple[torch.Tensor]]:
-    """Return [(matrix,), ...], the arguments of one call each. The matrices are bf16 [rows, columns] and together have
-    200 MB, more than the L2 cache."""
+    """Return [(matrix,), ...], the arguments of one call each. The bf16 matrices together have 200 MB, more than the L2
+    cache."""
     return [(bf16(rows, columns) / 40,) for _ in range(int(200e6 / (2 * rows * columns)))]
 
 
@@ -143,7 +143,7 @@ def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
 
 
 def nearer_rate(size: float, flops: float) -> Figure:
-    """Return the `Figure` of `bytes_rate` or of `flop_rate` with `bf16_gemm`, whichever is nearer its ceiling."""
+    """Return the `Figure` that is nearer the ceiling: `bytes_rate`, or `flop_rate` with `bf16_gemm`."""
 
     def figure(ms: float) -> str:
         compute_bound = flops / bf16_gemm() > size / copy()
@@ -181,13 +181,10 @@ class Case:
     peers      other libraries' kernels for the same function, some followed by our cast
     graph      whether CUDA graph replays are timed, for calls below 100 us
     repeats    how often each entry of `calls` is timed
-    baselines  names of calls that compute the same function in plain PyTorch. In some of them our ops do a part: a
-               cast, a rotation, a sort or a write
-    yardsticks names of calls whose times are shown for scale, and whose results are not compared with ours: our
-               separate kernels, our op with other options, a part of the work, or attention of other sizes
+    baselines  names of calls of the same function in plain PyTorch, some with our ops for a part
+    yardsticks names of calls whose times are shown for scale. Their results are not compared with ours
     flops      {name: FLOP of a call} of yardsticks whose FLOP differ from ours; the table then shows their rate
-    agree      agree(theirs, ours) raises AssertionError if the result of the first call of a peer or baseline differs
-               from the result of our first call
+    agree      agree(theirs, ours) raises AssertionError if a peer's or baseline's first result differs from ours
     reference  whether the backend "reference" can run our first call; else `peers.probe` compares with our result
     check      check(ours) raises AssertionError if our first result is wrong; for the tuner
     """
@@ -209,7 +206,6 @@ class Case:
         self.calls = {**self.calls, **self.peers.calls}
 
     def row(self) -> dict[str, Any]:
-        """Time the case in this process and return its figures (`row`)."""
         failed = self.tried()
         calls = {name: calls for name, calls in self.calls.items() if name not in failed}
         times = bench(calls, repeats=self.repeats, graph=self.graph)
@@ -219,8 +215,8 @@ class Case:
     def tried(self, expected: object = None) -> dict[str, str]:
         """Return {name: reason} of the peers and baselines that `row` does not time.
 
-        These are peers without a call, peers and baselines whose call or graph capture raises (a capture is tried if
-        graphs are timed), and those whose result does not agree with `expected`, by default our result.
+        These are peers without a call, and peers and baselines whose call raises or whose result differs from
+        `expected`. By default `expected` is our result. If graphs are timed, a failed graph capture counts as well.
         """
         why = dict(self.peers.failed)
         for name in self.calls:
@@ -314,7 +310,6 @@ def load(op: str) -> ModuleType:
 
 
 def run(op: str) -> list[dict[str, Any]]:
-    """Return the rows of all shapes of an op."""
     module = load(op)
     if hasattr(module, "prepare"):
         module.prepare()

@@ -1,9 +1,8 @@
 """Host time per call of each op and of its peers: Python, checks, allocations and launches.
 
-The GPU works asynchronously: within a block of calls the host does not wait for it. The inputs are those of the first
-shape in the benchmark's PROBED, which are small, or of the first shape in SHAPES if there is no PROBED. Times differ
-between hosts by a factor of two and more. So the first row is a call of a PyTorch function, by which machines can be
-compared.
+The GPU works asynchronously: within a block of calls the host does not wait for it. The inputs have the first shape of
+the benchmark's PROBED, which is small, or else of SHAPES. Times differ between hosts by a factor of two and more. So
+the first row is a call of a PyTorch function, by which machines can be compared.
 """
 
 import statistics
@@ -23,8 +22,7 @@ CALLS, BLOCKS = 40, 15  # number of calls per block, number of timed blocks
 
 
 def ops() -> list[str]:
-    """Return the benchmarks that are named after one op, also with a suffix such as `_sparse`. Other benchmarks, such
-    as `linear_layers` or those of several ops, are not timed by default."""
+    """Return the benchmarks that are named after one op, also with a suffix such as `_sparse`."""
     return [name for name in benchmarks() if any(f"{name}_".startswith(f"{op}_") for op in op_modules())]
 
 
@@ -32,7 +30,7 @@ def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield a row per benchmark in `names`. By default, yield a row of PyTorch's addition and then a row per benchmark
     of `ops`.
 
-    The fields are those of `case.row`, with the host's milliseconds. Baselines and yardsticks are not timed.
+    The fields are those of `case.row`, with the host's milliseconds.
     """
     if not names:
         x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -52,7 +50,7 @@ def _row(name: str, case: Case) -> dict[str, Any]:
 
 
 def host_ms(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Return {name: median host milliseconds per call}. The names take turns, a block of CALLS calls at a time; each
+    """Return {name: median host milliseconds per call}. The names take turns, a block of CALLS calls at a time. Each
     name's first block is not counted."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None

@@ -23,7 +23,6 @@ def scales(*shape: int) -> torch.Tensor:
 
 
 def activations(rows: int, channels: int) -> Scaled:
-    """Return e4m3 values [rows, channels] and fp32 scales, one per row and 128 channels."""
     return e4m3(rows, channels), scales(rows, -(-channels // 128))
 
 
@@ -39,14 +38,12 @@ def weights(*shape: int) -> Scaled:
 
 
 def angles(tokens: int, rotated: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of random angles, fp32 [tokens, rotated / 2]."""
     x = f32(tokens, rotated // 2)
     return x.cos(), x.sin()
 
 
 def causal_ranges(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 [queries] (starts, ends). The queries belong to the last tokens, and a query sees the keys of all
-    tokens before its own: query i sees keys 0 to keys - queries + i - 1."""
+    """Return int32 [queries] (starts, ends): query i sees keys 0 to keys - queries + i - 1."""
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     return torch.zeros_like(ends), ends
 

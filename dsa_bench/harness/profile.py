@@ -23,14 +23,12 @@ METRICS = {
 
 
 def both_tables(op: str) -> str:
-    """Return both tables as text, for the first of the op's SHAPES."""
     module = load(op)
     first = module.case(*module.SHAPES[0])
     return f"{op}: {first.name}\n{torch_table(first)}\n{ncu_table(op)}"
 
 
 def torch_table(case: Case) -> str:
-    """Return the torch profiler's table of a few of our calls: kernels, copies and the host's operators."""
     case.calls["dsa"][0]()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -47,8 +45,8 @@ def _call(case: Case) -> None:
 
 
 def ncu_table(op: str) -> str:
-    """Return `ncu_report` of the CuTe DSL kernels that the op launches (their names contain "cutlass"), or a line that
-    says why the report is missing."""
+    """Return `ncu_report` of the CuTe DSL kernels that the op launches, whose names contain "cutlass". If the report is
+    missing, return a line that says why."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not on the PATH: no shares of the tensor pipe, issue slots, L2 and DRAM"

@@ -17,7 +17,6 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _others(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the row's texts of peers, of baselines, of yardsticks, and of each failure."""
     for kind, label in KINDS.items():
         if row[kind]:
             yield label + "; ".join(f"{name} {_figures(p)}" for name, p in row[kind].items())
@@ -33,7 +32,6 @@ def _figures(other: dict[str, float]) -> str:
 
 
 def everyone(rows: list[dict[str, Any]]) -> list[str]:
-    """Return all names in the rows except ours: peers, baselines, yardsticks, then failed ones."""
     kinds = [list(row[kind]) for kind in KINDS for row in rows]
     return list(dict.fromkeys(name for names in [*kinds, *(row["failed"] for row in rows)] for name in names))
 

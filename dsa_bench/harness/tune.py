@@ -58,13 +58,12 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The product of the times, which orders trials like their geometric mean."""
         return math.prod(self.ms) if self.ms else math.inf
 
 
 def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     """Compile, in parallel processes, the configurations that the classes of `op` try, for the current GPU's arch. Time
-    those that are correct, print them by class, and write the winners to `output`, by default the package's data."""
+    those that are correct, and print them by class. Write the winners to `output`, by default the package's data."""
     from dsa.cute import tuning
 
     module = load(op)
@@ -112,15 +111,15 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
-    """Return the fastest configuration, or None if the op needs no data, because the modelled choice takes at most
-    WORTH times as long in the geometric mean over the class's shapes. trials: the fastest first."""
+    """Return the fastest configuration, or None if the op needs no data. That is so if the modelled choice takes at
+    most WORTH times as long, in the geometric mean over the shapes. trials: the fastest first."""
     modelled = next((trial for trial in trials if trial.config == shapes.modelled and trial.ms), None)
     within = modelled is not None and modelled.score <= WORTH ** len(modelled.ms) * trials[0].score
     return None if within else trials[0].config
 
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Compile a kernel into the compile cache. Return its registers per thread, "-" if they are unknown, or "fails: "
+    """Compile a kernel into the compile cache. Return the registers per thread, "-" if they are unknown, or "fails: "
     and the last line of the error."""
     from dsa.runtime.compile_cache import cubin
     from dsa.runtime.sass import disassemble
@@ -140,8 +139,8 @@ def _worse(outcome: str) -> tuple[bool, int, str]:
 
 
 def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
-    """Check every compiled configuration on every case, then time the correct ones in turns, so that clocks and heat
-    affect all configurations in the same way. registers: {configuration: the text of `_compile`}."""
+    """Check every compiled configuration on every case. Then time the correct ones in turns, so that clocks and heat
+    affect all in the same way. registers: {configuration: the text of `_compile`}."""
     failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
     # Per case, the results that passed its check. A result that equals one of them skips the check, which runs the
     # reference and takes much longer.
@@ -170,7 +169,7 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
 
 def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
     """Return a function that runs `call` with this configuration. Before and after the call, it clears the op's caches
-    of chosen configurations, because they ignore the trial."""
+    of chosen configurations, which ignore the trial."""
     from dsa.cute import tuning
 
     caches = [x for x in vars(importlib.import_module(op_module(op))).values() if hasattr(x, "cache_clear")]

@@ -54,8 +54,8 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
         return torch.arange(keys, device=ends.device) < ends[rows, None]
 
     def agree(theirs: Any, ours: torch.Tensor) -> None:
-        """Compare some rows, and in these rows only the pairs in range, because cuDNN's rows see one key more than
-        ours, and DeepGEMM 2.8.1 does not write scores out of range."""
+        """Compare only the pairs in range of some rows. cuDNN's rows see one key more than ours, and DeepGEMM 2.8.1
+        does not write scores out of range."""
         rows = some(queries)
         theirs = first(theirs).reshape(queries, keys)[rows]
         close(theirs[seen(rows)], ours[rows][seen(rows)])

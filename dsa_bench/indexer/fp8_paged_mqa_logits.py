@@ -54,7 +54,7 @@ _FP32 = "dsa, float32 accumulators"
 
 def paged_inputs(lengths: torch.Tensor, next_n: int, heads: int) -> tuple[Any, ...]:
     """Return (q, cache, weights, lengths, block table) on the GPU. lengths: the sequences' numbers of keys, int32 [B]
-    on the CPU. next_n: queries per sequence. The pages of a sequence are random."""
+    on the CPU. next_n: queries per sequence."""
     batch, used = len(lengths), -(-lengths // PAGE)
     pages, width = int(used.sum()), int(used.max())
     cache = torch.cat((e4m3(pages, PAGE * DIM).view(torch.uint8), scales(pages, PAGE).view(torch.uint8)), 1)
@@ -110,7 +110,6 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
     keys = sum(int(lengths.sum()) for *_, lengths, _, _ in inputs) / len(inputs)
 
     def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-        """Compare, in some rows, the scores of the keys that the row sees."""
         *_, lengths, _, columns = inputs[0]
         rows = some(len(ours))
         visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]
@@ -133,8 +132,8 @@ def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
 
-    # The kernel's product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns: the pair
-    # with the smallest next_n, which the dict gets last, so that it replaces the others.
+    # The kernel's product has heads * next_n columns. Tune one pair (heads, next_n) per number of columns: the one with
+    # the smallest next_n, which comes last and replaces the others.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
         dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),

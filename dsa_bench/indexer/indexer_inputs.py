@@ -27,7 +27,7 @@ def _queries(tokens: int) -> dict[str, Call]:
 
 def _keys(tokens: int) -> dict[str, Call]:
     k, gain, bias, (cos, sin) = bf16(tokens, DIM), f32(DIM), f32(DIM), angles(tokens, ROTATED)
-    # The two calls write to separate caches, because the contents of the caches are compared.
+    # Separate caches, because their contents are compared.
     cache, apart = (empty_bytes(2 * tokens // PAGE, DIM + 4) for _ in range(2))
     slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
 

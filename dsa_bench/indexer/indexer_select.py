@@ -34,7 +34,7 @@ TWO_OPS = "dsa, two ops"
 
 def _scales(keys: int, kind: str) -> torch.Tensor:
     """Return the scales of the keys, fp32 [keys]. With "ascending", scores grow from key to key (see `case`). With
-    "plateau", most scales are zero, so most scores are zero, and our kernel's lists of candidates overflow."""
+    "plateau", most scores are zero, and our kernel's lists of candidates overflow."""
     if kind == "ascending":
         return torch.arange(1, keys + 1, device="cuda").float()
     scale = scales(keys)

@@ -37,8 +37,7 @@ PROBED = [(64, 8192, "normal", 2048), (1024, 8192, "normal", 512)]
 
 
 def _index_scores(rows: int, cols: int) -> torch.Tensor:
-    """Return index scores [rows, cols] with V3.2's sizes (64 heads of 128 channels, in FP8). Adjacent keys resemble
-    each other, as in text."""
+    """Return index scores [rows, cols] with V3.2's sizes. Adjacent keys resemble each other, as in text."""
     step, decay = f32(cols, 128), torch.arange(64, device="cuda")
     keys = torch.nn.functional.conv1d(step.T[:, None], (0.95**decay).flip(0)[None, None], padding=63)[:, 0, :cols].T
     queries = keys[torch.randint(cols, (rows,), device="cuda"), None] + 2 * f32(rows, 64, 128)

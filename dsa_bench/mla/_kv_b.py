@@ -11,8 +11,8 @@ _LAYERS = 8
 
 
 def layers(heads: int, rows: int, part: slice) -> tuple[list[Scaled], list[torch.Tensor]]:
-    """Return ([(e4m3 matrix [heads * rows, LATENT], its scales) per layer], [bf16 tensor per layer]). The bf16 tensors
-    are parts of the same matrices, dequantised: [heads, rows of `part`, LATENT]. part: slice of each head's rows."""
+    """Return ([(e4m3 matrix [heads * rows, LATENT], scales) per layer], [bf16 tensor [heads, rows of `part`, LATENT]
+    per layer]). The tensors are parts of the dequantised matrices. part: slice of each head's rows."""
     weights = [dsa.per_block_cast_to_fp8(f32(heads * rows, LATENT) * LATENT**-0.5) for _ in range(_LAYERS)]
     values = [dsa.dequantize_per_block(*w, torch.bfloat16).unflatten(0, (heads, rows))[:, part] for w in weights]
     return weights, values

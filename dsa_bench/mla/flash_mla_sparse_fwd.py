@@ -14,11 +14,10 @@ from dsa_bench.harness.case import Case, agree_attention, bf16, bf16_gemm, flop_
 from dsa_bench.peers import flash_mla
 
 # {layer: (apart, moved)} of an earlier shipped model. apart: fraction of a token's selected keys that at least one of
-# NEIGHBOURS adjacent tokens does not select. moved: fraction of these keys that the next token does not select. These
-# fractions determine how many different keys the selections of adjacent tokens have together: with 4 tokens 1.38 times
-# as many as one selection in layer 0 and 2.17 times in layer 1, with 8 tokens 1.57 and 3.10 times
-# (docs/explanation/kernels.md). In the current shipped model the four figures are, in the same order, 1.46, 2.11, 1.90
-# and 3.11.
+# NEIGHBOURS adjacent tokens does not select. moved: fraction of these keys that the next token does not select. 4
+# adjacent tokens together select 1.38 times as many different keys as one token (layer 1: 2.17 times). 8 tokens select
+# 1.57 times as many (layer 1: 3.10 times; docs/explanation/kernels.md). In the current shipped model these four figures
+# are, in this order, 1.46, 2.11, 1.90 and 3.11.
 OVERLAPS = {"layer 0": (0.22, 0.75), "layer 1": (0.525, 0.86)}
 NEIGHBOURS = 64
 # keys, d, heads, selected keys; queries (default QUERIES), overlap (a key of OVERLAPS; default: random selections)

@@ -28,8 +28,7 @@ def _inputs(batch: int, keys: int, heads: int, queries: int) -> tuple[torch.Tens
 
 
 def case(batch: int, keys: int, heads: int, queries: int) -> Case:
-    # Every call of a graph has another cache and another plan. The first call with a plan fills the plan; it runs
-    # before the graph's capture.
+    # Every call of a graph has another cache and another plan. The first call with a plan fills it, before the capture.
     cache = batch * keys * D * 2
     inputs = fresh(cache, partial(_inputs, batch, keys, heads, queries), least=1, most=32, total=150e6)
     size = cache + batch * queries * heads * (D + D_V) * 2

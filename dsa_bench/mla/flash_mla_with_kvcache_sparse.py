@@ -39,8 +39,8 @@ def _cache(rows: int) -> torch.Tensor:
 def _inputs(
     kv: torch.Tensor, first: int, batch: int, heads: int, queries: int, selected: int, keys: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return (q, kv, indices int32 [batch, queries, selected]) of `batch` sequences. Sequence i selects from part first
-    + i of the cache kv; a part has `keys` keys. The indices are slots of the cache."""
+    """Return (q, kv, indices int32 [batch, queries, selected]). Sequence i selects from slots (first + i) * keys to
+    (first + i + 1) * keys - 1."""
     chosen = torch.rand(batch, queries, keys, device="cuda").topk(selected, dim=2).indices
     indices = (chosen + (first + torch.arange(batch, device="cuda"))[:, None, None] * keys).int()
     return bf16(batch, queries, heads, D) / 10, kv, indices

@@ -80,8 +80,8 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return int32 [queries, TOP_K]: different random keys below visible[t] for query t, and -1 at the end if it sees
-    fewer than TOP_K keys. keys: the largest number of keys that a query sees."""
+    """Return int32 [queries, TOP_K]: different random keys below visible[t] for query t, then -1. keys: the largest of
+    `visible`."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")

@@ -32,8 +32,8 @@ YARDSTICKS = {FLASH, MERGED}
 
 
 def _flash(batch: int, queries: int, keys: int, heads: int, count: int = 1) -> dict[str, list[Call]]:
-    """Return {FLASH: `count` calls over different inputs}, or {} if this build of torch has no flash attention. As with
-    latents, k and v are one tensor with one head, expanded to all heads."""
+    """Return {FLASH: `count` calls over different inputs}, or {} if this build of torch has no flash attention. k and v
+    are one tensor with one head, as with latents."""
     calls = []
     for _ in range(count):
         q, kv = bf16(batch, queries, heads, FLASH_D) / 10, bf16(batch, keys, 1, FLASH_D) / 10

@@ -8,9 +8,8 @@ import dsa
 from dsa.reference.mla import window_indices as reference
 from dsa_bench.harness.case import Case, bytes_case
 
-# (what the lists contain, count). "indices": rows of packed keys; count is the number of queries in a prefill chunk of
-# 16 sequences. "pages" and "rings": slots in a paged cache or in ring buffers; count is the number of sequences in a
-# decode batch.
+# (what, count). "indices": rows of packed keys for `count` queries of a prefill chunk. "pages" and "rings": slots in a
+# paged cache or in ring buffers for `count` sequences of a decode batch.
 SHAPES = [("indices", 16384), ("indices", 4096), ("pages", 1024), ("pages", 64), ("rings", 64)]
 WINDOW, PAGE, MAX_PAGES, SEQUENCES = 128, 64, 512, 16
 

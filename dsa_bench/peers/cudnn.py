@@ -15,8 +15,7 @@ CUDNN = Library("cuDNN-FE", ("cudnn",))
 @peer(CUDNN)
 def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
     """Return calls that compute causal scores from inputs (q, kv, weights), with -inf for keys that a query does not
-    see. The queries are the last len(q) of len(kv[0]) tokens: query i sees the first len(kv[0]) - len(q) + i + 1
-    keys."""
+    see. Query i sees the first len(kv[0]) - len(q) + i + 1 keys."""
     tokens, heads, _ = q.shape
     return partial(
         module.DSA.indexer_forward_wrapper,
@@ -35,7 +34,7 @@ def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
 
 def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     """Return calls of two variants that select k indices per row from inputs (scores, lengths, k). One breaks ties
-    arbitrarily, the other, "deterministic", selects the lowest of tied indices."""
+    arbitrarily, the other selects the lowest of tied indices."""
     inputs = list(inputs)
     return Peers.of({CUDNN: partial(_topk, False)}, inputs) | Peers.of(
         {CUDNN: partial(_topk, True)}, inputs, "{} deterministic"

@@ -40,7 +40,7 @@ Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
-    """Return calls of both builds' `fp8_mqa_logits` (in 2.8.1 `fp8_fp4_mqa_logits`). starts must be 0, so that a
+    """Return calls of both builds' `fp8_mqa_logits` (in 2.8.1 `fp8_fp4_mqa_logits`). starts must be 0: then a
     compressed row equals a row of all keys. clean: the older build writes -inf for scores out of range; 2.8.1
     cannot."""
 
@@ -57,8 +57,8 @@ def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
 
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
-    """Return calls of both builds' `fp8_paged_mqa_logits` (in 2.8.1 `fp8_fp4_paged_mqa_logits`) with inputs (q, pages,
-    weights, lengths [B], block_table, columns), if they accept the number of queries. Plans are made outside the
+    """Return calls of both builds' `fp8_paged_mqa_logits` (in 2.8.1 `fp8_fp4_paged_mqa_logits`), if they accept the
+    number of queries. inputs: (q, pages, weights, lengths [B], block_table, columns). Plans are made outside the
     timing."""
     inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
@@ -97,8 +97,7 @@ def _plan(module: ModuleType, visible: torch.Tensor, page: int, tasks_of_two: bo
 
 
 def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
-    """Return calls of `fp8_gemm_nt` with each of the weights. Results are (out, None); None says that out has no
-    padding."""
+    """Return calls of `fp8_gemm_nt` with each of the weights. Results are (out, None): out has no padding."""
     return Peers.of(dict.fromkeys(builds, _product), [(a, b) for b in weights])
 
 
@@ -118,7 +117,6 @@ def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[L
 
 
 def sizes_of(ends: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows of each group, from the ends of the groups' rows."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
@@ -153,8 +151,7 @@ def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
-    """Return (values, scales) of `count` rows. Row i of `a` becomes row rows[i]. All other rows are 0, with scales
-    1."""
+    """Return (values, scales) of `count` rows. Row i of `a` becomes row rows[i]; all other rows are 0."""
     q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
     q[rows] = a[0].view(torch.uint8)
     s = torch.ones(count, a[1].shape[1], device=a[1].device)
@@ -163,13 +160,13 @@ def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
 
 
 def compile_products(shapes: Iterable[tuple], device: str = "cuda", builds: Sequence[Library] = BUILDS) -> None:
-    """Compile products of shapes (rows, columns, channels), or grouped products of shapes (rows before routing,
-    columns, channels, experts, top k), in parallel processes, because nvcc needs seconds for each.
+    """Compile products in parallel processes, because nvcc needs seconds for each. shapes: (rows, columns, channels),
+    or for grouped products (rows before routing, columns, channels, experts, top k).
 
     Each process allocates the weights of all groups, so the GPU's memory bounds the number of processes. Failures are
     ignored: they occur again in the benchmark, which reports them.
     """
-    # Sort by rows first, so that successive shapes have matrices of different sizes. Such shapes share no kernel, so
+    # Sort by rows first, so that successive shapes have matrices of different sizes. Such shapes share no kernel. So
     # two processes seldom compile the same kernel at the same time.
     shapes = sorted(set(shapes))
     if not shapes or not Peers.of(dict.fromkeys(builds, lambda module: None), [()]).calls:

@@ -53,7 +53,6 @@ def _both(make: Callable[..., Call], inputs: Iterable[Inputs], heads: int = 64) 
 
 
 def _padded(inputs: Sequence, dim: int) -> tuple:
-    """Pad the queries' heads to a multiple of 64."""
     q, *rest = inputs
     return torch.nn.functional.pad(q, (0, 0, 0, -q.shape[dim] % 64)), *rest
 

@@ -37,8 +37,7 @@ def project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> 
 
 
 def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
-    """Return (the tensors of the sums, the call that writes them). The number of splits is the one that vLLM uses for
-    V4."""
+    """Return (the tensors of the sums, the call that writes them). The number of splits is that of vLLM for V4."""
     tokens, channels = len(streams), matrix.shape[1]
     fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
@@ -52,7 +51,7 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
 @peer(TILE)
 def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
     """Return calls that compute (x, post, comb) from inputs (streams, mix, base, scale). The streams' squares are
-    summed outside the timing, because in vLLM the projection sums them."""
+    summed outside the timing, because vLLM's projection sums them."""
     squares = streams.float().square().sum((1, 2))
     return partial(into, *_collapse(module, streams, (mix[None], squares[None]), base, scale))
 
@@ -84,7 +83,7 @@ def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
 def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Call:
-    """Return calls of the projection and the collapse: (x, post, comb) from inputs (streams, matrix, base, scale)."""
+    """Return calls that compute (x, post, comb) from inputs (streams, matrix, base, scale)."""
     sums, project = _projection(deep_gemm.NEW.load(), streams, matrix)
     out, collapse = _collapse(module, streams, sums, base, scale)
     return partial(into, out, project, collapse)
@@ -92,8 +91,8 @@ def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Ca
 
 @peer(TILE, BOTH, needs=(deep_gemm.NEW,))
 def expand_and_project(module: ModuleType, y, streams, post, comb, matrix) -> Call:
-    """Return calls of the expansion and the projection of the new streams: (new streams, partial products [splits, T,
-    C]) from inputs (y, streams, post, comb, matrix)."""
+    """Return calls that compute (new streams, partial products [splits, T, C]) from inputs (y, streams, post, comb,
+    matrix)."""
     new, expand = _expansion(module, y, streams, post, comb)
     (products, _), project = _projection(deep_gemm.NEW.load(), new, matrix)
     return partial(into, (new, products), expand, project)

@@ -70,9 +70,13 @@ def pack(weight: torch.Tensor, scale: torch.Tensor) -> Packed:
 
 
 def _words(matrix: torch.Tensor) -> torch.Tensor:
-    """Reorder bytes [N, K / 2] to [K / 16, N / 64, column, row, warp, low, half]. Four bytes are a word, and each byte
-    has the codes of channels k and k + 8. The names are indices within a tile of 64 matrix rows and 16 channels: matrix
-    row n is 64 tile + 16 warp + 8 half + column, and channel k is 16 tile + 8 high + 2 row + low."""
+    """Reorder bytes [N, K / 2] to [K / 16, N / 64, column, row, warp, low, half]. Four bytes are a word. Each byte has
+    the codes of channels k and k + 8.
+
+    A tile has 64 matrix rows n and 16 channels k:
+        n = 64 tile + 16 warp + 8 half + column
+        k = 16 tile + 8 high + 2 row + low
+    """
     tiles = matrix.unflatten(0, (-1, 4, 2, 8)).unflatten(4, (-1, 2, 4))  # [tile, warp, half, column, tile, high, row]
     first, second = tiles.permute(5, 4, 0, 3, 6, 1, 2)  # high 0 and 1
     return torch.stack((first & 15 | second << 4, first >> 4 | second & 240), -2)
@@ -100,7 +104,7 @@ def experts_sum(
 
 
 def block_size(rows: int, count: int) -> int:
-    """Return the number of rows per block as vLLM chooses it, if `count` experts have `rows` rows in all."""
+    """Return the rows per block as vLLM chooses them, for `rows` rows of `count` experts in all."""
     return next((size for size in _BLOCKS if rows / count / size < _FULL), _BLOCKS[-1])
 
 
@@ -118,7 +122,7 @@ def _product(
     a: torch.Tensor, b: Packed, blocks: Blocks, weights: torch.Tensor, top_k: int, *, weighted: bool
 ) -> torch.Tensor:
     """Return the products, bf16 [top_k * rows of `a`, N]. Row r is row r / top_k of `a`, multiplied by the matrix of
-    the expert to which `blocks` assigns r. weighted: also multiplied by the router's weight."""
+    the expert in `blocks`. weighted: also multiplied by the weight of the router."""
     (rows, channels), columns = a.shape, b.scale.shape[2]
     out = torch.empty(rows * top_k, columns, dtype=a.dtype, device=a.device)
     unused = (None, None, None)  # scales of FP8 activations, a global scale, zero points

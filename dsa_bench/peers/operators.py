@@ -20,8 +20,8 @@ BUILDS = (VLLM, SGLANG)
 
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
-    """Return calls that compute (e4m3 values, fp32 scales) from inputs (x [rows, channels], whether scales are powers
-    of two). There is a scale per row and 128 channels."""
+    """Return calls that compute (e4m3 values, fp32 scales per row and 128 channels) from inputs (x [rows, channels],
+    use_ue8m0)."""
     makes = {
         VLLM: partial(_cast, "_C.per_token_group_fp8_quant", (False, False)),
         SGLANG: partial(_cast, "sgl_kernel.sgl_per_token_group_quant_8bit", ()),
@@ -38,7 +38,7 @@ def _cast(operator: str, flags: tuple, module: ModuleType, x: torch.Tensor, use_
 
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:
     """Return calls that compute (out, lse [tokens, heads]) from inputs (outs, lses) of two branches. vLLM needs LSEs
-    [heads, tokens], so they are transposed outside the timing."""
+    [heads, tokens]; they are transposed outside the timing."""
     return Peers.of({VLLM: _merge_vllm, SGLANG: _merge_sglang}, inputs)
 
 

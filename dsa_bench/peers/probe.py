@@ -26,13 +26,11 @@ LIBRARIES = (
 
 
 def probed() -> dict[str, list[tuple]]:
-    """Return {benchmark: its PROBED} of every benchmark that has PROBED."""
     modules = {op: cases.load(op) for op in cases.benchmarks()}
     return {op: module.PROBED for op, module in modules.items() if hasattr(module, "PROBED")}
 
 
 def missing() -> list[str]:
-    """Return the names of the libraries that are not installed or cannot be imported, with the reason."""
     found = Peers.of({library: lambda module: module for library in LIBRARIES}, [()])
     names = [library.name for library in LIBRARIES if library.name not in found.calls]
     return [f"{name}: {found.failed.get(name, 'not installed')}" for name in names]
@@ -40,7 +38,7 @@ def missing() -> list[str]:
 
 def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
     """Yield (op, shape, peer, "ok" or the failure) for every peer of every PROBED case of these ops, by default of all.
-    If our call or the inputs fail, yield one such tuple with "dsa" as the peer."""
+    If our call or the inputs fail, the peer is "dsa"."""
     shapes = probed()
     for op in ops or shapes:
         for shape in shapes[op]:
@@ -65,8 +63,8 @@ def _of(op: str, shape: tuple) -> Iterator[tuple[str, str, str, str]]:
 
 
 def main(ops: Sequence[str] = ()) -> int:
-    """Probe the peers of these ops (default: all) and print a line per peer and case. Return 1 if an installed library
-    cannot be imported, or a peer or our call fails, or a peer disagrees; otherwise 0."""
+    """Probe the peers of these ops (default: all) and print a line per peer and case. Return 1 if anything fails or
+    disagrees, otherwise 0."""
     if unknown := set(ops) - probed().keys():
         raise ValueError(f"ops: must be of {', '.join(probed())}, got {', '.join(sorted(unknown))}")
     wrong = 0

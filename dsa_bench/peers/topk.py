@@ -38,7 +38,7 @@ Make = Callable[[torch.Tensor], TopK]  # lengths -> a top-k of at most len(lengt
 
 def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     """Return calls that select indices from inputs (scores, lengths, k). Kernels that need contiguous scores get
-    copies, which are made outside the timing."""
+    copies, made outside the timing."""
     inputs, peers = list(inputs), Peers()
     scores, _, k = inputs[0]
     for name, (library, make) in those_for(len(scores), k).items():
@@ -48,7 +48,6 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
 
 
 def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
-    """Return {name: (library, a `Make`)} of all kernels that accept this number of rows and k."""
     found: dict[str, tuple[Selector, Make]] = {
         "vllm prefill": (VLLM, lambda lengths: partial(_prefill, torch.zeros_like(lengths))),
         "vllm decode": (VLLM, lambda lengths: _decode),
@@ -101,9 +100,8 @@ def _deepselect(module: ModuleType, sms: int, scores: torch.Tensor, lengths: tor
 
 
 def select_scored(q, kv, weights, starts, ends, k: int) -> Peers:
-    """Return calls, one peer per top-k, that compute the indices int32 [queries, k] of all queries, in any order. A
-    call computes DeepGEMM 2.8.1's scores of some queries at a time, at most SCORES bytes, and selects from them. starts
-    must be 0."""
+    """Return calls, one peer per top-k, that compute the indices int32 [queries, k] of all queries, in any order.
+    DeepGEMM 2.8.1 computes scores for some queries at a time, at most SCORES bytes. starts must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
     for name, (library, make) in those_for(min(len(q), _queries(kv)), k).items():
         of_both = f"{deep_gemm.NEW.name}, {name}"
@@ -123,9 +121,9 @@ def _in_parts(make: Make, module: ModuleType, q, kv, weights, starts, ends, k: i
 
 
 def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
-    """Return calls, one peer per top-k, that compute the indices int32 [B next_n, k], in any order, from inputs (q,
-    pages, weights, lengths [B], block_table, columns). DeepGEMM 2.8.1 computes the scores. Their plan is made outside
-    the timing."""
+    """Return calls, one peer per top-k, that compute the indices int32 [B next_n, k], in any order. inputs: (q, pages,
+    weights, lengths [B], block_table, columns). DeepGEMM 2.8.1 computes the scores. The plan is made outside the
+    timing."""
     inputs, name = list(inputs), deep_gemm.NEW.name
     next_n, found = inputs[0][0].shape[1], deep_gemm.paged_mqa_logits(inputs)
     peers = Peers(failed={key: why for key, why in found.failed.items() if key == name})
@@ -139,8 +137,8 @@ def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
 
 
 def _selecting(make: Make, k: int, scores: Sequence[Call], lengths: torch.Tensor, size: int) -> Call:
-    """Return a call that computes the scores of `size` rows at a time (`scores`: a call per part), selects from them,
-    and returns all indices as one tensor int32 [rows, k]."""
+    """Return a call that computes the scores of `size` rows at a time and selects from them. It returns all indices as
+    one tensor int32 [rows, k]. scores: a call per part."""
     out, select = torch.empty(len(lengths), k, dtype=torch.int32, device=lengths.device), make(lengths)
     parts = [*zip(scores, lengths.split(size), out.split(size))]
 

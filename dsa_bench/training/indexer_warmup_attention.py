@@ -63,7 +63,8 @@ class _Inputs:
         return forward, partial(flash_backward, out, self.q, self.k, v, out, lse, self.sequences, self.scale, True)
 
     def extra_memory(self) -> float:
-        """Return (the peak memory of our forward and backward pass, without the inputs) / (the inputs' memory)."""
+        """Return the peak memory of our forward and backward pass, without the inputs, in multiples of the inputs'
+        memory."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -89,8 +90,8 @@ def case(which: str, batch: int, *model: int) -> Case:
     def figure(ms: float) -> str:
         if which != "forward":
             return f"{ms * 1e3 / batch / SEQUENCE:.3f} us a token"
-        # Products: the scores of all heads twice (for the attention and for the loss), the heads' outputs, the
-        # indexer's scores I, and the products of the gradient dI with the index keys and with the index queries.
+        # FLOP per pair: all heads' scores twice (attention and loss) and their outputs; for the indexer, its scores and
+        # two products with their gradient.
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
         return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
 

@@ -41,6 +41,6 @@ def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
 
 
 def _agree(theirs: Any, ours: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    """Compare all three gradients. The peer's gradient of the keys has no dimension of key heads."""
+    """Compare all three gradients. The peer's dkv has no dimension of key heads."""
     dq, dkv, dsink = ours
     agree(theirs, (dq, dkv.squeeze(1), dsink))

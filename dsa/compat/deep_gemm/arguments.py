@@ -68,15 +68,14 @@ def _check_recipe(
 
 
 def refuse(**arguments: object) -> None:
-    """Raise ValueError for any argument that is not None: DeepGEMM accepts these arguments, but not on Hopper."""
+    """Raise ValueError for any argument that is not None. DeepGEMM accepts these arguments, but not on Hopper."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name}: must be None on Hopper, got {type(value).__name__}")
 
 
 def check_result(d: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that d can be written and is on the device of q, the caller's a[0]. The dtype and shape of d are already
-    checked."""
+    """Check that d can be written and is on the device of q."""
     check_same_device(("a[0]", q), d=d)
     check_writable("d", d)
     check_apart("d", d, **{"a[0]": q})

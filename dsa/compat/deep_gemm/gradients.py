@@ -135,7 +135,7 @@ def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[s
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors overlap. A range goes from the first to the last element."""
+    """Return whether the address ranges of two tensors overlap. A range goes from the first to the last element."""
     if x.is_meta or y.is_meta or not x.numel() or not y.numel():
         return False
     (begin, end), (first, last) = map(_range, (x, y))

@@ -39,12 +39,14 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     expected_m_for_psum_layout  with use_psum_layout, the expected rows per group, which affect the choice of the kernel
                                 but not the result. None: M rows in all groups together
 
-    The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding that follow a group
-    up to the next multiple of the alignment are multiplied by the group's weight, so a row of zeros gives zeros. The
-    results of all other rows of padding are undefined. If the reference runs, it raises an error for indices of E or
-    more and for indices that decrease; with use_psum_layout, for ends that are negative, decrease, or exceed M. A
-    kernel does not check these values: without use_psum_layout, it leaves rows with wrong indices unwritten, or
-    multiplies them by the weight of an earlier row. It never accesses memory outside its tensors.
+    The alignment is `get_mk_alignment_for_contiguous_layout()`, read at the call. Rows of padding between a group and
+    the next multiple of the alignment are multiplied by the group's weight. So a row of zeros gives zeros. The results
+    of all other rows of padding are undefined.
+
+    The reference raises an error for indices of E or more and for indices that decrease. With use_psum_layout it raises
+    an error for ends that are negative, decrease, or exceed M. A kernel does not check these values. Without
+    use_psum_layout, it leaves rows with wrong indices unwritten, or multiplies them by the weight of an earlier row. It
+    never accesses memory outside its tensors.
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
@@ -126,7 +128,6 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
 
 
 def _expected_rows(per_group: int | None, use_psum_layout: bool, groups: int, rows: int) -> int | None:
-    """Return the number of rows that all groups together are expected to have; None if per_group is None."""
     if per_group is None:
         return None
     if not use_psum_layout:
@@ -140,8 +141,8 @@ def _ends(m_indices: torch.Tensor, groups: int) -> torch.Tensor:
     in a row of padding.
 
     Rows of padding count as rows of the group before them; rows before the first group count as group 0. But the last
-    group ends at the first multiple of the alignment after its last row. After this row, a large buffer can consist
-    mostly of padding, which the kernel need not multiply.
+    group ends at the first multiple of the alignment after its last row. In a large buffer most of the later rows can
+    be padding, which the kernel need not multiply.
     """
     rows = torch.arange(1, len(m_indices) + 1, dtype=torch.int32, device=m_indices.device)
     used = torch.where(m_indices < 0, 0, rows).amax()
@@ -157,8 +158,8 @@ def _aligned(ends: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _check_groups(grouped_layout: torch.Tensor, most: int, ends: bool) -> None:
-    """Check the values of grouped_layout for the reference. Kernels are launched without this check, because it would
-    make the host wait for the GPU."""
+    """Check the values of grouped_layout for the reference. Before a kernel this check would make the host wait for the
+    GPU."""
     numbers = grouped_layout if ends else grouped_layout[grouped_layout >= 0]
     if numbers.numel() and (numbers.max() > most or numbers.min() < 0 or (numbers.diff() < 0).any()):
         what = "ends of groups" if ends else "the rows' groups, or -1,"

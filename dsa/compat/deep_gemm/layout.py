@@ -21,7 +21,7 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """Return the alignment: groups of the contiguous layout begin at a multiple of this number of rows."""
+    """Return the alignment that `set_mk_alignment_for_contiguous_layout` has set, by default 128."""
     return _alignment
 
 
@@ -33,8 +33,7 @@ def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = 
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """Return the least number of elements, at least x, whose bytes are a multiple of 16. An element has element_size
-    bytes."""
+    """Return the least number of elements, at least x, whose bytes are a multiple of 16."""
     check_int("x", x, 0)
     check_int("element_size", element_size, 1, 16)
     if 16 % element_size:

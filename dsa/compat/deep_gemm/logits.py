@@ -19,8 +19,8 @@ Queries = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def get_num_sms() -> int:
-    """Return the number of SMs of the current GPU, or 132 without a GPU, for `get_paged_mqa_logits_metadata`. The
-    number of SMs for which a plan is made does not affect the scores."""
+    """Return the number of SMs of the current GPU, or 132 without a GPU. The number for which a plan is made does not
+    affect the scores."""
     return backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -36,9 +36,9 @@ def fp8_fp4_mqa_logits(
     clean_logits: bool | None = None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """`dsa.fp8_mqa_logits` with compressed rows, by default not cleaned: the result is [S, max_seqlen_k], column j of
-    row t is the score of key cu_seq_len_k_start[t] + j, and values after the row's keys are unspecified. With
-    max_seqlen_k = 0, the result is [S, Skv] and by default cleaned, as in 2.8.0 and earlier builds.
+    """`dsa.fp8_mqa_logits` with compressed rows, by default not cleaned: the result is [S, max_seqlen_k]. Column j of
+    row t is the score of key cu_seq_len_k_start[t] + j. Values after the row's keys are unspecified. With max_seqlen_k
+    = 0, the result is [S, Skv] and by default cleaned, as in 2.8.0 and earlier builds.
 
     q              ([S, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
     schedule_meta  must be None: the op plans itself
@@ -94,8 +94,8 @@ def fp8_fp4_paged_mqa_logits(
     clean_logits: bool = False,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """`dsa.fp8_paged_mqa_logits`, by default not cleaned: the result is [B * next_n, max_context_len], and values after
-    a row's keys are then unspecified.
+    """`dsa.fp8_paged_mqa_logits`, by default not cleaned: the result is [B * next_n, max_context_len]. Values after a
+    row's keys are then unspecified.
 
     q        ([B, next_n, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
     indices  as for `get_paged_mqa_logits_metadata`; must be None if next_n > 1. They are checked and do not affect the

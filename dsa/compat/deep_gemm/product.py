@@ -39,8 +39,8 @@ def fp8_fp4_gemm_nt(
     c       must be None
     recipe  None or (1, 128, 128), which mean the same; or the pair recipe_a = (1, 128), recipe_b = (128, 128)
 
-    With recipe (1, 1, 128), or the pair (1, 128) and (1, 128), the scales of b are [N, ceil(K / 128)], d is fp32, and d
-    = c + a b^T: c is fp32 [M, N] and may be d itself; None: 0. PyTorch computes this product in fp32 (`gradients`).
+    With recipe (1, 1, 128), or the pair (1, 128) and (1, 128), d = c + a b^T. The scales of b are then [N, ceil(K /
+    128)], and d and c are fp32 [M, N]. c may be d itself; None: 0. PyTorch computes this product in fp32 (`gradients`).
     """
     (q, s), (w, ws) = operands(a, b)
     refuse(alpha=alpha, epilogue=epilogue)
@@ -71,11 +71,11 @@ def write(
     ends: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the product to d. The arguments are already checked. Without `ends`, w [N, K] multiplies all rows of q.
-    With `ends` [E], w is [E, N, K], and w[e] multiplies group e of the rows of q, which ends before row ends[e]."""
+    """Write the product to d. Without `ends`, w [N, K] multiplies all rows of q. With `ends` [E], w is [E, N, K]. Then
+    w[e] multiplies the rows of group e, whose last row is ends[e] - 1."""
     out = rows_at_16_bytes(d)
-    # If kernels cannot write to d directly (rows not at multiples of 16 bytes), they write to a contiguous copy. The
-    # copy contains the values of d, because kernels do not write rows that belong to no group.
+    # If the rows of d are not at multiples of 16 bytes, kernels write to a contiguous copy. The copy contains the
+    # values of d, because kernels do not write rows that belong to no group.
     written = d.clone(memory_format=torch.contiguous_format) if out is None else out
     with backends.on_device(d):
         if ends is None:
