@@ -88,8 +88,8 @@ class Fp8TopkGather(TopkGather):
     def init(self, pipeline: Fp8KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps fill a stage of keys. Twelve warps read it: the four warps of the score warpgroup that computes the
-        tile, and the eight warps of the output warpgroups. `consumers` warps read work tiles.
+        Four warps fill a stage of keys. Twelve warps read it: four of a score warpgroup, and eight of the output
+        warpgroups. `consumers` warps read work tiles.
         """
         pipeline.kv.init(consumers=12, producers=4)
         pipeline.work.init(consumers)
@@ -172,8 +172,8 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Load `q_rows` rows of Q, beginning with row (head) `first_row` of the query, into one stage. Each warp loads
-        a quarter of the rows."""
+        """Load `q_rows` rows (heads) of the query's Q, from `first_row` on, into one stage. Each warp loads a quarter
+        of them."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]

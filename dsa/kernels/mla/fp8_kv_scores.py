@@ -78,7 +78,6 @@ class Fp8KvScores(SwapAbAttention):
         self.table = ScaleTable(self.head_dim)
 
     def score_mmas(self) -> list[cute.TiledMma]:
-        """Return the tiled MMAs for keys in bf16 and in f16."""
         return [tiled_mma(dtype, "K K", (TILE_N, self.head_tile), a_in_registers=True) for dtype in (BFloat16, Float16)]
 
     @cute.jit
@@ -208,9 +207,8 @@ class Fp8KvScores(SwapAbAttention):
         The bf16 chunk comes first, then the groups of e4m3 channels that share a scale. power: the power of two by
         which Q was divided.
 
-        Return one word per key of the lane (two keys). For keys of 512 channels, the word has two bf16: the largest
-        magnitude in even channels and the largest magnitude in odd channels, among the key's bf16 values that this lane
-        has read. For keys of 576 channels the words are 0.
+        Return one word for each of the lane's two keys. With d = 512 it has two bf16: the largest magnitudes that the
+        lane has read in even and in odd channels of the key's bf16 chunk. With d = 576 it is 0.
         """
         (bf16, f16), (q, q_f16), k_rmem, acc, sums = operands
         pitch, lane = self.kv.pitch, opaque(thread.lane)
@@ -260,8 +258,8 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def add_group(self, acc, sums, keys, scales, power, group: cutlass.Constexpr, warp, lane):
-        """acc += `sums` * scale * `power`, where `sums` are the products of group `group`, and scale is the key's scale
-        of this group. With d = 576, `scales` already includes `power`."""
+        """acc += sums * scale * power, with the key's scale of group `group`. With d = 576, `scales` already includes
+        `power`."""
         for r in cutlass.range_constexpr(2):
             scale = Float32(1.0)
             if const_expr(self.kv.has_rope):

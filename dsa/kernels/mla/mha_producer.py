@@ -87,7 +87,6 @@ class WorkTileInfo(NamedTuple):
 
     @staticmethod
     def last() -> "WorkTileInfo":
-        """Return the end marker, published after the last work tile."""
         return WorkTileInfo(*(Int32(0) for _ in WorkTileInfo._fields))
 
 
@@ -114,7 +113,6 @@ class MhaPipelines:
 
     @staticmethod
     def of(storage, q_stages: int) -> "MhaPipelines":
-        """Return the pipelines whose barriers are in the kernel's shared memory."""
         return MhaPipelines(
             Pipeline.of(storage.q_barriers, q_stages),
             Pipeline.of(storage.k_barriers, STAGES),
@@ -341,8 +339,7 @@ class MhaScheduler:
 def span(bounds: cute.Tensor, sequence, rows: Int32):
     """Return (first row, number of rows) of a sequence.
 
-    A sequence with wrong bounds counts as empty, so that no work tile reads or writes outside the tensors. Bounds are
-    wrong if they are negative, decrease or exceed `rows`.
+    A sequence with wrong bounds counts as empty, so that no work tile reads or writes outside the tensors.
     """
     first, end = bounds[sequence], bounds[sequence + 1]
     if first < 0 or end < first or end > rows:

@@ -156,8 +156,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Prefetch a quarter of the head's W_UK into the L2 cache. first: index of the first row of this W_UK in
-        `weight`. The head's four CTAs prefetch different quarters; each warp prefetches an equal part."""
+        """Prefetch this CTA's quarter of the head's W_UK into the L2 cache, an equal part per warp. first: index of
+        W_UK's first row in `weight`."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()
@@ -165,8 +165,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def load(self, q_nope, head, octet, queries, warp, lane):
-        """Load the nope channels that multiply this lane's rows of weights, for the lane's token of the octet. Past the
-        last token, load the last token again.
+        """Load the nope channels that multiply this lane's rows of weights, of the lane's token. Past the last token,
+        load the last token again.
         """
         token = cutlass.min(octet * OCTET + lane // 4, q_nope.shape[0] - 1)
         load_words(q_nope[token, head, None], (warp * ROWS + lane % 4 * OWN_ROWS) // BF16_VECTOR, queries)

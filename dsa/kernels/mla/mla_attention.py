@@ -123,7 +123,6 @@ class MlaAttention:
         return OperandStorage
 
     def shared(self, storage) -> MlaShared:
-        """Return the MlaShared in the memory `storage`, a struct with the members pipeline, exchange and operands."""
         q_layout = self.q_layout()
         return MlaShared(
             self.kv.pipeline(storage.pipeline),

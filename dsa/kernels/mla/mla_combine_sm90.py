@@ -179,8 +179,8 @@ class SplitCombine:
 
     @cute.jit
     def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
-        """Load the lane's channels of up to `unroll` partial results into `values`: those of splits `start`, `start` +
-        groups and so on."""
+        """Load the lane's channels of splits `start`, `start` + groups and so on, at most `unroll` of them, into
+        `values`."""
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:
@@ -315,8 +315,8 @@ class SparseMlaCombineSm90(SplitCombine):
     ):
         number, _, row, column, warp, lane = self.coords(row_blocks)
         wait_for_prerequisite_grids()
-        # The query's splits are those of consecutive workers, from the worker with the query's first tile to the
-        # worker with the query's last tile. `first` is the first of these workers.
+        # The query's splits are those of consecutive workers, who have its tiles. `first` is the first of these
+        # workers.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
         query = scheduler.first_split() + number

@@ -121,8 +121,8 @@ class Epilogue:
 
     @cute.jit
     def staged(self, row, vector):
-        """Return the offset, in elements, of vector `vector` (8 elements) of a staged row. The staging memory has 16
-        rows of STAGED elements, swizzled against bank conflicts."""
+        """Return the offset in elements of vector `vector` (8 elements) of a staged row, swizzled against bank
+        conflicts."""
         return row * STAGED + (vector ^ (row // 2 % 4)) * 8
 
     @cute.jit
@@ -202,9 +202,9 @@ class CastEpilogue(Epilogue):
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
         """Divide `acc` by the scales of the groups of channels, and write the scales. A group is 128 channels of a row.
 
-        A quad has two rows, and the warpgroup has two groups of channels of each row. So the quad has four groups, and
-        each of the quad's four lanes computes the scale of one group. If every lane computed all four scales, registers
-        would spill, because a division takes many registers.
+        A quad has two rows, with two groups each in this warpgroup. Each of the quad's four lanes computes the scale of
+        one group. If every lane computed all four scales, registers would spill, because a division takes many
+        registers.
         """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]
@@ -231,8 +231,7 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def staged_bytes(self, row, vector):
-        """Return the offset, in bytes, of the 16-byte chunk `vector` of a staged row. The staging memory has 16 rows of
-        ROW_BYTES bytes, swizzled against bank conflicts."""
+        """Return the byte offset of the 16-byte chunk `vector` of a staged row, swizzled against bank conflicts."""
         return row * ROW_BYTES + (vector ^ (row // 2 % 4)) * 16
 
     @cute.jit

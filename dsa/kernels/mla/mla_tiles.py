@@ -120,8 +120,6 @@ class KvStages:
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, TILE_N, K_CHUNK), self.dtype, self.rope_stages)
 
     def storage(self) -> type:
-        """Return the struct of a KvPipeline in shared memory."""
-
         @cute.struct
         class PipelineStorage:
             v: pipeline_storage(self.v_stages, parts=K_PER_V)
@@ -146,10 +144,7 @@ class KvStages:
         return WorkTilePipeline.of(storage, WorkTileInfo)
 
     def tensor_storage(self) -> type:
-        """Return the struct of the stages in shared memory.
-
-        For keys of 512 channels, which have no rope part, `rope` is a placeholder of 8 elements.
-        """
+        """Return the struct of the stages. If keys have no rope part, `rope` is a placeholder."""
         rope_size = cute.cosize(self.rope_layout()) if self.has_rope else 8
 
         @cute.struct

@@ -311,7 +311,6 @@ def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:
 
 
 def fake_sink() -> tuple:
-    """Return fake arguments for sink [m] and has_sink."""
     return fake(Float32, (cute.sym_int(),), (1,), 4), Int32(0)
 
 

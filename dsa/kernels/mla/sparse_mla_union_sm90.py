@@ -45,8 +45,8 @@ def member_of(row, size: int):
 
 
 def head_of(row, size: int):
-    """Return the head to which row `row` of a CTA belongs, for groups of `size` queries. If the result is not below the
-    number of heads, the row is padding."""
+    """Return the head to which row `row` of a CTA belongs, for groups of `size` queries. Rows with a result past the
+    last head are padding."""
     return row % (TILE_M // size)
 
 
@@ -69,8 +69,8 @@ class GroupResults(Results):
 
 @dataclass(frozen=True)
 class GroupQTile(QTile):
-    """The rows of a group of `size` queries: the TILE_M / `size` rows of the first query, then those of the next query,
-    and so on. queries: number of queries of all groups. heads: number of heads of a query, at most TILE_M / `size`."""
+    """The rows of a group of `size` queries, TILE_M / size rows per query, one query after the other. queries: number
+    of queries of all groups. heads: number of heads of a query, at most TILE_M / size."""
 
     size: cutlass.Constexpr[int]
     queries: Int32

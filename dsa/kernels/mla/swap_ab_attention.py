@@ -121,7 +121,6 @@ class SwapAbAttention(SparseMlaKernel):
         self.columns, self.raised = head_tile // 4, RAISED if self.fp8_kv else 0.0  # columns (heads) per lane
 
     def key_of(self, row):
-        """Return the index, among eight adjacent keys, of the key that is row `row` of K and of S^T."""
         return spread_key(row) if self.fp8_kv else row
 
     def number(self, thread: Thread):
