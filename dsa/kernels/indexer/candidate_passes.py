@@ -95,8 +95,7 @@ def load_candidates(
 @cute.jit
 def from_warp(count: Int32, tid) -> Int32:
     """Return `count` minus the thread index of this warp's first thread. In round b, thread t has item b * threads + t.
-    So if the result is at most b * threads, all items of this warp from round b on are past the end of `count`
-    items."""
+    So if the result is at most b * threads, this warp has no items from round b on."""
     return count - tid // WARP * WARP
 
 

@@ -176,7 +176,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             counters: cute.struct.MemRange[Int32, self.stage_q]
             units: cute.struct.MemRange[Float32, self.stage_q]
             weights: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * self.weight_row * Q_STAGES], 16]
-            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -247,9 +246,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def work_tiles_of_cta(self, queries):
         """-> (number of this CTA's work tiles, (whole, piece, begin, end)). Each CTA first computes `whole` blocks of
-        queries. The remaining blocks are divided evenly among all CTAs: each block is divided into as many units as
-        there are CTAs, and this CTA computes the units [begin, end) of all remaining blocks. `piece` is the remaining
-        block that contains unit `begin`."""
+        queries. Each remaining block is divided into `ctas` units. This CTA computes the units [begin, end), counted
+        over the remaining blocks. `piece` is the remaining block that contains unit `begin`."""
         cta, ctas = static_persistent_scheduler()
         blocks = cute.ceil_div(queries, self.block_q)
         whole = cutlass.max(blocks // ctas - 1, 0)
@@ -322,8 +320,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def open_block(self, tile: WorkTileInfo, given: Pass, blocks: Blocks, stage: Int32, lane):
-        """Write to shared memory what the other warps need to know about a work tile: info, and per query the bound,
-        the key range and, if the CTA appends from the front, the current number of entries there."""
+        """Write a work tile to `blocks`: info, and per query the bound, the key range and the counter. If the CTA
+        appends from the front, the counter begins at the current number of entries there."""
         if lane < self.block_q:
             query = tile.block * self.block_q + lane
             # A query past the end gets the bound NaN, which no score reaches.
@@ -355,9 +353,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def prepare_part(
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
-        """Prepare a quarter of a block's columns: the quarter with index `part`, which belongs to this producer warp.
-        The block's queries must have arrived. With fp16 accumulation, scale the queries into fp16's range. With either
-        accumulation, pack the weights. Then arrive at the stage's barrier `ready`."""
+        """Prepare quarter `part` of a block's columns. The block's queries must have arrived. With fp16 accumulation,
+        scale the queries into fp16's range. With either accumulation, pack the weights. Then arrive at the stage's
+        barrier `ready`."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
         # Each lane has a pair of adjacent heads. If the quarter has fewer pairs than lanes, several lanes have the same
@@ -392,7 +390,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def wait_for_block(self, blocks: Blocks, pipelines: Pipelines, q_state) -> WorkTileInfo:
-        """Wait for the next block's queries. -> the block's WorkTileInfo"""
         pipelines.q.consumer_wait(q_state)
         return read_info(WorkTileInfo, blocks.info, q_state.stage)
 
@@ -495,7 +492,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             for j in cutlass.range_constexpr(cute.size(scoring.w) // 4):
                 for c, word in enumerate(load_16(at + j * 16)):
                     scoring.w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
-            # The address of the list counter of the lane's first query.
             counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
             base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
             entry_step = opaque(8 - 16 * tile.back)

@@ -131,7 +131,6 @@ def _magnitudes(word: Uint32) -> Uint32:
 
 @cute.jit
 def _add(a: Uint32, b: Uint32) -> Uint32:
-    """Return the elementwise sum of two pairs of fp16."""
     return cute.arch.inline_ptx("add.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 

@@ -507,8 +507,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Keep query i's unit in the lanes that store this query's scores: in even lanes if the query is the first of a
-        pair, in odd lanes if it is the second. In a pair without a second query, odd lanes do not use their unit."""
+        """Keep query i's unit in the lanes that store this query's scores: even lanes for the first query of a pair,
+        odd lanes for the second."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:
@@ -579,8 +579,7 @@ def compile_fp8_paged_mqa_logits(
 
 
 def bound_by_arithmetic(heads: int, next_n: int) -> bool:
-    """Whether fp16 accumulation is faster than fp32. With up to MEMORY_BOUND_COLUMNS columns it is not, because loading
-    the keys takes longer than the arithmetic even with fp32 accumulation."""
+    """Whether fp16 accumulation is faster than fp32. Otherwise loading the keys takes longer than the arithmetic."""
     return heads * next_n > MEMORY_BOUND_COLUMNS
 
 

@@ -216,7 +216,6 @@ class WriteIndexerKeysSm90(IndexerInputs):
 
 
 def _fake_angles(tokens, rotated: int) -> list[cute.Tensor]:
-    """Return fake tensors for cos and sin [tokens, R / 2]."""
     return [fake(Float32, (tokens, rotated // 2), (*strides(1, 4), 1)) for _ in range(2)]
 
 

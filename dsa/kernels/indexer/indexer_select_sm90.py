@@ -159,7 +159,6 @@ class SelectionList:
 
     @cute.jit
     def bounds(self, count: Int32, lane: Int32):
-        """-> (least order of the entries, largest order of the entries)"""
         least, largest = Int32(HIGHEST), Int32(LOWEST)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
             for i in cutlass.range_constexpr(AHEAD):
@@ -490,8 +489,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def store(self, found: SelectionList, count, query, first_key, indices, values, paging: Paging, options, lane):
         """Write a query's row of indices and, with VALUES, the query's row of scores. Indices are relative to the
-        query's first key. With PAGED they are cache slots instead, or -1 with a score of -inf for keys without a slot
-        (`Paging.slot`). If `count` is below k, the row of indices ends with -1, and the row of scores with -inf."""
+        query's first key. With PAGED they are cache slots instead. A key without a slot (`Paging.slot`) gets the index
+        -1 and the score -inf. So do the elements from `count` on."""
         known = Int32(0)
         if options & PAGED:
             sequence = paging.sequence(query, options)

@@ -105,7 +105,6 @@ class ScoreMainloop:
 
     @cute.jit
     def initialize(self, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom, pipelines: Pipelines, tid, warp):
-        """Prefetch the TMA descriptors, and initialise the barriers of queries and keys."""
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
@@ -186,7 +185,6 @@ class ScoreMainloop:
 
     @cute.jit
     def finish_tile(self, scoring: Scoring, ring: Pipeline, state):
-        """Wait for the tile's wgmma, release the stage of the tile's keys, and sum over the heads."""
         cute.nvgpu.warpgroup.wait_group(0)
         ring.consumer_release(state)
         self.add_heads(scoring)

@@ -23,7 +23,6 @@ class Paging(NamedTuple):
 
     @cute.jit
     def sequence(self, query, options):
-        """Return the query's sequence."""
         sequence = query
         if options & ROW_TO_SEQ:
             sequence = self.row_to_seq[query]
