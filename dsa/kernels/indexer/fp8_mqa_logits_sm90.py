@@ -126,7 +126,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(Q_STAGES)
-            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -207,7 +206,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def load(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, pipelines: Pipelines, lane):
-        """The mainloop of the producer warp."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         tks, tkg = tile_partition(k_atom, sk, mk, (TILE, self.dim))
         keys = mk.shape[0]
@@ -262,7 +260,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     def consume(
         self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, factors, pipelines: Pipelines, tid, warp, lane
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         keys = k_scale.shape[0]
         queries = out.shape[0]
@@ -316,7 +313,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def epilogue(self, scoring: Scoring, first_keys, key_counts, rows, key, quad):
-        """Store the scores of `key` and `key` + 8 for each of the lane's queries."""
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
                 value = self.score(scoring, i, half, quad)

@@ -438,7 +438,6 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
     def consume(
         self, out, mma, sq, sk, valid_pages, info, sweights, scales, powers, pipelines: Pipelines, tid, warp, lane
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         limits = cute.make_rmem_tensor((self.lane_q,), Int32)  # number of keys that each query row of the lane sees
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))

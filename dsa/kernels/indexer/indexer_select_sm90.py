@@ -269,7 +269,6 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(1)
             score_pipeline: pipeline_storage(score_stages)
-            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]

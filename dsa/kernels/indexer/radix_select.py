@@ -68,7 +68,6 @@ class SelectMemory:
 
 
 def vector_width(dtype: type[cutlass.Numeric]) -> int:
-    """Return how many numbers of `dtype` a 16-byte vector has."""
     return VECTOR_BYTES * 8 // dtype.width
 
 

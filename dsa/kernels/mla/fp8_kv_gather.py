@@ -104,7 +104,6 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
-        """Prefetch the rows of Q of `query`, the next query, into the L2 cache."""
         own = warp * WARP_KEYS + lane
         if lane < WARP_KEYS and own < self.head_tile and first_row + own < q.shape[2]:
             prefetch_to_l2(Int64(q[query, 0, first_row + own, None].iterator.toint()), Int32(2 * self.head_dim))

@@ -159,7 +159,6 @@ class MlaAttention:
         warp,
         lane,
     ):
-        """Run the score warpgroup over all work tiles of this CTA."""
         pipeline, exchange = shared.pipeline, shared.exchange
         thr = mmas.qk.get_slice(tid)
         rq = mmas.qk.make_fragment_A(thr.partition_A(shared.q))

@@ -143,7 +143,6 @@ class SwapAbAttention(SparseMlaKernel):
         scale,
         coord: Coord,
     ):
-        """Run a score warpgroup over its tiles of all work tiles of this CTA."""
         pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)

@@ -300,8 +300,8 @@ class IndexerKeyGradSm90:
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
         # Each lane gives ldmatrix the address of a row of matrix lane / 8. For w, the four matrices are 8 columns each.
-        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects one of the two tiles of 64 keys if a
-        # column block is one query, and otherwise one of two queries.
+        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects one of two queries. If a column block
+        # is one query, bit 4 selects one of the two tiles of 64 keys.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -318,8 +318,6 @@ class IndexerKeyGradSm90:
             for acc in flats:
                 acc.fill(0.0)
             key = key_block * self.keys + tile * TILE
-            # The first column block that sees the warpgroup's first tile of 64 keys, and the first one that also sees
-            # the second tile.
             seen_from, both_from = self.seen_from(span, key, end), self.seen_from(span, key + KEY_BLOCK, end)
             for at in cutlass.range(column_block, end, unroll=1):
                 columns.consumer_wait(state)
@@ -407,9 +405,9 @@ class IndexerKeyGradSm90:
 
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
-        """Add the partial sums to dk (the fixup). The CTAs (x, y) of this kernel handle the tail of CTA x of the first
-        kernel if that CTA's TAIL is 1; y selects 4 * FIXUP_THREADS of the tail's numbers. They add the partial sums of
-        CTA x, then those of the following CTAs up to the end of the key block, and then add the total to dk."""
+        """Add the partial sums to dk (the fixup). If CTA x of the first kernel has TAIL = 1, the CTAs (x, y) handle
+        that tail: y selects 4 * FIXUP_THREADS of the tail's numbers. They add the partial sums of CTA x, then those of
+        the following CTAs up to the end of the key block, and then add the total to dk."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid

@@ -253,7 +253,6 @@ class IndexerQueryGradSm90:
         warp,
         lane,
     ):
-        """Run a consumer warpgroup over its column blocks of every work tile of this CTA."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sk)))
         operands, words = zip(*(operand_a(thr, (COLUMN_BLOCK, KEY_BLOCK), BFloat16) for _ in range(self.blocks)))
@@ -322,8 +321,8 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def staged_offset(self, row, chunk):
-        """Return the byte offset of 16-byte chunk `chunk` of row `row`, counted from the start of the 16 rows that a
-        warp stages per block. The swizzle puts the same chunk of eight adjacent rows into different banks."""
+        """Return the byte offset of 16-byte chunk `chunk` of row `row` in the 16 rows that a warp stages per block. The
+        swizzle puts the same chunk of eight adjacent rows into different banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit

@@ -47,7 +47,6 @@ class QTile(NamedTuple):
 
     @staticmethod
     def unused() -> "QTile":
-        """Return a q tile without rows, whose sequence is -1."""
         return QTile(*[Int32(0)] * (Q_TILE_FIELDS - 1), Int32(-1))
 
     @cute.jit

@@ -234,8 +234,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
-        """Return `word` with the lower 16 bits set to 0 unless `low` > 0, and the upper 16 bits set to 0 unless
-        `high` > 0. low, high: the products q k that belong to the two halves."""
+        """Return `word` with each 16-bit half set to 0 unless the product q k of that half is positive. low, high:
+        these products."""
         keep = Uint32(0)
         if low > 0.0:
             keep = Uint32(0xFFFF)

@@ -106,7 +106,6 @@ class BackwardPipelines:
 
     @cute.jit
     def init(self):
-        """Initialize the barriers. Called by one thread."""
         self.work_tiles.init(THREADS // WARP)
         self.q.init(CONSUMER_WARPS)
         # Each producer thread arrives at each part of k when its copies are complete. At the first part of half 0 each

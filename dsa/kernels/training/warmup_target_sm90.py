@@ -242,7 +242,6 @@ class WarmupTargetSm90:
         warp,
         lane,
     ):
-        """Run a consumer warpgroup over all work tiles of this CTA."""
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         # Get the slice by the warpgroup's first thread instead of this thread, so that the compiler knows that the
         # operands' addresses are uniform in a warp.
@@ -338,7 +337,6 @@ class WarmupTargetSm90:
 
     @cute.jit
     def wait(self, queries: Pipeline, keys: Pipeline, q_state, k_state):
-        """Wait for a head's Q and K."""
         queries.consumer_wait(q_state)
         keys.consumer_wait(k_state)
 
