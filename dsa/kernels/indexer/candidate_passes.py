@@ -29,8 +29,8 @@ from dsa.kernels.indexer.score_mainloop import keys_of_block
 
 @cute.jit
 def frame_of(block, block_q, starts, ends, keys, lane):
-    """-> (index of the first group of keys that a block of `block_q` queries sees, number of the block's key tiles,
-    which is also the number of groups per part). The whole warp calls this."""
+    """-> (index of the first group of keys that a block of `block_q` queries sees, number of the block's key tiles).
+    The whole warp calls this."""
     low, high = keys_of_block(block, block_q, starts.shape[0], starts, ends, keys, lane)
     base = low >> LOG_GROUP
     groups = cutlass.max(((high + GROUP - 1) >> LOG_GROUP) - base, 0)

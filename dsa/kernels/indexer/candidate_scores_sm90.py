@@ -287,8 +287,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def load_queries(self, q_atom, mq, weights, given: Pass, sq, blocks: Blocks, pipelines: Pipelines, lane):
-        """The role of the query producer, producer warp QUERY_WARP. It computes the CTA's work tiles, loads their
-        queries, loads and stores the lengths of the queries' lists, and prepares a quarter of each block."""
+        """The role of the query producer, producer warp QUERY_WARP. It computes the CTA's work tiles and loads their
+        queries. It loads and stores the lengths of the queries' lists. It also prepares a quarter of each block."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         count, share = self.work_tiles_of_cta(given.starts.shape[0])
         if lane < Q_STAGES:
@@ -467,8 +467,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         q_state, k_state = start(), start()
         turn = warp // 4
 
-        # Per query of the lane: bound, first key, number of keys, and the address of the list's first entry or, if the
-        # CTA appends from the end, of the last entry.
+        # Per query of the lane: bound, first key, number of keys, and the address of the entry at the CTA's end of the
+        # list.
         own = [cute.make_rmem_tensor((self.lane_q,), dtype) for dtype in (Float32, Int32, Int32, Int64)]
         bounds, first_keys, counts, pointers = own
         tile = self.wait_for_block(blocks, pipelines, q_state)
@@ -550,9 +550,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
-        """Append a lane's scores of `key` and `key` + 8 to the query's list, each of them only if its element of
-        `taken` is 1 and the list has room. One atomic assigns the entries of both scores, because the atomic's latency
-        is most of the cost of an append."""
+        """Append to the query's list those of the lane's scores of `key` and `key` + 8 for which `taken` is 1. Entries
+        past the end of the list are dropped. One atomic assigns the entries of both scores, because the atomic's
+        latency is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",

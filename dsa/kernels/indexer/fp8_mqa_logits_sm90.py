@@ -189,8 +189,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
         Blocks of later queries come first: in a causal batch, they see the most keys, and long work tiles at the end
         would leave SMs idle. Consecutive work tiles are different blocks with the same chunk. If they were different
-        chunks of the same block, a CTA could get the same chunk of every block, for example with two chunks and an even
-        number of CTAs. In a causal batch the chunks differ in work, so some CTAs would get more work than others.
+        chunks of the same block, a CTA could get the same chunk of every block (two chunks, an even number of CTAs). In
+        a causal batch the chunks differ in work, so some CTAs would get more work than others.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -321,8 +321,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
         """Write the score of `key`, or -inf outside the query's range. With `compressed`, write nothing outside the
-        range. Write nothing if key_count is below 0 (a query without a row), or if key is NO_KEY or NO_KEY + 8 (before
-        the first tile)."""
+        range. Write nothing for a query without a row (key_count below 0), or before the first tile (key NO_KEY or
+        NO_KEY + 8)."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):

@@ -105,8 +105,7 @@ class SelectionList:
 
     For each score the list contains its order, an integer that sorts like the score. Keys are appended from the lowest
     to the highest, and stay sorted in a cut. So of several ties the first in the list has the lowest key, and a cut
-    keeps the first ones. After the last cut, which keeps no more than k, the list has exactly the k largest scores,
-    sorted by key, whatever the scores are.
+    keeps the first ones. After the last cut, which keeps exactly k, the list has the k largest scores, sorted by key.
 
     A cut finds the k-th largest order digit by digit. First it divides the range from the least to the largest order
     into up to 256 digits of equal width. Then it divides the digit that contains the k-th largest order in the same
@@ -168,8 +167,7 @@ class SelectionList:
 
     @cute.jit
     def count_digits(self, count: Int32, low: Int32, shift: Int32, digits: Int32, lane: Int32):
-        """Set counts[d] to the number of entries with orders in [low + (d << shift), low + ((d + 1) << shift)), for all
-        d < digits."""
+        """For all d < digits, set counts[d] to the number of entries whose digit, (order - low) >> shift, is d."""
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
@@ -217,8 +215,8 @@ class SelectionList:
         """Keep the entries with orders above `low`, and the first `equals` of the entries with order `low`. The kept
         entries stay sorted by key. -> number of entries kept.
 
-        The list is compacted in place. All lanes read a round of entries before any lane writes, and an entry never
-        moves to a higher index, so no entry is overwritten before it is read."""
+        The list is compacted in place. All lanes read a round of entries before any lane writes, and no entry moves to
+        a higher index. So every entry is read before it is overwritten."""
         kept, same = Int32(0), Int32(0)
         order, key = cute.make_rmem_tensor((AHEAD,), Int32), cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):

@@ -233,8 +233,8 @@ class PagedLoad(KvStages):
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, k_chunks * self.boxes)
 
     def load_atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """Return the TMA atom that loads a box, and the cache [pages, P, h_k, 576] as a tensor [P, 576, h_k, pages] of
-        TMA coordinates."""
+        """Return the TMA atom that loads a box, and the cache as a tensor [P, 576, h_k, pages] of TMA coordinates.
+        cache: [pages, P, h_k, 576]."""
         keys = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
         load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
         if const_expr(self.cluster > 1):

@@ -125,7 +125,7 @@ class Fp8KvScores(SwapAbAttention):
         stage number `ring` of the ring.
 
         Each chunk is stored in the order in which lanes read the keys' channels. The chunks that multiply e4m3 channels
-        are divided by a power of two, so that their largest magnitude is about 2^14, and converted to f16. Return that
+        are divided by a power of two and converted to f16. Their largest magnitude is then about 2^14. Return that
         power of two.
 
         A warp copies eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix for
@@ -193,8 +193,8 @@ class Fp8KvScores(SwapAbAttention):
         """Return a lane's 8 words of a chunk of a head's Q.
 
         A head has four lanes. The v-th words of these lanes form 16-byte vector v of the head's row in the wgmma
-        operand. With t = lane % 4, a lane's words are channels 16 t to 16 t + 15 of a chunk that multiplies e4m3 keys,
-        or channels 8 t to 8 t + 7 of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
+        operand. With t = lane % 4, a lane's words are channels 16 t to 16 t + 15 of a chunk. In the bf16 chunk they are
+        channels 8 t to 8 t + 7 of each half. For a chunk past the last one the words are garbage.
         """
         of_bf16 = chunk == self.fp8_chunks
         start = source + 2 * K_CHUNK * chunk + (lane & 3) * (Int32(16) if of_bf16 else Int32(32))

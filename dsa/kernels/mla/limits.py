@@ -46,8 +46,8 @@ SELECTION_KEYS, SELECTION_WORDS = 128, 4
 GROUP_SIZES = {8: 8, 16: 4}
 MEMBER_SHIFT = 24  # entry of a group's list: bits 0 to 23 are a key, bit 24 + m says whether query m selected the key
 # A group is computed together only if union <= MOST_UNION[0] / MOST_UNION[1] * total. `total` is the number of keys
-# that the group's queries selected; `union` counts keys that several queries selected once. The fraction is below 1
-# because a tile of a group takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
+# that the group's queries selected; `union` counts a key once, also if several queries selected it. The fraction is
+# below 1 because a tile of a group takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
 MOST_UNION = (7, 10)
 
 # The products with kv_b in FP8

@@ -130,7 +130,8 @@ def store_rows(
         for pair in cutlass.range_constexpr(OUT_COLUMNS // 16):
             columns = [first // 2 + 8 * pair + 2 * i for i in range(4)]
             words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], dtype) for i in columns]
-            # Lanes 0 to 15 address the 16 rows of 16-byte chunk 2 `pair`, lanes 16 to 31 those of chunk 2 `pair` + 1.
+            # Lanes 0 to 15 address the 16 rows of 16-byte chunk 2 `pair`. Lanes 16 to 31 address those of chunk 2
+            # `pair` + 1.
             store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(0, OUT_ROWS * OUT_COLUMNS // 8, 32):

@@ -198,8 +198,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def store(self, slices, q, head, column, token, lane):
-        """For tokens `token` and `token` + 1, add up the sums of all slices, in the order of the slices, and store the
-        totals in q as bf16. A lane has four latent channels of each token."""
+        """For tokens `token` and `token` + 1, add up the slices' sums in order, and store the totals in q as bf16. A
+        lane has four latent channels of each token."""
         total = cute.make_rmem_tensor((8,), Float32)
         in_order(slices, total)
         out = cute.make_rmem_tensor((4,), BFloat16)

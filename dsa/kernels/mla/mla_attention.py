@@ -73,8 +73,7 @@ Q_RMEM_CHUNKS = 5  # k chunks of Q in registers: the first ones in the order of 
 
 
 class TiledMmas(NamedTuple):
-    """The tiled MMAs. `qk` is for S = Q K^T with Q in shared memory, `qk_rmem` for S = Q K^T with Q in registers, and
-    `pv` for O += P V."""
+    """The tiled MMAs: `qk` and `qk_rmem` for S = Q K^T with Q in shared memory and in registers, `pv` for O += P V."""
 
     qk: cute.TiledMma
     qk_rmem: cute.TiledMma

@@ -76,8 +76,8 @@ class SplitCombine:
 
     @cute.jit
     def coords(self, row_blocks):
-        """Return (index of the sequence or query among those that the launch combines, KV head, the warp's row, the
-        CTA's first channel, warp, lane).
+        """Return (number, KV head, the warp's row, the CTA's first channel, warp, lane). The CTA combines the launch's
+        sequence or query number `number`.
         """
         tid, _, _ = cute.arch.thread_idx()
         block, kv_head, _ = cute.arch.block_idx()

@@ -236,8 +236,8 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def rotate_back(self, acc, results: CastResults, token, lane):
-        """Rotate the last ROTATED_BACK channels of O, in pairs of adjacent channels, by the negative angle of `token`,
-        to which all rows belong. Called by output warpgroup 1, which has these channels."""
+        """Rotate the last ROTATED_BACK channels of O by the negative angle of `token`, to which all rows belong.
+        Adjacent channels are a pair. Called by output warpgroup 1, which has these channels."""
         rotated = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * ROTATED), cute.make_layout(2 * ROTATED))
         for i in cutlass.range_constexpr(ROTATED // 2):
             pair = 4 * i + lane % 4

@@ -150,8 +150,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     q, kv and the arguments from sink to workers are as in `SparseMlaKernel` with max_logits. No query is split, so
     out_partial and lse_partial are not written. The kernel of `compile_selection_union` writes the other arguments: the
     first queued[0] entries of `groups` are the groups to compute, and group i has lengths[i] entries in lists[i]. If O
-    of a group has a NaN or infinity, the kernel appends the group's queries to `queries`, increases queued[1] by their
-    number, and sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
+    of a group has a NaN or infinity, the kernel appends the group's queries to `queries` and increases queued[1] by
+    their number. It sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
     """
 
     all_heads = True
@@ -246,8 +246,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         warp,
         lane,
     ):
-        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries, whose
-        kernel then overwrites their results."""
+        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries. Its
+        kernel overwrites their results."""
         # `zero` becomes NaN if any of the lane's values of O is NaN or infinite. A warp with such a lane replaces the
         # length of the group's list by -1 and gets the old value. Only the first such warp gets the length and not -1,
         # so only this warp queues the group's queries.

@@ -66,8 +66,8 @@ def spread_key(row):
 
 
 class ValueOperands(NamedTuple):
-    """Tiled MMA of O^T += V^T P^T, V^T (`v`) and P^T (`p`) as wgmma operands, accumulators of O^T (`accs`), and a
-    one-dimensional view of all accumulators (`flat`)."""
+    """For O^T += V^T P^T: tiled MMA, V^T (`v`) and P^T (`p`) as wgmma operands, accumulators of O^T (`accs`). flat: a
+    one-dimensional view of all accumulators."""
 
     mma: cute.TiledMma
     v: cute.Tensor
@@ -346,8 +346,8 @@ class SwapAbAttention(SparseMlaKernel):
         if thread.side == 0:
             exchange.end.producer_wait(end_state)
             if tid < self.head_tile:
-                # Start with the warps that scored the work tile's first tile, so that the order of the additions does
-                # not depend on earlier work tiles.
+                # Start with the warps that scored the work tile's first tile. So the order of the additions does not
+                # depend on earlier work tiles.
                 rotation = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
                 row_sum = exchange.by_warp[tid, rotation]
                 for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):

@@ -359,8 +359,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, active_at):
-        """Add the products of a stage's columns to the sums of the warpgroup's first tile of 64 keys (blocks = 1) or of
-        both tiles (blocks = 2)."""
+        """Add the products of a stage's columns to the sums of the warpgroup's first `blocks` (1 or 2) tiles of 64
+        keys."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = active_at + stage * self.active_bytes
         # The eight row addresses of an ldmatrix matrix are equal. So for w, lane l gets pair l % 4 of the 8 numbers at
@@ -406,8 +406,8 @@ class IndexerKeyGradSm90:
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
         """Add the partial sums to dk (the fixup). If CTA x of the first kernel has TAIL = 1, the CTAs (x, y) handle
-        that tail: y selects 4 * FIXUP_THREADS of the tail's numbers. They add the partial sums of CTA x, then those of
-        the following CTAs up to the end of the key block, and then add the total to dk."""
+        that tail: y selects 4 * FIXUP_THREADS of the tail's numbers. They add up the partial sums of CTA x and of the
+        following CTAs, up to the end of the key block. They add the total to dk."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid

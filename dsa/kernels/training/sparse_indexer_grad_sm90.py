@@ -294,8 +294,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def epilogue(self, inputs: Inputs, dq, dw, q_rmem, sums, query, warp, lane):
-        """Compute a query's dq = w g sums and dw = g (q . sums), where `sums` is G / g. A lane has the elements of
-        `sums` and of q for the same heads and channels, so dw needs a reduction over the four lanes of a quad only."""
+        """Compute a query's dq = w g sums and dw = g (q . sums), where `sums` is G / g. A lane has `sums` and q of the
+        same heads and channels, so dw only needs a reduction over a quad."""
         halves = cute.make_tensor(q_rmem.iterator, cute.make_layout((2, 2, 2, self.channels // 16)))
         scale = inputs.g[query]
         for r in cutlass.range_constexpr(2):

@@ -243,8 +243,8 @@ class WarmupTargetSm90:
         lane,
     ):
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
-        # Get the slice by the warpgroup's first thread instead of this thread, so that the compiler knows that the
-        # operands' addresses are uniform in a warp.
+        # Get the slice by the warpgroup's first thread instead of this thread. So the compiler knows that operand
+        # addresses are uniform in a warp.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
@@ -311,8 +311,8 @@ class WarmupTargetSm90:
     @cute.jit
     def load_tile(self, scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane):
         """Load the epilogue's inputs. -> ((pointer for dI, index of the q tile, index of the key tile), scores [2
-        adjacent keys, 16 groups of 8 keys, 2 rows], lse_I of the lane's two rows, g of the two rows, number of the
-        tile's keys that each of the two rows sees)."""
+        adjacent keys, 16 groups of 8 keys, 2 rows], lse_I of the lane's two rows, g of the two rows, numbers of the
+        tile's keys that the two rows see)."""
         key_tile = index - key_tiles[number]
         of_tile = scores[number, key_tile, None, None]
         pairs = cute.make_rmem_tensor((2, K_TILE // 8, 2), Float32)
