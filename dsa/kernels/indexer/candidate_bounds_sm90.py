@@ -153,7 +153,6 @@ class CandidateBoundsSm90:
                             store_entry(entries, query, place, number_of(orders[i]), own_keys[i])
                             place += 1
         if tid == 0:
-            # A list that overflowed gets the bound NaN, so that nothing more is appended to it.
             bounds[query] = Float32(NAN) if overflow > 0 else number_of(low)
             counts[query, 0] = Int32(CAPACITY + 1) if overflow > 0 else total
             counts[query, 1] = Int32(0)

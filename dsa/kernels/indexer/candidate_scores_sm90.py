@@ -455,7 +455,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def keep_scores(
         self, k_scale, entries, given: Pass, mma, sq, sk, blocks: Blocks, pipelines: Pipelines, tid, warp, lane
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         quad = lane % 4
         place = (warp % 4) * 16 + lane // 4  # index of the lane's first key in a key tile

@@ -189,8 +189,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
         Blocks of later queries come first: in a causal batch, they see the most keys, and long work tiles at the end
         would leave SMs idle. Consecutive work tiles are different blocks with the same chunk. If they were different
-        chunks of the same block, a CTA could get the same chunk of every block (two chunks, an even number of CTAs). In
-        a causal batch the chunks differ in work, so some CTAs would get more work than others.
+        chunks of the same block, a CTA could get the same chunk of every block (for example with two chunks and an even
+        number of CTAs). In a causal batch the chunks differ in work, so some CTAs would get more work than others.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks

@@ -59,7 +59,6 @@ class IndexerInputs:
 
     @cute.jit
     def load(self, row: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """Load this lane's channels of a row, converted to fp32."""
         raw = cute.make_rmem_tensor((CHANNELS,), row.element_type)
         cute.autovec_copy(cute.local_tile(row, (CHANNELS,), (lane,)), raw)
         v = cute.make_rmem_tensor((CHANNELS,), Float32)

@@ -207,7 +207,6 @@ class SelectionList:
             if above < rank and rank <= above + mine[i]:
                 digit, higher, inside = lane * own + i, above, mine[i]
             above += mine[i]
-        # One lane has found the digit; the other lanes have -1.
         return tuple(cute.arch.warp_redux_sync(x, "max") for x in (digit, higher, inside))
 
     @cute.jit
@@ -369,7 +368,6 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         warp,
         lane,
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         keys, queries = k_scale.shape[0], indices.shape[0]
         quad = lane % 4

@@ -124,7 +124,6 @@ def next_above(x: Float32) -> Float32:
 
 @cute.jit
 def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
-    """Load the i-th 16 bytes of a list in shared memory, converted to fp32."""
     width = vector_width(numbers.element_type)
     raw = cute.make_rmem_tensor((width,), numbers.element_type)
     cute.autovec_copy(cute.local_tile(numbers, (width,), (i,)), raw)

@@ -248,7 +248,6 @@ class TopkIndicesSm90:
                     stage_before = last if state.stage == 0 else state.stage - 1
                     self.load_tile(row, first, past_last, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
-                    # Fill the list, cut it, and continue with the rest of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
                     these = lowest_bits(mask, fits)
                     self.append(tile, place, column, these, count + before, candidates)

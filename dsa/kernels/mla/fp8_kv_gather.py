@@ -64,7 +64,6 @@ class Fp8TopkGather(TopkGather):
         self.q_stages = head_tile // self.q_rows
         self.q_pitch = 2 * head_dim + 16  # in bytes; padded, so that rows that a warp reads together differ in banks
         self.row_bytes, self.pitch = (V32_BYTES, V32_BYTES) if self.has_rope else (V4_ROW, V4_ROW + 16)
-        # Offset of the scales, after the keys of a stage.
         self.scales = TILE_N * self.pitch
         self.stage_bytes = self.scales + (0 if self.has_rope else TILE_N * 8)
 

@@ -227,7 +227,6 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def consume(self, storage, out, lse, selection, scale, shared: list, tid, warp, lane):
-        """Run a consumer warpgroup, which computes its 64 rows of every work tile of this CTA."""
         (sq, sk, sv), score_mma, value_mma = shared, self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
         v_by_channel = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
@@ -571,7 +570,6 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
     )
 
 
-# Keyed by (d, dv).
 CONFIGS = {
     (64, 64): MhaConfig(64, 64, keys=128, warpgroups=3, q_stages=2, q_rmem=False),
     (128, 128): MhaConfig(128, 128, keys=128, warpgroups=2, q_stages=2, q_rmem=False),

@@ -173,7 +173,6 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def rotate(self, q_pe, cos, sin, q, head, column, warp, lane):
-        """Rotate the rope channels of every fourth token, which this CTA handles, and write them to q."""
         for token in cutlass.range(column + COLUMNS * warp, q.shape[0], COLUMNS * self.slices, unroll=1):
             pair = cute.make_rmem_tensor((2,), BFloat16)
             cute.autovec_copy(cute.local_tile(q_pe[token, head, None], (2,), (lane,)), pair)

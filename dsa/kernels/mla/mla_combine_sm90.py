@@ -191,8 +191,6 @@ class SplitCombine:
 
 
 class MlaCombineSm90(SplitCombine):
-    """Combine split sequences of dense decoding."""
-
     @cute.jit
     def coord(self, out, batch_idx, row, kv_head, kv_heads):
         heads = out.shape[2] // kv_heads
@@ -266,8 +264,6 @@ class MlaCombineSm90(SplitCombine):
 
 
 class SparseMlaCombineSm90(SplitCombine):
-    """Combine split queries of sparse attention."""
-
     @cute.jit
     def coord(self, out, batch_idx, row, kv_head, kv_heads):
         return batch_idx // out.shape[1], batch_idx % out.shape[1], row

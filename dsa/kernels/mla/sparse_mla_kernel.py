@@ -84,7 +84,6 @@ class SparseMlaKernel:
     ):
         self.kv, self.exchange_memory = kv, exchange_memory
         self.head_tile, self.score_warpgroups, self.registers = head_tile, score_warpgroups, registers
-        # The first warp of the output role and of the load role.
         self.output_warp = 4 * score_warpgroups
         self.load_warp = self.output_warp + 8
 

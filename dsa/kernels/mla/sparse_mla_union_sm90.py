@@ -78,7 +78,6 @@ class GroupQTile(QTile):
 
     @cute.jit
     def coord(self, group, row):
-        """Return (query, 0, head) of a row in the results."""
         return group * self.size + member_of(row, self.size), Int32(0), head_of(row, self.size)
 
     @cute.jit

@@ -159,7 +159,6 @@ class QueueScheduler:
 
     @cute.jit
     def at(self, place: Int32) -> SchedulerState:
-        """Return the state whose next work tile is the item at position `place` of the queue."""
         is_valid, item = place < self.count, Int32(0)
         if is_valid:
             item = self.items[place]
@@ -170,7 +169,6 @@ class QueueScheduler:
         return self.at(self.worker)
 
     def locate(self, state: SchedulerState):
-        """Return (item, 0): work tiles begin at the item's first tile."""
         return state.query, Int32(0)
 
     @cute.jit

@@ -272,7 +272,6 @@ class TopkGather(KvStages):
 
     @cute.jit
     def write_selected(self, pipeline: KvPipeline, selected: Uint32, warp, lane, state: KvState):
-        """Write the result of `selected` to this warp's word of the valid mask."""
         with cute.arch.elect_one():
             pipeline.valid_mask[warp, state.rope.stage] = selected
 

@@ -141,7 +141,7 @@ class WindowSlotsSm90:
 
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
-        """Return the cache slot of the window's key number `column`; -1 if there is no such key or the key has no
+        """Return the cache slot of the window's key number `column`, or -1 for a missing key or a key without a
         page."""
         # For columns past the last key, use the last key's position again, or 0 if the window has no keys. So the load
         # of the page number below needs no branch.

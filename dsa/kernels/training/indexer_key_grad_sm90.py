@@ -231,7 +231,6 @@ class IndexerKeyGradSm90:
         own,
         lane,
     ):
-        """Run the producer warp: load q, w, dI and bits of every work tile of this CTA."""
         state, landed_phase = start(), Int32(0)
         next_tile = self.scheduler.first(q_tiles, own, lane)
         while next_tile.is_valid:
@@ -264,7 +263,6 @@ class IndexerKeyGradSm90:
                         bulk_load(target, source, tiles * (2 * BIT_BYTES), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
                 if valid < COLUMN_BLOCK:
-                    # The columns from `valid` on belong to another sequence.
                     q_block = Int32(q_start.toint()) + state.stage * self.q_bytes
                     landed_phase = columns.zero_rows(landed_phase, q_block, valid, COLUMN_BLOCK, self.dim * 2, lane)
                     for column in cutlass.range(valid + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
@@ -292,7 +290,6 @@ class IndexerKeyGradSm90:
         warp,
         lane,
     ):
-        """Run a consumer warpgroup over its 128 keys of every key block in the CTA's range."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sq)))
         operands, words = zip(*(operand_a(thr, (KEY_BLOCK, COLUMN_BLOCK), BFloat16) for _ in range(2)))

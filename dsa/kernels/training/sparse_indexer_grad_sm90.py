@@ -210,7 +210,6 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """Run the producer warpgroup: gather q, keys and d_scores of every query of this CTA."""
         keys_start, queries_start = Int32(shared.keys.iterator.toint()), Int32(shared.queries.iterator.toint())
         scores_start = Int32(shared.d_scores.iterator.toint())
         rows = own_rows(warp, lane)
@@ -258,7 +257,6 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """Run the query warpgroup: compute dq and dw of every query of this CTA."""
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))

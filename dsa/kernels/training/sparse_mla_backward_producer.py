@@ -168,7 +168,6 @@ class TileScheduler:
 
     @cute.jit
     def coordinates(self, number):
-        """-> (query, first head) of a work tile."""
         query, head_tile = divmod(number, self.head_tiles)
         return query, head_tile * HEADS
 

@@ -115,7 +115,6 @@ class SparseMlaBackwardSm90:
         return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
-        """Return a shared-memory layout [64, columns, count], with rows of `columns` elements."""
         return smem_layout(64, columns, self.dtype, count)
 
     def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
@@ -244,7 +243,6 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """Run consumer warpgroup `side` over all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = (
@@ -479,10 +477,9 @@ class SparseMlaBackwardSm90:
                     number = Int64(tile_index) * TILE + (pair + 8 * r + i)
                 else:
                     row = shared.key_rows[pair + 8 * r + i, stage]
-                    # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
-                # Of each 32 numbers of a row, a lane adds to the first 16 in its own quad's row. It adds to the last 16
-                # in the other quad's row.
+                # Of each 32 numbers of a row, a lane adds to the first 16 in the row of the lane's quad, and to the
+                # last 16 in the other quad's row.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):

@@ -199,7 +199,6 @@ class WarmupTargetSm90:
         keys: Pipeline,
         lane,
     ):
-        """Run the producer warp: load Q and K of every work tile of this CTA."""
         scheduler = static_persistent_scheduler()
         size = Q_TILE * self.chunk * self.dtype.width // 8
         q_state, k_state, number = start(), start(), Int32(0)
@@ -456,7 +455,6 @@ def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
 
 @cute.jit
 def load_pair(address):
-    """Load two adjacent fp32 numbers from global memory."""
     return cute.arch.inline_ptx(
         "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Float32, Float32],
