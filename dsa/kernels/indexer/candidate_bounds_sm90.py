@@ -131,8 +131,7 @@ class CandidateBoundsSm90:
             if const_expr(self.sample):
                 if rank <= self.threads:
                     found = self.bound_of_maxima(orders, low, rank, memory, tid)
-            # Search all scores: always for a list; for a sample if the rank exceeds the number of threads, or if the
-            # sample has too few maxima because the query sees little of it.
+            # A list has no maxima, and the maxima of a sample do not always suffice. Then search all scores.
             if found == low:
                 found = memory.find(orders, count, low, rank, rank >> 4, 0, tid, self.threads).low
             low = found
@@ -154,7 +153,6 @@ class CandidateBoundsSm90:
                             store_entry(entries, query, place, number_of(orders[i]), own_keys[i])
                             place += 1
         if tid == 0:
-            # A list that overflowed gets the bound NaN, so that nothing more is appended to it.
             bounds[query] = Float32(NAN) if overflow > 0 else number_of(low)
             counts[query, 0] = Int32(CAPACITY + 1) if overflow > 0 else total
             counts[query, 1] = Int32(0)
@@ -181,17 +179,14 @@ class CandidateBoundsSm90:
         """-> an order that is at most the rank-th largest of the sample, and close to it; `low` if there are fewer
         maxima than `rank`.
 
-        The search runs over maxima, because these are a sixth as many numbers as the scores. A thread has VECTOR
-        maxima: maximum j is the largest of the j-th scores of all the thread's vectors. The search does not count the
-        other j-th scores. The j-th scores belong to different tiles, so of the largest few percent of all scores, only
-        few are not counted."""
+        Maximum j of a thread is the largest of the j-th scores of all the thread's vectors. These scores belong to
+        different tiles, so few of the largest scores are not maxima."""
         maxima = cute.make_rmem_tensor((VECTOR,), Int32)
         for j in cutlass.range_constexpr(VECTOR):
             maxima[j] = orders[j]
             for i in cutlass.range_constexpr(VECTOR + j, self.own, VECTOR):
                 maxima[j] = cutlass.max(maxima[j], orders[i])
-        # `above` is the least of the threads' largest maxima. Every thread has a maximum of at least `above`. So if the
-        # rank is at most the number of threads, the rank-th largest maximum is at least `above`, too.
+        # `above` is the number x in the docstring of this file: every thread has a maximum of at least `above`.
         largest = cutlass.max(cutlass.max(maxima[0], maxima[1]), cutlass.max(maxima[2], maxima[3]))
         least = cute.arch.warp_redux_sync(largest, "min")
         if tid % WARP == 0:
@@ -218,10 +213,10 @@ class CandidateBoundsSm90:
         kept: cute.Tensor,
         tid,
     ):
-        """Store in the list the scores whose orders are not below `low`. There are `total` such scores, and the list
-        gets the first CAPACITY of them. This thread's scores go to entry `place` and the following entries. The threads
-        have different numbers of these scores. So they first write the orders, and the scores' indices in the sample,
-        to `kept` (shared memory). Then each thread computes the keys of equally many scores."""
+        """Store in the list the scores whose orders are not below `low`: `total` scores, or the first CAPACITY of them.
+        This thread's scores go to entry `place` and the following entries. The threads have different numbers of these
+        scores. So they first write orders and indices in the sample to `kept` (shared memory). Then each thread
+        computes the keys of equally many scores."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
@@ -239,8 +234,7 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def first_of_vector(self, tid, vector: cutlass.Constexpr) -> Int32:
-        """Return the index of the first score in this thread's vector number `vector`, counted from the start of the
-        sample."""
+        """Return the index, in the sample, of the first score in this thread's vector number `vector`."""
         return (tid + vector * self.threads) * VECTOR
 
 

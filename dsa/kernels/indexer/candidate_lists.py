@@ -41,11 +41,10 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return, for each pass but the last, the rank (1: the largest) that the next pass's bound has among the scores so
     far.
 
-    Among the scores up to a pass, the k-th largest score of all keys has the expected rank e = k / stride (the pass's
-    stride), with a standard deviation of sqrt(e). The rank of the bound for the last pass is e plus 8 deviations plus
-    2, but at most the rank with which the list is expected to get (k + CAPACITY) / 2 candidates, halfway from k to a
-    full list. The rank of an earlier bound is e plus 7 deviations plus 2, but at most the rank with which the next pass
-    is expected to fill 0.6 of the list.
+    Let e = k / stride. This is the expected rank of the k-th largest score of all keys among the scores so far. The
+    standard deviation is sqrt(e). The rank is e + 8 sqrt(e) + 2 for the last pass, and e + 7 sqrt(e) + 2 for an earlier
+    pass. A limit keeps lists from overflowing: the last pass is expected to list at most (k + CAPACITY) / 2 candidates,
+    an earlier pass at most 0.6 CAPACITY.
     """
     ranks = []
     for stride, following in itertools.pairwise(strides):
@@ -59,7 +58,7 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def choose_ctas(queries: int, block_q: int, sms: int) -> int:
-    """Return the number of CTAs of a pass on `sms` SMs. At most two CTAs process a block of `block_q` queries, because
-    a list has two ends and each CTA appends at one of them."""
+    """Return the number of CTAs of a pass on `sms` SMs. At most two CTAs process a block of `block_q` queries: each
+    appends at one end of a list."""
     blocks = -(-queries // block_q)
     return 2 * blocks if 2 * blocks <= sms else min(blocks, sms)

@@ -29,8 +29,8 @@ from dsa.kernels.indexer.score_mainloop import keys_of_block
 
 @cute.jit
 def frame_of(block, block_q, starts, ends, keys, lane):
-    """-> (index of the first group of keys that a block of `block_q` queries sees, number of the block's key tiles,
-    which is also the number of groups per part). The whole warp calls this."""
+    """-> (index of the first group of keys that a block of `block_q` queries sees, number of the block's key tiles).
+    The whole warp calls this."""
     low, high = keys_of_block(block, block_q, starts.shape[0], starts, ends, keys, lane)
     base = low >> LOG_GROUP
     groups = cutlass.max(((high + GROUP - 1) >> LOG_GROUP) - base, 0)
@@ -95,8 +95,7 @@ def load_candidates(
 @cute.jit
 def from_warp(count: Int32, tid) -> Int32:
     """Return `count` minus the thread index of this warp's first thread. In round b, thread t has item b * threads + t.
-    So if the result is at most b * threads, all items of this warp from round b on are past the end of `count`
-    items."""
+    So if the result is at most b * threads, this warp has no items from round b on."""
     return count - tid // WARP * WARP
 
 

@@ -176,7 +176,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             counters: cute.struct.MemRange[Int32, self.stage_q]
             units: cute.struct.MemRange[Float32, self.stage_q]
             weights: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * self.weight_row * Q_STAGES], 16]
-            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -247,9 +246,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def work_tiles_of_cta(self, queries):
         """-> (number of this CTA's work tiles, (whole, piece, begin, end)). Each CTA first computes `whole` blocks of
-        queries. The remaining blocks are divided evenly among all CTAs: each block is divided into as many units as
-        there are CTAs, and this CTA computes the units [begin, end) of all remaining blocks. `piece` is the remaining
-        block that contains unit `begin`."""
+        queries. Each remaining block is divided into `ctas` units. This CTA computes the units [begin, end), counted
+        over the remaining blocks. `piece` is the remaining block that contains unit `begin`."""
         cta, ctas = static_persistent_scheduler()
         blocks = cute.ceil_div(queries, self.block_q)
         whole = cutlass.max(blocks // ctas - 1, 0)
@@ -289,8 +287,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def load_queries(self, q_atom, mq, weights, given: Pass, sq, blocks: Blocks, pipelines: Pipelines, lane):
-        """The role of the query producer, producer warp QUERY_WARP. It computes the CTA's work tiles, loads their
-        queries, loads and stores the lengths of the queries' lists, and prepares a quarter of each block."""
+        """The role of the query producer, producer warp QUERY_WARP. It computes the CTA's work tiles and loads their
+        queries. It loads and stores the lengths of the queries' lists. It also prepares a quarter of each block."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         count, share = self.work_tiles_of_cta(given.starts.shape[0])
         if lane < Q_STAGES:
@@ -322,8 +320,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def open_block(self, tile: WorkTileInfo, given: Pass, blocks: Blocks, stage: Int32, lane):
-        """Write to shared memory what the other warps need to know about a work tile: info, and per query the bound,
-        the key range and, if the CTA appends from the front, the current number of entries there."""
+        """Write a work tile to `blocks`: info, and per query the bound, the key range and the counter. If the CTA
+        appends from the front, the counter begins at the current number of entries there."""
         if lane < self.block_q:
             query = tile.block * self.block_q + lane
             # A query past the end gets the bound NaN, which no score reaches.
@@ -355,9 +353,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def prepare_part(
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
-        """Prepare a quarter of a block's columns: the quarter with index `part`, which belongs to this producer warp.
-        The block's queries must have arrived. With fp16 accumulation, scale the queries into fp16's range. With either
-        accumulation, pack the weights. Then arrive at the stage's barrier `ready`."""
+        """Prepare quarter `part` of a block's columns. The block's queries must have arrived. With fp16 accumulation,
+        scale the queries into fp16's range. With either accumulation, pack the weights. Then arrive at the stage's
+        barrier `ready`."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
         # Each lane has a pair of adjacent heads. If the quarter has fewer pairs than lanes, several lanes have the same
@@ -392,7 +390,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def wait_for_block(self, blocks: Blocks, pipelines: Pipelines, q_state) -> WorkTileInfo:
-        """Wait for the next block's queries. -> the block's WorkTileInfo"""
         pipelines.q.consumer_wait(q_state)
         return read_info(WorkTileInfo, blocks.info, q_state.stage)
 
@@ -458,7 +455,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
     def keep_scores(
         self, k_scale, entries, given: Pass, mma, sq, sk, blocks: Blocks, pipelines: Pipelines, tid, warp, lane
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         quad = lane % 4
         place = (warp % 4) * 16 + lane // 4  # index of the lane's first key in a key tile
@@ -470,8 +466,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         q_state, k_state = start(), start()
         turn = warp // 4
 
-        # Per query of the lane: bound, first key, number of keys, and the address of the list's first entry or, if the
-        # CTA appends from the end, of the last entry.
+        # Per query of the lane: bound, first key, number of keys, and the address of the entry at the CTA's end of the
+        # list.
         own = [cute.make_rmem_tensor((self.lane_q,), dtype) for dtype in (Float32, Int32, Int32, Int64)]
         bounds, first_keys, counts, pointers = own
         tile = self.wait_for_block(blocks, pipelines, q_state)
@@ -495,7 +491,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             for j in cutlass.range_constexpr(cute.size(scoring.w) // 4):
                 for c, word in enumerate(load_16(at + j * 16)):
                     scoring.w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
-            # The address of the list counter of the lane's first query.
             counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
             base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
             entry_step = opaque(8 - 16 * tile.back)
@@ -554,9 +549,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
-        """Append a lane's scores of `key` and `key` + 8 to the query's list, each of them only if its element of
-        `taken` is 1 and the list has room. One atomic assigns the entries of both scores, because the atomic's latency
-        is most of the cost of an append."""
+        """Append to the query's list those of the lane's scores of `key` and `key` + 8 for which `taken` is 1. Entries
+        past the end of the list are dropped. One atomic assigns the entries of both scores, because the atomic's
+        latency is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",

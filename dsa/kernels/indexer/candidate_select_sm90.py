@@ -165,7 +165,6 @@ class CandidateSelectSm90:
         if not unknown:
             orders, own_keys = cute.make_rmem_tensor((OWN,), Int32), cute.make_rmem_tensor((OWN,), Int32)
             load_candidates(entries, query, front, count, first_key, orders, own_keys, tid, THREADS)
-            # Selected (`is_selected`): orders above `floor`, and orders equal to `floor` with keys up to `last`.
             floor, last = Int32(LOWEST), Int32(-1)
             if count > k:
                 least = order_of(bounds[query])

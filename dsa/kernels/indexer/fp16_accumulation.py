@@ -23,8 +23,8 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-# Threads that scale a block's query rows. dim / VECTOR lanes share a row. The number of rows is a multiple of 32, so
-# either all lanes of a warp have rows in a step or none, and all lanes take part in every shuffle.
+# Threads that scale a block's query rows. dim / VECTOR lanes share a row. The number of rows is a multiple of 32. So in
+# a step either all lanes of a warp have rows or none. The shuffles need this.
 THREADS = 256
 VECTOR = 16  # e4m3 numbers of a query row per lane
 # |q'|_1 * 448 stays below 65504, the largest fp16 number. The margin of 1.5% covers the rounding of q' to e4m3, of
@@ -120,7 +120,7 @@ def _add_relu(x: Uint32, weights: Uint32, sums: Uint32) -> Uint32:
 
 @cute.jit
 def _magnitudes(word: Uint32) -> Uint32:
-    """Return |a| + |c| and |b| + |d| of the four e4m3 numbers a, b, c, d in a word, as a pair of fp16."""
+    """Return (|a| + |c|, |b| + |d|) as a pair of fp16. a, b, c, d: the four e4m3 numbers in `word`."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 x, l; "
         "cvt.rn.f16x2.e4m3x2 y, h; abs.f16x2 x, x; abs.f16x2 y, y; add.rn.f16x2 {$w0}, x, y; }}",
@@ -131,7 +131,6 @@ def _magnitudes(word: Uint32) -> Uint32:
 
 @cute.jit
 def _add(a: Uint32, b: Uint32) -> Uint32:
-    """Return the elementwise sum of two pairs of fp16."""
     return cute.arch.inline_ptx("add.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 

@@ -126,7 +126,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(Q_STAGES)
-            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -190,8 +189,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
         Blocks of later queries come first: in a causal batch, they see the most keys, and long work tiles at the end
         would leave SMs idle. Consecutive work tiles are different blocks with the same chunk. If they were different
-        chunks of the same block, a CTA could get the same chunk of every block, for example with two chunks and an even
-        number of CTAs. In a causal batch the chunks differ in work, so some CTAs would get more work than others.
+        chunks of the same block, a CTA could get the same chunk of every block (for example with two chunks and an even
+        number of CTAs). In a causal batch the chunks differ in work, so some CTAs would get more work than others.
         """
         blocks = cute.ceil_div(out.shape[0], self.block_q)
         block = blocks - 1 - index % blocks
@@ -207,7 +206,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def load(self, q_atom, mq, k_atom, mk, starts, ends, out, chunk, sq, sk, pipelines: Pipelines, lane):
-        """The mainloop of the producer warp."""
         tqs, tqg = tile_partition(q_atom, sq, mq, (self.n, self.dim))
         tks, tkg = tile_partition(k_atom, sk, mk, (TILE, self.dim))
         keys = mk.shape[0]
@@ -262,7 +260,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     def consume(
         self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, factors, pipelines: Pipelines, tid, warp, lane
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         keys = k_scale.shape[0]
         queries = out.shape[0]
@@ -316,7 +313,6 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def epilogue(self, scoring: Scoring, first_keys, key_counts, rows, key, quad):
-        """Store the scores of `key` and `key` + 8 for each of the lane's queries."""
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
                 value = self.score(scoring, i, half, quad)
@@ -325,8 +321,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
         """Write the score of `key`, or -inf outside the query's range. With `compressed`, write nothing outside the
-        range. Write nothing if key_count is below 0 (a query without a row), or if key is NO_KEY or NO_KEY + 8 (before
-        the first tile)."""
+        range. Write nothing for a query without a row (key_count below 0), or before the first tile (key NO_KEY or
+        NO_KEY + 8)."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):

@@ -241,8 +241,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
     @cute.jit
     def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
         """Return the number of keys that row `row` of a sequence sees, at most `capacity`. With one length per
-        sequence, the length is the number of keys that the last row sees, and each earlier row sees one key fewer than
-        the next row."""
+        sequence, this is the number of keys that the last row sees. Each earlier row sees one key fewer than the next
+        row."""
         columns = lengths.shape[1]
         # Clip to 0 before the subtraction, which would overflow for the lowest int32.
         length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
@@ -438,15 +438,14 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
     def consume(
         self, out, mma, sq, sk, valid_pages, info, sweights, scales, powers, pipelines: Pipelines, tid, warp, lane
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         limits = cute.make_rmem_tensor((self.lane_q,), Int32)  # number of keys that each query row of the lane sees
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
         sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
         quad = lane % 4
-        # Per tile, a lane stores one key's score to each of the lane's rows of the output. The quad reduction
-        # transposes: lanes 2 and 3 of a quad get the upper 8 of the warp's 16 keys, and odd lanes get the second query
-        # of a pair. If a pair has only one query, odd lanes get a copy of that query's score and do not store it.
+        # Per tile, a lane stores one key's score to each of the lane's rows of the output. In the quad reduction, lanes
+        # 2 and 3 of a quad get the upper 8 of the warp's 16 keys. Odd lanes get the second query of a pair. If a pair
+        # has only one query, odd lanes get a copy of that query's score and do not store it.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         own_page = key_in_tile // self.page
@@ -507,8 +506,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def keep_unit(self, scoring: Scoring, i: cutlass.Constexpr, unit, quad):
-        """Keep query i's unit in the lanes that store this query's scores: in even lanes if the query is the first of a
-        pair, in odd lanes if it is the second. In a pair without a second query, odd lanes do not use their unit."""
+        """Keep query i's unit in the lanes that store this query's scores: even lanes for the first query of a pair,
+        odd lanes for the second."""
         if const_expr(i % 2 == 0):
             scoring.unit[i // 2] = unit
         elif quad % 2 == 1:
@@ -516,8 +515,8 @@ class Fp8PagedMqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def epilogue(self, scoring: Scoring, scale, masked_key, limits, rows, key, quad):
-        """Add up the quad's sums over heads, so that each lane has the score of one key for every row of the lane. Then
-        scale, mask and store the scores.
+        """Add up the quad's sums over heads: each lane gets the score of one key for every row of the lane. Scale, mask
+        and store the scores.
 
         key         NO_KEY before the first tile, when there is nothing to store
         masked_key  `key`, or NO_KEY if the key's page is not in the cache
@@ -579,8 +578,7 @@ def compile_fp8_paged_mqa_logits(
 
 
 def bound_by_arithmetic(heads: int, next_n: int) -> bool:
-    """Whether fp16 accumulation is faster than fp32. With up to MEMORY_BOUND_COLUMNS columns it is not, because loading
-    the keys takes longer than the arithmetic even with fp32 accumulation."""
+    """Whether fp16 accumulation is faster than fp32. Otherwise loading the keys takes longer than the arithmetic."""
     return heads * next_n > MEMORY_BOUND_COLUMNS
 
 

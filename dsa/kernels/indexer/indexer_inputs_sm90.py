@@ -59,7 +59,6 @@ class IndexerInputs:
 
     @cute.jit
     def load(self, row: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """Load this lane's channels of a row, converted to fp32."""
         raw = cute.make_rmem_tensor((CHANNELS,), row.element_type)
         cute.autovec_copy(cute.local_tile(row, (CHANNELS,), (lane,)), raw)
         v = cute.make_rmem_tensor((CHANNELS,), Float32)
@@ -216,7 +215,6 @@ class WriteIndexerKeysSm90(IndexerInputs):
 
 
 def _fake_angles(tokens, rotated: int) -> list[cute.Tensor]:
-    """Return fake tensors for cos and sin [tokens, R / 2]."""
     return [fake(Float32, (tokens, rotated // 2), (*strides(1, 4), 1)) for _ in range(2)]
 
 

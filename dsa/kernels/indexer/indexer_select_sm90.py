@@ -105,8 +105,7 @@ class SelectionList:
 
     For each score the list contains its order, an integer that sorts like the score. Keys are appended from the lowest
     to the highest, and stay sorted in a cut. So of several ties the first in the list has the lowest key, and a cut
-    keeps the first ones. After the last cut, which keeps no more than k, the list has exactly the k largest scores,
-    sorted by key, whatever the scores are.
+    keeps the first ones. After the last cut, which keeps exactly k, the list has the k largest scores, sorted by key.
 
     A cut finds the k-th largest order digit by digit. First it divides the range from the least to the largest order
     into up to 256 digits of equal width. Then it divides the digit that contains the k-th largest order in the same
@@ -159,7 +158,6 @@ class SelectionList:
 
     @cute.jit
     def bounds(self, count: Int32, lane: Int32):
-        """-> (least order of the entries, largest order of the entries)"""
         least, largest = Int32(HIGHEST), Int32(LOWEST)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
             for i in cutlass.range_constexpr(AHEAD):
@@ -169,8 +167,7 @@ class SelectionList:
 
     @cute.jit
     def count_digits(self, count: Int32, low: Int32, shift: Int32, digits: Int32, lane: Int32):
-        """Set counts[d] to the number of entries with orders in [low + (d << shift), low + ((d + 1) << shift)), for all
-        d < digits."""
+        """For all d < digits, set counts[d] to the number of entries whose digit, (order - low) >> shift, is d."""
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
@@ -210,7 +207,6 @@ class SelectionList:
             if above < rank and rank <= above + mine[i]:
                 digit, higher, inside = lane * own + i, above, mine[i]
             above += mine[i]
-        # One lane has found the digit; the other lanes have -1.
         return tuple(cute.arch.warp_redux_sync(x, "max") for x in (digit, higher, inside))
 
     @cute.jit
@@ -218,8 +214,8 @@ class SelectionList:
         """Keep the entries with orders above `low`, and the first `equals` of the entries with order `low`. The kept
         entries stay sorted by key. -> number of entries kept.
 
-        The list is compacted in place. All lanes read a round of entries before any lane writes, and an entry never
-        moves to a higher index, so no entry is overwritten before it is read."""
+        The list is compacted in place. All lanes read a round of entries before any lane writes, and no entry moves to
+        a higher index. So every entry is read before it is overwritten."""
         kept, same = Int32(0), Int32(0)
         order, key = cute.make_rmem_tensor((AHEAD,), Int32), cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
@@ -270,7 +266,6 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(1)
             score_pipeline: pipeline_storage(score_stages)
-            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -373,7 +368,6 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         warp,
         lane,
     ):
-        """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, tid)
         keys, queries = k_scale.shape[0], indices.shape[0]
         quad = lane % 4
@@ -490,8 +484,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
     @cute.jit
     def store(self, found: SelectionList, count, query, first_key, indices, values, paging: Paging, options, lane):
         """Write a query's row of indices and, with VALUES, the query's row of scores. Indices are relative to the
-        query's first key. With PAGED they are cache slots instead, or -1 with a score of -inf for keys without a slot
-        (`Paging.slot`). If `count` is below k, the row of indices ends with -1, and the row of scores with -inf."""
+        query's first key. With PAGED they are cache slots instead. A key without a slot (`Paging.slot`) gets the index
+        -1 and the score -inf. So do the elements from `count` on."""
         known = Int32(0)
         if options & PAGED:
             sequence = paging.sequence(query, options)

@@ -87,7 +87,6 @@ class PagedMqaLogitsMetadataSm90:
 
     @cute.jit
     def splits(self, lengths, b, most):
-        """Return the smaller of `most` and the number of splits of sequence b."""
         longest = Int32(0)
         for i in cutlass.range(lengths.shape[1], unroll=1):
             longest = cutlass.max(longest, lengths[b, i])

@@ -68,7 +68,6 @@ class SelectMemory:
 
 
 def vector_width(dtype: type[cutlass.Numeric]) -> int:
-    """Return how many numbers of `dtype` a 16-byte vector has."""
     return VECTOR_BYTES * 8 // dtype.width
 
 
@@ -125,7 +124,6 @@ def next_above(x: Float32) -> Float32:
 
 @cute.jit
 def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
-    """Load the i-th 16 bytes of a list in shared memory, converted to fp32."""
     width = vector_width(numbers.element_type)
     raw = cute.make_rmem_tensor((width,), numbers.element_type)
     cute.autovec_copy(cute.local_tile(numbers, (width,), (i,)), raw)
@@ -143,9 +141,9 @@ def find_digit(
     threads: cutlass.Constexpr,
     first_pass: cutlass.Constexpr,
 ):
-    """-> (digit of the rank-th largest number, the number's rank within the digit, how many numbers have this digit,
-    whether at least `rank` numbers were counted). If fewer were counted, the first three results mean nothing. The
-    caller has counted the numbers' digits in `memory.counts`. Ranks begin with 1, the largest.
+    """-> (digit of the rank-th largest number, the number's rank within the digit, count of this digit, whether at
+    least `rank` numbers were counted). If fewer were counted, the first three results mean nothing. The caller has
+    counted the numbers' digits in `memory.counts`. Ranks begin with 1, the largest.
 
     The p-th digit from the largest, p = 0, 1, ..., is digit p ^ flip. first_pass: ignore the numbers with NaN's digit.
     Begins and ends with a barrier, and zeroes the digit counts.
@@ -249,11 +247,11 @@ def find_floor(
 def mask_from(
     numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid, unroll: cutlass.Constexpr = 2
 ) -> Uint32:
-    """Return this thread's mask. Bit j says whether number tid * own * width + j of the list is at least floor, where
-    `width` is the number of numbers per vector. Numbers past the first `vectors` vectors have the bit 0.
+    """Return this thread's mask. Bit j says whether number tid * own * width + j of the list is at least floor. Numbers
+    past the first `vectors` vectors have the bit 0.
 
     own  vectors per thread, together at most 32 numbers. If it is a power of two, adjacent threads read their vectors
-         in different orders, so that eight adjacent threads access different banks
+         in different orders, which avoids bank conflicts
     """
     width = vector_width(numbers.element_type)
     begin, end = tid * own, cutlass.max(vectors - 1, 0)
@@ -325,8 +323,8 @@ class RankMemory:
         `slack` numbers; the digit contains at most `few` numbers; or the digit is a single order.
 
         orders  this thread's orders, LOWEST in empty registers
-        count   number of orders in all threads, or the result of `from_warp` for it. If `count` is at most b *
-                `threads`, where b is the first register of a batch, this warp's registers from b on must be empty
+        count   number of orders in all threads, or the result of `from_warp` for it. Let b be the first register of a
+                batch. If `count` <= b * `threads`, this warp's registers from b on must be empty
         low     at least the order of -inf, and at most all orders but LOWEST
         rank    at least 1
         The caller may call `digits.clear` right before, without a barrier. Contains a barrier before the first use of
@@ -339,9 +337,9 @@ class RankMemory:
         while searching > 0:
             # In unsigned arithmetic, an order outside the current range [low, low + span] is more than `span` above
             # `low`. The test below compares digits, so it could count an order that comes right after the range with
-            # the range's last digit. In the first pass only LOWEST (empty registers) is outside. It is at least 2^23
-            # past the end of the range, and a digit has at most 2^21 orders, so it goes to bin BINS. In later passes
-            # the range is a whole digit of the pass before, so no order outside shares a digit with it.
+            # the range's last digit. In the first pass only LOWEST (empty registers) is outside. LOWEST is at least
+            # 2^23 past the end of the range, and a digit has at most 2^21 orders. So LOWEST goes to bin BINS. In later
+            # passes the range is a whole digit of the pass before, so no order outside shares a digit with it.
             last = span >> Uint32(shift)
             for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
                 if base * threads < count:

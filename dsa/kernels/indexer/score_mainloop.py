@@ -31,8 +31,8 @@ from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.indexer import fp16_accumulation
 
 TILE = 64  # keys per tile
-# Greater than every key's index. It stands for the smallest start of a block of queries that see no keys, and for the
-# key of a tile that does not exist.
+# Greater than every key's index. It stands for the smallest start of queries that see no keys, and for the key of a
+# tile that does not exist.
 NO_KEY = 2**30
 RANGE_BARRIER = 1  # named barrier, with fp16 accumulation: threads wait here until a block's queries are scaled
 
@@ -92,8 +92,7 @@ class ScoreMainloop:
         """-> ((q_atom, q_tma, k_atom, k_tma), layouts): the TMA atoms and tensors for copies of a block of queries and
         of a block of `rows` keys.
 
-        The three layouts, in shared memory, are those of the queries, of the key tiles, and of the key tiles' memory
-        divided into blocks of `rows` keys."""
+        layouts: in shared memory, of the queries, of the key tiles, and of the same keys as blocks of `rows` keys."""
         k_layout, rows_layout = (
             sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (keys, self.n, self.dim), Float8E4M3FN, count)
             for keys, count in ((TILE, self.stages), (rows, self.stages * (TILE // rows)))
@@ -105,7 +104,6 @@ class ScoreMainloop:
 
     @cute.jit
     def initialize(self, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom, pipelines: Pipelines, tid, warp):
-        """Prefetch the TMA descriptors, and initialise the barriers of queries and keys."""
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
@@ -186,7 +184,6 @@ class ScoreMainloop:
 
     @cute.jit
     def finish_tile(self, scoring: Scoring, ring: Pipeline, state):
-        """Wait for the tile's wgmma, release the stage of the tile's keys, and sum over the heads."""
         cute.nvgpu.warpgroup.wait_group(0)
         ring.consumer_release(state)
         self.add_heads(scoring)
@@ -226,8 +223,8 @@ def tile_partition(atom: cute.CopyAtom, smem: cute.Tensor, x: cute.Tensor, shape
 
 
 def registers_fit(columns: int, groups: int) -> bool:
-    """Whether a consumer thread has enough registers for the fp32 accumulators and weights of `columns` columns and for
-    24 other numbers, with `groups` consumer warpgroups."""
+    """Whether a consumer thread's registers hold the fp32 accumulators and weights of `columns` columns and 24 other
+    numbers. groups: number of consumer warpgroups."""
     return columns // 2 + columns // 4 + 24 <= REGISTERS[groups][0]
 
 

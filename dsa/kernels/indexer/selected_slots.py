@@ -23,7 +23,6 @@ class Paging(NamedTuple):
 
     @cute.jit
     def sequence(self, query, options):
-        """Return the query's sequence."""
         sequence = query
         if options & ROW_TO_SEQ:
             sequence = self.row_to_seq[query]
@@ -37,8 +36,8 @@ class Paging(NamedTuple):
     @cute.jit
     def slot(self, sequence, index, valid=True) -> Int32:
         """Return the cache slot of key number `index` >= 0 of a sequence for which `exists` is true. The result is -1
-        if the block table has no page for the key (no column or a negative number), if the slot is at least MAX_SLOTS,
-        or if `valid` is false. No branch surrounds the load, so that several loads overlap."""
+        if the block table has no page for the key, if the slot is at least MAX_SLOTS, or if `valid` is false. No branch
+        surrounds the load, so that several loads overlap."""
         last = self.block_table.shape[1] - 1
         page, offset = divmod(index, self.divisor)
         physical = self.block_table[sequence, cutlass.min(page, last)]
@@ -49,8 +48,8 @@ class Paging(NamedTuple):
 
 @cute.jit
 def fill_rest(indices: cute.Tensor, values: cute.Tensor, row, found, options, tid, threads: cutlass.Constexpr):
-    """Write -1 to a row's indices from element `found` on and, if `options` has VALUES, -inf to the row's values from
-    there on. All threads of the CTA call this."""
+    """From element `found` on, write -1 to a row's indices. If `options` has VALUES, also write -inf to the row's
+    values. All threads of the CTA call this."""
     for i in cutlass.range(found + tid, indices.shape[1], threads, unroll=1):
         indices[row, i] = Int32(-1)
         if options & VALUES:

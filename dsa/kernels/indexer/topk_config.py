@@ -8,8 +8,8 @@ BITS = 32  # a thread selects from at most this many numbers, because its mask h
 @dataclass(frozen=True)
 class TopkConfig:
     """threads: threads per CTA. capacity: entries of a CTA's list of candidates, 8 bytes each; a resident row uses the
-    list's memory. tile: numbers per thread in a tile of a row that is streamed, or 0 if the configuration accepts only
-    resident rows, which fit in shared memory. stages: tiles in flight. cluster: CTAs per row."""
+    list's memory. tile: numbers per thread in a tile of a streamed row. 0: the configuration accepts only resident
+    rows, which fit in shared memory. stages: tiles in flight. cluster: CTAs per row."""
 
     threads: int
     capacity: int

@@ -248,7 +248,6 @@ class TopkIndicesSm90:
                     stage_before = last if state.stage == 0 else state.stage - 1
                     self.load_tile(row, first, past_last, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
-                    # Fill the list, cut it, and continue with the rest of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
                     these = lowest_bits(mask, fits)
                     self.append(tile, place, column, these, count + before, candidates)
@@ -315,8 +314,8 @@ class TopkIndicesSm90:
     @cute.jit
     def find_threshold(self, n, k, attempt, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
         """Return a threshold that is likely to be slightly below the row's k-th largest score. The second attempt
-        doubles the threshold's rank. The search can stop at a lower number if that saves a pass and the row is still
-        expected to fill at most 0.8 of the list."""
+        doubles the threshold's rank. The search can stop at a lower number to save a pass, if the row is still expected
+        to fill at most 0.8 of the list."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         samples = self.samples(n)
@@ -343,9 +342,9 @@ class TopkIndicesSm90:
         """Keep the k largest scores of the list, by ascending column. -> the least score that later candidates must
         have: the next number above the k-th largest, because ties go to the lower columns, which the list already has.
 
-        The list is compacted in place, a few entries per thread at a time. An entry never moves to a higher index, and
-        the scan's barrier comes between a round's reads and writes, so no entry is overwritten before it is read.
-        Begins and ends with a barrier.
+        The list is compacted in place, a few entries per thread at a time. No entry moves to a higher index, and the
+        scan's barrier comes between a round's reads and writes. So every entry is read before it is overwritten. Begins
+        and ends with a barrier.
         """
         self.fill_vector(candidates, count, tid)
         length = (count + self.width - 1) // self.width
@@ -565,8 +564,8 @@ def load_row(row: Row, first, past_last, target: cute.Tensor, barrier: cute.Poin
     """Start to load the row's vectors [first, past_last) into `target`. One thread calls this and arrives twice: once
     with the bytes of the bulk copy, and once after its own stores.
 
-    A first or last vector that also contains numbers outside the row is copied number by number, with NaN instead of
-    the numbers outside.
+    If the first or last vector also contains numbers outside the row, it is copied number by number, with NaN for those
+    outside.
     """
     width = vector_width(row.scores.element_type)
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -41,10 +41,9 @@ MAX_TILES = 2**31 // TILE_N
 class PlanColumn(IntEnum):
     """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
 
-    Row i describes part i: the keys from tile FIRST_TILE of sequence FIRST_SEQUENCE to the tile before tile END_TILE of
-    sequence LAST_SEQUENCE; the part is empty if LAST_SEQUENCE is below FIRST_SEQUENCE. Column SPLIT_SEQUENCE does not
-    belong to the parts. It is a list for the combine kernel: entry i is the i-th sequence that is split, or -1 after
-    the last one.
+    Row i describes part i. It begins at tile FIRST_TILE of sequence FIRST_SEQUENCE and ends before tile END_TILE of
+    sequence LAST_SEQUENCE. It is empty if LAST_SEQUENCE < FIRST_SEQUENCE. Column SPLIT_SEQUENCE does not describe
+    parts: it lists the split sequences for the combine kernel, then -1.
     """
 
     FIRST_SEQUENCE = 0
@@ -94,7 +93,6 @@ class DecodeScheduler:
 
     @cute.jit
     def first(self, part) -> DecodeState:
-        """Return the state before the part's first work tile."""
         sequence, tile, split, last, end_tile = Int32(0), Int32(0), Int32(0), Int32(-1), Int32(TO_THE_END)
         if self.fixed_splits > 0:
             sequence, split = part // self.fixed_splits, part % self.fixed_splits
@@ -117,7 +115,6 @@ class DecodeScheduler:
         it.
 
         tiles     number of tiles of the sequence
-        part      index of the part
         partials  number of partial results for which there is memory: split_idx stays below it even if num_splits is
                   wrong
         """
@@ -159,8 +156,6 @@ class Pages:
 
 
 def announced_work_tile_storage() -> type:
-    """Return the struct of an AnnouncedWorkTilePipeline, for a field of a @cute.struct."""
-
     @cute.struct
     class AnnouncedWorkTileStorage:
         batch_known: cute.struct.MemRange[Int64, INFO_STAGES]
@@ -184,7 +179,6 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 
     @staticmethod
     def of(storage) -> "AnnouncedWorkTilePipeline":
-        """Return the pipeline in the memory of `announced_work_tile_storage`."""
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         return AnnouncedWorkTilePipeline(
             *(work_tiles.pipeline, work_tiles.info, WorkTileInfo),
@@ -211,7 +205,6 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 
     @cute.jit
     def announced(self, state: PipelineState):
-        """Wait for and return the next work tile's batch_idx."""
         self.batch_known.wait(state.phase, state.stage)
         return self.batch_idx[state.stage]
 
@@ -234,14 +227,14 @@ class PagedLoad(KvStages):
         return AnnouncedWorkTilePipeline.of(storage)
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
-        """Return the shared-memory layout [box, K_CHUNK, n] of `k_chunks` k chunks. They consist of
-        n = `k_chunks` * TILE_N / box TMA boxes. The boxes of a k chunk are adjacent."""
+        """Return the shared-memory layout [box, K_CHUNK, n] of n = k_chunks * TILE_N / box TMA boxes. The boxes of a k
+        chunk are adjacent."""
         tile = self.box, self.box, K_CHUNK
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, k_chunks * self.boxes)
 
     def load_atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """Return the TMA atom that loads a box, and the cache [pages, P, h_k, 576] as a tensor [P, 576, h_k, pages] of
-        TMA coordinates."""
+        """Return the TMA atom that loads a box, and the cache as a tensor [P, 576, h_k, pages] of TMA coordinates.
+        cache: [pages, P, h_k, 576]."""
         keys = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
         load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
         if const_expr(self.cluster > 1):
@@ -390,8 +383,8 @@ def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
     first   the tile's first v stage
     stages  number of v stages in the ring
 
-    The rows are keys past the end of the sequence. If a box also has valid keys, TMA has loaded the box's other keys,
-    too. Their P is 0, but their values can be NaN, and 0 * NaN is NaN.
+    The rows are keys past the end of the sequence. TMA loads whole boxes, so it can load such keys. Their P is 0, but
+    their values can be NaN, and 0 * NaN is NaN.
     """
     zeros = cute.make_rmem_tensor((8,), v.dtype)
     zeros.fill(0.0)

@@ -16,8 +16,7 @@ def four_halves(word: Uint32):
 
 @cute.jit
 def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
-    """Return two bf16: the larger magnitude of the lower halves of a and b, and the larger magnitude of their upper
-    halves.
+    """Return two bf16. Each half has the larger magnitude of the same halves of a and b.
 
     The signs of the results are arbitrary, so the caller must ignore them. If one of two values is NaN, the result is
     the other value.
@@ -40,10 +39,9 @@ def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uin
 
 @cute.jit
 def halves_of_two(low: Uint32, high: Uint32):
-    """Convert four e4m3 values of each of two rows (keys, or rows of weights) to f16, without rounding.
+    """Convert the four e4m3 values in `low` and the four in `high` to f16, without rounding.
 
-    `low` and `high` have the four values of one row each. Return four words: word i has the i-th value of `low` in the
-    lower half and the i-th value of `high` in the upper half.
+    Return four words. Word i has value i of `low` in the lower half, and value i of `high` in the upper half.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b16 p, q, r, s; .reg .b32 m, n; "

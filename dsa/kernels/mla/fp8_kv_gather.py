@@ -64,7 +64,6 @@ class Fp8TopkGather(TopkGather):
         self.q_stages = head_tile // self.q_rows
         self.q_pitch = 2 * head_dim + 16  # in bytes; padded, so that rows that a warp reads together differ in banks
         self.row_bytes, self.pitch = (V32_BYTES, V32_BYTES) if self.has_rope else (V4_ROW, V4_ROW + 16)
-        # Offset of the scales, after the keys of a stage.
         self.scales = TILE_N * self.pitch
         self.stage_bytes = self.scales + (0 if self.has_rope else TILE_N * 8)
 
@@ -88,8 +87,8 @@ class Fp8TopkGather(TopkGather):
     def init(self, pipeline: Fp8KvPipeline, consumers: cutlass.Constexpr):
         """Initialize the barriers; called by one thread.
 
-        Four warps fill a stage of keys. Twelve warps read it: the four warps of the score warpgroup that computes the
-        tile, and the eight warps of the output warpgroups. `consumers` warps read work tiles.
+        Four warps fill a stage of keys. Twelve warps read it: four of a score warpgroup, and eight of the output
+        warpgroups. `consumers` warps read work tiles.
         """
         pipeline.kv.init(consumers=12, producers=4)
         pipeline.work.init(consumers)
@@ -104,7 +103,6 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
-        """Prefetch the rows of Q of `query`, the next query, into the L2 cache."""
         own = warp * WARP_KEYS + lane
         if lane < WARP_KEYS and own < self.head_tile and first_row + own < q.shape[2]:
             prefetch_to_l2(Int64(q[query, 0, first_row + own, None].iterator.toint()), Int32(2 * self.head_dim))
@@ -172,8 +170,8 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Load `q_rows` rows of Q, beginning with row (head) `first_row` of the query, into one stage. Each warp loads
-        a quarter of the rows."""
+        """Load `q_rows` rows (heads) of the query's Q, from `first_row` on, into one stage. Each warp loads a quarter
+        of them."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]

@@ -78,7 +78,6 @@ class Fp8KvScores(SwapAbAttention):
         self.table = ScaleTable(self.head_dim)
 
     def score_mmas(self) -> list[cute.TiledMma]:
-        """Return the tiled MMAs for keys in bf16 and in f16."""
         return [tiled_mma(dtype, "K K", (TILE_N, self.head_tile), a_in_registers=True) for dtype in (BFloat16, Float16)]
 
     @cute.jit
@@ -126,7 +125,7 @@ class Fp8KvScores(SwapAbAttention):
         stage number `ring` of the ring.
 
         Each chunk is stored in the order in which lanes read the keys' channels. The chunks that multiply e4m3 channels
-        are divided by a power of two, so that their largest magnitude is about 2^14, and converted to f16. Return that
+        are divided by a power of two and converted to f16. Their largest magnitude is then about 2^14. Return that
         power of two.
 
         A warp copies eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix for
@@ -194,8 +193,8 @@ class Fp8KvScores(SwapAbAttention):
         """Return a lane's 8 words of a chunk of a head's Q.
 
         A head has four lanes. The v-th words of these lanes form 16-byte vector v of the head's row in the wgmma
-        operand. With t = lane % 4, a lane's words are channels 16 t to 16 t + 15 of a chunk that multiplies e4m3 keys,
-        or channels 8 t to 8 t + 7 of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
+        operand. With t = lane % 4, a lane's words are channels 16 t to 16 t + 15 of a chunk. In the bf16 chunk they are
+        channels 8 t to 8 t + 7 of each half. For a chunk past the last one the words are garbage.
         """
         of_bf16 = chunk == self.fp8_chunks
         start = source + 2 * K_CHUNK * chunk + (lane & 3) * (Int32(16) if of_bf16 else Int32(32))
@@ -208,9 +207,8 @@ class Fp8KvScores(SwapAbAttention):
         The bf16 chunk comes first, then the groups of e4m3 channels that share a scale. power: the power of two by
         which Q was divided.
 
-        Return one word per key of the lane (two keys). For keys of 512 channels, the word has two bf16: the largest
-        magnitude in even channels and the largest magnitude in odd channels, among the key's bf16 values that this lane
-        has read. For keys of 576 channels the words are 0.
+        Return one word for each of the lane's two keys. With d = 512 it has two bf16: the largest magnitudes that the
+        lane has read in even and in odd channels of the key's bf16 chunk. With d = 576 it is 0.
         """
         (bf16, f16), (q, q_f16), k_rmem, acc, sums = operands
         pitch, lane = self.kv.pitch, opaque(thread.lane)
@@ -260,8 +258,8 @@ class Fp8KvScores(SwapAbAttention):
 
     @cute.jit
     def add_group(self, acc, sums, keys, scales, power, group: cutlass.Constexpr, warp, lane):
-        """acc += `sums` * scale * `power`, where `sums` are the products of group `group`, and scale is the key's scale
-        of this group. With d = 576, `scales` already includes `power`."""
+        """acc += sums * scale * power, with the key's scale of group `group`. With d = 576, `scales` already includes
+        `power`."""
         for r in cutlass.range_constexpr(2):
             scale = Float32(1.0)
             if const_expr(self.kv.has_rope):

@@ -32,8 +32,8 @@ class Fp8KvValues(SwapAbAttention):
 
     @property
     def ahead(self) -> bool:
-        """Whether to load the values and factors of a step during the previous step. This is only done for keys of 576
-        channels and CTAs of 16 heads, because more heads leave no registers for it.
+        """Whether to load the values and factors of a step during the previous step. Other variants lack the registers
+        for it.
         """
         return self.kv.has_rope and self.head_tile < 32
 
@@ -159,8 +159,8 @@ class Fp8KvValues(SwapAbAttention):
                 self.start_products(operands, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
-        """Return the offset, in bytes, of the i-th of the lane's four keys in step s, counted from the lane's first key
-        of the tile. A step is 16 keys."""
+        """Return the byte offset of the lane's i-th key (0 to 3) of step s from the lane's first key. A step has 16
+        keys."""
         return (16 * s + i % 2 + i // 2 * 8) * self.kv.pitch
 
     def numbers_of(self, first, s: int, half: int) -> list:
@@ -201,8 +201,7 @@ class Fp8KvValues(SwapAbAttention):
 
     @cute.jit
     def start_products(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Issue two of the four products over the 16 keys of step s: those for half `half` of the lanes' eight
-        channels."""
+        """Issue two of the four products over the keys of step s: those of half `half` of the lane's channels."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
             acc, v = operands.accs[2 * half + j], operands.v[None, None, 0, j, half]

@@ -20,7 +20,7 @@ FP8_KV_HEADS = (16, 32, 64)  # heads per CTA of the kernel for FP8 caches
 PAGE_MULTIPLE = 16  # page sizes of a dense cache are multiples of this
 MAX_BATCH = 32768  # largest number of sequences of a plan
 PLAN_COLUMNS, PLAN_NUMBERS = 8, 6  # a plan has 8 columns, as in FlashMLA; the first 6 are used, the others are 0
-MAX_PARTS = 160  # largest number of parts of a plan (decode_producer.py), and so of splits of a sequence
+MAX_PARTS = 160  # largest number of parts of a plan; a sequence has at most as many splits
 # In batch-invariant dense decoding the splits of a sequence depend only on the sequence's length. All splits but the
 # last have the same number of tiles, which is at least FIXED_SPLIT_TILES. A sequence has at most MAX_FIXED_SPLITS
 # splits.
@@ -45,8 +45,8 @@ SELECTION_KEYS, SELECTION_WORDS = 128, 4
 # {largest number of heads: queries per group}. A group has at most TILE_M rows (queries x heads).
 GROUP_SIZES = {8: 8, 16: 4}
 MEMBER_SHIFT = 24  # entry of a group's list: bits 0 to 23 are a key, bit 24 + m says whether query m selected the key
-# (numerator, denominator) of a fraction. A group is computed together only if the number of distinct keys that the
-# group's queries selected is at most this fraction of the number of keys that they selected in total. The fraction is
+# A group is computed together only if union <= MOST_UNION[0] / MOST_UNION[1] * total. `total` is the number of keys
+# that the group's queries selected; `union` counts a key once, also if several queries selected it. The fraction is
 # below 1 because a tile of a group takes 1.3 times as long as a tile of a single query (2806 and 2140 cycles).
 MOST_UNION = (7, 10)
 

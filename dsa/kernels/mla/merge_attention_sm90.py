@@ -110,8 +110,7 @@ class MergeAttentionSm90:
 
     @cute.jit
     def read(self, raw, outs, a, b, h, start, vectors):
-        """Load the lane's vectors of a chunk of the row, from all branches. `start`: index of the lane's first vector,
-        counted from the start of the row."""
+        """Load the lane's vectors of a chunk from all branches. start: index of the lane's first vector in the row."""
         for u in cutlass.range_constexpr(self.unroll):
             # Past the end, load the last vector again.
             vector = cutlass.min(start + WARP * u, vectors - 1)

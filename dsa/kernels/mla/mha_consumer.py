@@ -23,8 +23,7 @@ from dsa.kernels.mla.mha_producer import OUT_COLUMNS, OUT_ROWS, WorkTileInfo
 
 
 def places(byte: int, r: int) -> list[int]:
-    """Return the accumulator indices of eight scores of the lane's row r (0 or 1): the scores whose bits are in byte
-    `byte` of the row's selection word."""
+    """Return the accumulator indices of the eight scores of the lane's row r (0 or 1) whose bits are in byte `byte`."""
     return [(8 * byte + bit) // 2 * 4 + 2 * r + bit % 2 for bit in range(8)]
 
 
@@ -35,8 +34,8 @@ def bit_mask(byte: int, bit: int) -> int:
 
 
 def load_word(address: Int64, key: Int32, known: Int32, bits: int) -> Int32:
-    """Load a selection word of `bits` bits, 16 or 32, from global memory if 0 <= key < known; otherwise return -1, in
-    which all bits are set.
+    """Load a selection word of `bits` bits, 16 or 32, from global memory. If `key` is outside [0, known), load nothing
+    and return -1 (all bits set).
 
     The load is predicated, not branched, so that ptxas can place it between other instructions. It is not
     ld.global.nc, which ptxas would move over barriers, down to the first use of the word.
@@ -67,8 +66,8 @@ def after(word: Int32, x: Float32, zero: Int32) -> Int32:
 
 
 def max_all(before: tuple[Float32, ...], eight: list[Float32]) -> tuple[Float32, Float32]:
-    """Return two maxima of the scores `eight` of a row: over the elements with even index, and over those with odd
-    index. before: (), or the result for earlier scores of the row, which the maxima then include.
+    """Return two maxima of the scores `eight`: over even indices, and over odd indices. before: (), or the result for
+    earlier scores, which the maxima then include.
     """
     even, odd = ([*before[i : i + 1], *eight[i::2]] for i in range(2))
     return functools.reduce(cute.arch.fmax, even), functools.reduce(cute.arch.fmax, odd)
@@ -131,7 +130,8 @@ def store_rows(
         for pair in cutlass.range_constexpr(OUT_COLUMNS // 16):
             columns = [first // 2 + 8 * pair + 2 * i for i in range(4)]
             words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], dtype) for i in columns]
-            # Lanes 0 to 15 address the 16 rows of 16-byte chunk 2 `pair`, lanes 16 to 31 those of chunk 2 `pair` + 1.
+            # Lanes 0 to 15 address the 16 rows of 16-byte chunk 2 `pair`. Lanes 16 to 31 address those of chunk 2
+            # `pair` + 1.
             store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(0, OUT_ROWS * OUT_COLUMNS // 8, 32):

@@ -71,8 +71,8 @@ class WorkTileInfo(NamedTuple):
     key_count      number of keys of the sequence
     first          number of keys that the first query row sees; each further row sees one more, up to key_count. Can be
                    negative if attention is causal
-    value_rows     number of V rows that the sequence has from the start of the work tile's last block on, or 0 if the
-                   work tile sees no key. CLEAR zero-fills the rows of this block from row value_rows on
+    value_rows     number of the sequence's V rows from the start of the work tile's last block on; 0 if the work tile
+                   sees no key. CLEAR zero-fills the rows of this block from row value_rows on
     """
 
     blocks: Int32
@@ -87,7 +87,6 @@ class WorkTileInfo(NamedTuple):
 
     @staticmethod
     def last() -> "WorkTileInfo":
-        """Return the end marker, published after the last work tile."""
         return WorkTileInfo(*(Int32(0) for _ in WorkTileInfo._fields))
 
 
@@ -97,9 +96,9 @@ class MhaPipelines:
 
     q           Q of a work tile
     k, v        a block of K, a block of V
-    v_loaded    one mbarrier per stage of v. If a block has rows past the sequence's end, the loaded bytes are counted
-                at this mbarrier and not at v's full barrier. When the load is complete, CLEAR zero-fills these rows and
-                arrives at v's full barrier
+    v_loaded    one mbarrier per stage of v. If a block has rows past the sequence's end, its load completes this
+                mbarrier instead of v's full barrier. When the load is complete, CLEAR zero-fills these rows and arrives
+                at v's full barrier
     work_tiles  pipeline of WorkTileInfo
 
     Each warp role creates the pipelines inside its branch of the kernel. If the kernel created them before the
@@ -114,7 +113,6 @@ class MhaPipelines:
 
     @staticmethod
     def of(storage, q_stages: int) -> "MhaPipelines":
-        """Return the pipelines whose barriers are in the kernel's shared memory."""
         return MhaPipelines(
             Pipeline.of(storage.q_barriers, q_stages),
             Pipeline.of(storage.k_barriers, STAGES),
@@ -341,8 +339,7 @@ class MhaScheduler:
 def span(bounds: cute.Tensor, sequence, rows: Int32):
     """Return (first row, number of rows) of a sequence.
 
-    A sequence with wrong bounds counts as empty, so that no work tile reads or writes outside the tensors. Bounds are
-    wrong if they are negative, decrease or exceed `rows`.
+    A sequence with wrong bounds counts as empty, so that no work tile reads or writes outside the tensors.
     """
     first, end = bounds[sequence], bounds[sequence + 1]
     if first < 0 or end < first or end > rows:

@@ -215,8 +215,7 @@ class MhaVarlenFwdSm90(MhaProducer):
             self.consume(storage, out, lse, (bits, dense_keys), scale, shared, tid, warp, lane)
 
     def block_layout(self, channels: int) -> cute.ComposedLayout:
-        """Return the shared-memory layout of `channels` channels of the KV blocks in all stages. `channels` is a
-        multiple of 64."""
+        """Return the shared-memory layout of all stages of K or V, with `channels` channels, a multiple of 64."""
         shape = self.rows, self.keys, channels
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
 
@@ -228,7 +227,6 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def consume(self, storage, out, lse, selection, scale, shared: list, tid, warp, lane):
-        """Run a consumer warpgroup, which computes its 64 rows of every work tile of this CTA."""
         (sq, sk, sv), score_mma, value_mma = shared, self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
         v_by_channel = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
@@ -357,7 +355,7 @@ class MhaVarlenFwdSm90(MhaProducer):
     ):
         """Wait for a work tile's Q and first block of K, and load the block's selection words.
 
-        Return the result of `find_words`: the number of keys for which `load_words` must read selection words.
+        Return the result of `find_words`.
         """
         known = Int32(0)
         if blocks > 0:
@@ -372,12 +370,10 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def take_turn(self, warpgroup):
-        """Wait until it is this warpgroup's turn to issue wgmmas."""
         cute.arch.barrier(barrier_id=TURN + warpgroup, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_turn(self, warpgroup):
-        """Let the next warpgroup issue its wgmmas."""
         following = 0 if warpgroup == self.cfg.warpgroups - 1 else warpgroup + 1
         cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
 
@@ -453,8 +449,6 @@ class MhaVarlenFwdSm90(MhaProducer):
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
         for byte in cutlass.range_constexpr(self.keys // 32):
             for r in cutlass.range_constexpr(2):
-                # The mask of byte 0 depends on the row's maximum. The mask of byte 1 depends on the row's first
-                # exponential. The mask of a later byte b depends on the row sum up to byte b - 2.
                 ready = row_max[r] if byte == 0 else s[2 * r] if byte == 1 else before[r]
                 own[r] = after(words[r] if byte == 0 else own[r], ready, zero)
                 before[r] = row_sum[r]
@@ -493,11 +487,10 @@ class MhaVarlenFwdSm90(MhaProducer):
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """Return two numbers, one for each of the lane's rows: the number of keys that the row sees, minus the lane's
-        first column.
+        """Return for each of the lane's two rows the number of keys that it sees, minus the lane's first column.
 
-        So the caller can compare the two numbers with column offsets that are equal in all lanes. This reads the work
-        tile again from shared memory to save registers.
+        So the caller can compare it with the same constants in all lanes. The work tile is read again from shared
+        memory, to save registers.
         """
         work_tile = work_tiles.read(tile_state)
         seen = [cutlass.min(work_tile.key_count, work_tile.first + own_row + 8 * r) for r in range(2)]
@@ -524,7 +517,7 @@ class MhaVarlenFwdSm90(MhaProducer):
     def load_words(self, words, addresses, known, key):
         """Load the selection words of the block that begins at `key`, for the lane's two rows.
 
-        Unless 0 <= key < known, set all bits and load nothing.
+        If `key` is outside [0, known), set all bits and load nothing.
         """
         place = Uint32(key) // SELECTION_KEYS * (4 * SELECTION_WORDS)
         if const_expr(self.keys < SELECTION_KEYS):
@@ -577,7 +570,6 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
     )
 
 
-# Keyed by (d, dv).
 CONFIGS = {
     (64, 64): MhaConfig(64, 64, keys=128, warpgroups=3, q_stages=2, q_rmem=False),
     (128, 128): MhaConfig(128, 128, keys=128, warpgroups=2, q_stages=2, q_rmem=False),

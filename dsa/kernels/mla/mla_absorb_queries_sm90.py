@@ -156,8 +156,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Prefetch a quarter of the head's W_UK into the L2 cache. first: index of the first row of this W_UK in
-        `weight`. The head's four CTAs prefetch different quarters; each warp prefetches an equal part."""
+        """Prefetch this CTA's quarter of the head's W_UK into the L2 cache, an equal part per warp. first: index of
+        W_UK's first row in `weight`."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()
@@ -165,15 +165,14 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def load(self, q_nope, head, octet, queries, warp, lane):
-        """Load the nope channels that multiply this lane's rows of weights, for the lane's token of the octet. Past the
-        last token, load the last token again.
+        """Load the nope channels that multiply this lane's rows of weights, of the lane's token. Past the last token,
+        load the last token again.
         """
         token = cutlass.min(octet * OCTET + lane // 4, q_nope.shape[0] - 1)
         load_words(q_nope[token, head, None], (warp * ROWS + lane % 4 * OWN_ROWS) // BF16_VECTOR, queries)
 
     @cute.jit
     def rotate(self, q_pe, cos, sin, q, head, column, warp, lane):
-        """Rotate the rope channels of every fourth token, which this CTA handles, and write them to q."""
         for token in cutlass.range(column + COLUMNS * warp, q.shape[0], COLUMNS * self.slices, unroll=1):
             pair = cute.make_rmem_tensor((2,), BFloat16)
             cute.autovec_copy(cute.local_tile(q_pe[token, head, None], (2,), (lane,)), pair)
@@ -198,8 +197,8 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def store(self, slices, q, head, column, token, lane):
-        """For tokens `token` and `token` + 1, add up the sums of all slices, in the order of the slices, and store the
-        totals in q as bf16. A lane has four latent channels of each token."""
+        """For tokens `token` and `token` + 1, add up the slices' sums in order, and store the totals in q as bf16. A
+        lane has four latent channels of each token."""
         total = cute.make_rmem_tensor((8,), Float32)
         in_order(slices, total)
         out = cute.make_rmem_tensor((4,), BFloat16)

@@ -73,8 +73,7 @@ Q_RMEM_CHUNKS = 5  # k chunks of Q in registers: the first ones in the order of 
 
 
 class TiledMmas(NamedTuple):
-    """The tiled MMAs. `qk` is for S = Q K^T with Q in shared memory, `qk_rmem` for S = Q K^T with Q in registers, and
-    `pv` for O += P V."""
+    """The tiled MMAs: `qk` and `qk_rmem` for S = Q K^T with Q in shared memory and in registers, `pv` for O += P V."""
 
     qk: cute.TiledMma
     qk_rmem: cute.TiledMma
@@ -123,7 +122,6 @@ class MlaAttention:
         return OperandStorage
 
     def shared(self, storage) -> MlaShared:
-        """Return the MlaShared in the memory `storage`, a struct with the members pipeline, exchange and operands."""
         q_layout = self.q_layout()
         return MlaShared(
             self.kv.pipeline(storage.pipeline),
@@ -160,7 +158,6 @@ class MlaAttention:
         warp,
         lane,
     ):
-        """Run the score warpgroup over all work tiles of this CTA."""
         pipeline, exchange = shared.pipeline, shared.exchange
         thr = mmas.qk.get_slice(tid)
         rq = mmas.qk.make_fragment_A(thr.partition_A(shared.q))

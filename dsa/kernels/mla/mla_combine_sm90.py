@@ -76,8 +76,8 @@ class SplitCombine:
 
     @cute.jit
     def coords(self, row_blocks):
-        """Return (index of the sequence or query among those that the launch combines, KV head, the warp's row, the
-        CTA's first channel, warp, lane).
+        """Return (number, KV head, the warp's row, the CTA's first channel, warp, lane). The CTA combines the launch's
+        sequence or query number `number`.
         """
         tid, _, _ = cute.arch.thread_idx()
         block, kv_head, _ = cute.arch.block_idx()
@@ -179,8 +179,8 @@ class SplitCombine:
 
     @cute.jit
     def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
-        """Load the lane's channels of up to `unroll` partial results into `values`: those of splits `start`, `start` +
-        groups and so on."""
+        """Load the lane's channels of splits `start`, `start` + groups and so on, at most `unroll` of them, into
+        `values`."""
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:
@@ -191,8 +191,6 @@ class SplitCombine:
 
 
 class MlaCombineSm90(SplitCombine):
-    """Combine split sequences of dense decoding."""
-
     @cute.jit
     def coord(self, out, batch_idx, row, kv_head, kv_heads):
         heads = out.shape[2] // kv_heads
@@ -266,8 +264,6 @@ class MlaCombineSm90(SplitCombine):
 
 
 class SparseMlaCombineSm90(SplitCombine):
-    """Combine split queries of sparse attention."""
-
     @cute.jit
     def coord(self, out, batch_idx, row, kv_head, kv_heads):
         return batch_idx // out.shape[1], batch_idx % out.shape[1], row
@@ -315,8 +311,8 @@ class SparseMlaCombineSm90(SplitCombine):
     ):
         number, _, row, column, warp, lane = self.coords(row_blocks)
         wait_for_prerequisite_grids()
-        # The query's splits are those of consecutive workers, from the worker with the query's first tile to the
-        # worker with the query's last tile. `first` is the first of these workers.
+        # The query's splits are those of consecutive workers, who have its tiles. `first` is the first of these
+        # workers.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
         query = scheduler.first_split() + number

@@ -77,7 +77,6 @@ class DecodeQTile(QTile):
 
     @cute.jit
     def coord(self, sequence, row):
-        """Return (sequence, query, head) of a row in the results."""
         return sequence, row // self.heads, self.kv_head * self.heads + row % self.heads
 
 

@@ -121,8 +121,8 @@ class Epilogue:
 
     @cute.jit
     def staged(self, row, vector):
-        """Return the offset, in elements, of vector `vector` (8 elements) of a staged row. The staging memory has 16
-        rows of STAGED elements, swizzled against bank conflicts."""
+        """Return the offset in elements of vector `vector` (8 elements) of a staged row, swizzled against bank
+        conflicts."""
         return row * STAGED + (vector ^ (row // 2 % 4)) * 8
 
     @cute.jit
@@ -202,9 +202,9 @@ class CastEpilogue(Epilogue):
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
         """Divide `acc` by the scales of the groups of channels, and write the scales. A group is 128 channels of a row.
 
-        A quad has two rows, and the warpgroup has two groups of channels of each row. So the quad has four groups, and
-        each of the quad's four lanes computes the scale of one group. If every lane computed all four scales, registers
-        would spill, because a division takes many registers.
+        A quad has two rows, with two groups each in this warpgroup. Each of the quad's four lanes computes the scale of
+        one group. If every lane computed all four scales, registers would spill, because a division takes many
+        registers.
         """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]
@@ -231,14 +231,13 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def staged_bytes(self, row, vector):
-        """Return the offset, in bytes, of the 16-byte chunk `vector` of a staged row. The staging memory has 16 rows of
-        ROW_BYTES bytes, swizzled against bank conflicts."""
+        """Return the byte offset of the 16-byte chunk `vector` of a staged row, swizzled against bank conflicts."""
         return row * ROW_BYTES + (vector ^ (row // 2 % 4)) * 16
 
     @cute.jit
     def rotate_back(self, acc, results: CastResults, token, lane):
-        """Rotate the last ROTATED_BACK channels of O, in pairs of adjacent channels, by the negative angle of `token`,
-        to which all rows belong. Called by output warpgroup 1, which has these channels."""
+        """Rotate the last ROTATED_BACK channels of O by the negative angle of `token`, to which all rows belong.
+        Adjacent channels are a pair. Called by output warpgroup 1, which has these channels."""
         rotated = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * ROTATED), cute.make_layout(2 * ROTATED))
         for i in cutlass.range_constexpr(ROTATED // 2):
             pair = 4 * i + lane % 4

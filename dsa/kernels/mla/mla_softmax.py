@@ -160,8 +160,7 @@ def write_p(
     """
     row_max, row_sum = state.row_max, state.row_sum
     p = cute.make_rmem_tensor((HALF,), Float32)
-    # Compute the first half of P relative to the row_max of the previous tiles. This half is recomputed below if a
-    # maximum in one of the warp's rows exceeds row_max by more than the threshold.
+    # Compute the first half of P with the row_max of the previous tiles, and again below if row_max rises.
     powers(p, scores, 0, row_max, scale)
     tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     for r in cutlass.range_constexpr(2):

@@ -69,8 +69,8 @@ class KvPipeline:
     rope        ring of rope parts and valid masks; for keys without a rope part, it passes only the masks
     valid_mask  [MASK_WORDS, rope stages] uint32: which keys of the tile are valid. Paged loads use one bit per TMA box
                 in the first word. Top-k gathers use the lower 16 bits of each word, one per key: word i has the keys
-                that load warp i gathers. Gathers for query groups have MASK_WORDS words per query of the group, and a
-                bit says whether this query has selected the key
+                that load warp i gathers. Gathers for query groups have MASK_WORDS words per query of the group: a bit
+                says whether this query has selected the key
     work        pipeline of work tiles
     """
 
@@ -120,8 +120,6 @@ class KvStages:
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, TILE_N, K_CHUNK), self.dtype, self.rope_stages)
 
     def storage(self) -> type:
-        """Return the struct of a KvPipeline in shared memory."""
-
         @cute.struct
         class PipelineStorage:
             v: pipeline_storage(self.v_stages, parts=K_PER_V)
@@ -146,10 +144,7 @@ class KvStages:
         return WorkTilePipeline.of(storage, WorkTileInfo)
 
     def tensor_storage(self) -> type:
-        """Return the struct of the stages in shared memory.
-
-        For keys of 512 channels, which have no rope part, `rope` is a placeholder of 8 elements.
-        """
+        """Return the struct of the stages. If keys have no rope part, `rope` is a placeholder."""
         rope_size = cute.cosize(self.rope_layout()) if self.has_rope else 8
 
         @cute.struct
@@ -172,8 +167,8 @@ class KvStages:
 
         In every CTA of the cluster, the four warps of one warpgroup release a stage. A score warpgroup releases rope
         parts and the stages with Q. An output warpgroup releases v chunks of keys. Score warpgroups read these chunks,
-        too, but need not release them, because they pass on P of a tile only after they have read the tile. `consumers`
-        warps read each work tile.
+        too, but need not release them: they pass on P of a tile only after they have read the tile. `consumers` warps
+        read each work tile.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
@@ -196,8 +191,8 @@ class KvStages:
 
     @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
-        """Release a stage of `pipeline`, one of the two rings; called by a warp. One lane arrives at the stage's empty
-        barrier in every CTA of the cluster, because each of these CTAs loads a part of this CTA's stage.
+        """Release a stage of `pipeline`, one of the two rings; called by a warp. Each CTA of the cluster loads a part
+        of this CTA's stage, so one lane arrives at the empty barrier in every CTA.
         """
         if const_expr(self.cluster == 1):
             pipeline.consumer_release(state)

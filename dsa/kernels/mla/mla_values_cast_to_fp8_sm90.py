@@ -156,8 +156,8 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def load(self, attended, head, octet, latents, quarter, lane):
-        """Load the latent channels that multiply this lane's weights, for the lane's token of the octet. Past the last
-        token, load the last token again.
+        """Load the latent channels that multiply this lane's weights, of the lane's token. Past the last token, load
+        the last token again.
         """
         token = cutlass.min(octet * OCTET + lane // 4, attended.shape[0] - 1)
         for step in cutlass.range_constexpr(STEPS):

@@ -170,7 +170,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def clear(self, memory: Memory, keys, tid):
-        """Zero the part of the table that `keys` keys need, or the whole table if they need more."""
+        """Zero the part of the table that `keys` keys need."""
         words = cutlass.min((keys + self.per_word - 1) // self.per_word, TABLE_WORDS)
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
@@ -179,9 +179,9 @@ class SelectionUnionSm90:
 
     @cute.jit
     def place(self, key, keys, first, sample: cutlass.Constexpr):
-        """Return (word, shift, whether the table covers the key), where the key's bits are in table[word] from bit
-        `shift` on. keys: number of keys of the cache. In a round the table covers as many keys from `first` on as fit;
-        with `sample`, multiples of SAMPLE from 0 on."""
+        """Return (word, shift, whether the table covers the key). The key's bits are in table[word], from bit `shift`
+        on. In a round the table covers `range` keys from `first` on. With `sample` it covers multiples of SAMPLE. keys:
+        number of keys of the cache."""
         at = key - first
         inside = key >= 0 and key < keys and at >= 0 and at < self.range
         if const_expr(sample):

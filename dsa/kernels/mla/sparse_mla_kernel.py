@@ -84,7 +84,6 @@ class SparseMlaKernel:
     ):
         self.kv, self.exchange_memory = kv, exchange_memory
         self.head_tile, self.score_warpgroups, self.registers = head_tile, score_warpgroups, registers
-        # The first warp of the output role and of the load role.
         self.output_warp = 4 * score_warpgroups
         self.load_warp = self.output_warp + 8
 
@@ -311,7 +310,6 @@ def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:
 
 
 def fake_sink() -> tuple:
-    """Return fake arguments for sink [m] and has_sink."""
     return fake(Float32, (cute.sym_int(),), (1,), 4), Int32(0)
 
 

@@ -50,7 +50,6 @@ class SparseQTile(QTile):
 
     @cute.jit
     def coord(self, query, row):
-        """Return (sequence, query of the sequence, head) of a row in the results."""
         return *divmod(query, self.queries), row
 
 

@@ -94,7 +94,6 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
         return OperandStorage
 
     def tiled_mmas(self) -> list[cute.TiledMma]:
-        """Return the tiled MMAs of S^T = K Q^T and of O^T += V^T P^T."""
         return [tiled_mma(self.dtype, majors, (TILE_N, self.head_tile)) for majors in ("K K", "MN MN")]
 
     def shared(self, storage) -> MlaShared:
@@ -166,8 +165,7 @@ class SparseMlaSwapAbSm90(SwapAbAttention):
                 pipeline.rope.consumer_wait(rope)
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_N * K_CHUNK)
-            # A row of a chunk is 128 bytes, which are 8 vectors. With 32 heads, each of the 256 score threads copies
-            # one vector. With 16 heads, only the first 128 threads copy one.
+            # A head has 8 vectors of 16 bytes in a chunk, so the first 8 * head_tile threads copy one vector each.
             here = self.number(coord.thread) * 8
             if here < self.head_tile * K_CHUNK:
                 cute.autovec_copy(cute.make_tensor(source + here, cute.make_layout(8)), vector)

@@ -45,8 +45,8 @@ def member_of(row, size: int):
 
 
 def head_of(row, size: int):
-    """Return the head to which row `row` of a CTA belongs, for groups of `size` queries. If the result is not below the
-    number of heads, the row is padding."""
+    """Return the head to which row `row` of a CTA belongs, for groups of `size` queries. Rows with a result past the
+    last head are padding."""
     return row % (TILE_M // size)
 
 
@@ -69,8 +69,8 @@ class GroupResults(Results):
 
 @dataclass(frozen=True)
 class GroupQTile(QTile):
-    """The rows of a group of `size` queries: the TILE_M / `size` rows of the first query, then those of the next query,
-    and so on. queries: number of queries of all groups. heads: number of heads of a query, at most TILE_M / `size`."""
+    """The rows of a group of `size` queries, TILE_M / size rows per query, one query after the other. queries: number
+    of queries of all groups. heads: number of heads of a query, at most TILE_M / size."""
 
     size: cutlass.Constexpr[int]
     queries: Int32
@@ -78,7 +78,6 @@ class GroupQTile(QTile):
 
     @cute.jit
     def coord(self, group, row):
-        """Return (query, 0, head) of a row in the results."""
         return group * self.size + member_of(row, self.size), Int32(0), head_of(row, self.size)
 
     @cute.jit
@@ -150,8 +149,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
     q, kv and the arguments from sink to workers are as in `SparseMlaKernel` with max_logits. No query is split, so
     out_partial and lse_partial are not written. The kernel of `compile_selection_union` writes the other arguments: the
     first queued[0] entries of `groups` are the groups to compute, and group i has lengths[i] entries in lists[i]. If O
-    of a group has a NaN or infinity, the kernel appends the group's queries to `queries`, increases queued[1] by their
-    number, and sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
+    of a group has a NaN or infinity, the kernel appends the group's queries to `queries` and increases queued[1] by
+    their number. It sets the group's length to -1. A group has `size` queries; h <= TILE_M / size.
     """
 
     all_heads = True
@@ -246,8 +245,8 @@ class SparseMlaUnionSm90(SparseMlaSm90):
         warp,
         lane,
     ):
-        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries, whose
-        kernel then overwrites their results."""
+        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries. Its
+        kernel overwrites their results."""
         # `zero` becomes NaN if any of the lane's values of O is NaN or infinite. A warp with such a lane replaces the
         # length of the group's list by -1 and gets the old value. Only the first such warp gets the length and not -1,
         # so only this warp queues the group's queries.

@@ -66,8 +66,8 @@ def spread_key(row):
 
 
 class ValueOperands(NamedTuple):
-    """Tiled MMA of O^T += V^T P^T, V^T (`v`) and P^T (`p`) as wgmma operands, accumulators of O^T (`accs`), and a
-    one-dimensional view of all accumulators (`flat`)."""
+    """For O^T += V^T P^T: tiled MMA, V^T (`v`) and P^T (`p`) as wgmma operands, accumulators of O^T (`accs`). flat: a
+    one-dimensional view of all accumulators."""
 
     mma: cute.TiledMma
     v: cute.Tensor
@@ -121,7 +121,6 @@ class SwapAbAttention(SparseMlaKernel):
         self.columns, self.raised = head_tile // 4, RAISED if self.fp8_kv else 0.0  # columns (heads) per lane
 
     def key_of(self, row):
-        """Return the index, among eight adjacent keys, of the key that is row `row` of K and of S^T."""
         return spread_key(row) if self.fp8_kv else row
 
     def number(self, thread: Thread):
@@ -144,7 +143,6 @@ class SwapAbAttention(SparseMlaKernel):
         scale,
         coord: Coord,
     ):
-        """Run a score warpgroup over its tiles of all work tiles of this CTA."""
         pipeline, exchange, thread, max_logits = shared.pipeline, shared.exchange, coord.thread, None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)
@@ -348,8 +346,8 @@ class SwapAbAttention(SparseMlaKernel):
         if thread.side == 0:
             exchange.end.producer_wait(end_state)
             if tid < self.head_tile:
-                # Start with the warps that scored the work tile's first tile, so that the order of the additions does
-                # not depend on earlier work tiles.
+                # Start with the warps that scored the work tile's first tile. So the order of the additions does not
+                # depend on earlier work tiles.
                 rotation = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
                 row_sum = exchange.by_warp[tid, rotation]
                 for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):

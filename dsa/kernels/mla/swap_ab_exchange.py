@@ -104,7 +104,6 @@ class SwapAbExchangeMemory:
         self.head_dim, self.head_tile, self.score_warpgroups = head_dim, head_tile, score_warpgroups
 
     def layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Return the layouts of Q and of P^T in shared memory, as wgmma operands."""
         return (
             sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, self.head_tile, self.head_dim), self.dtype, 1),
             sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE_N, self.head_tile, TILE_N), self.p_dtype, P_STAGES),

@@ -21,9 +21,8 @@ class SchedulerState(NamedTuple):
 
     query     query of the next work tile; not valid at the worker's first work tile after the full waves
     wave      number of work tiles that the worker has done; below full_waves it is the index of the next wave
-    tile      until the worker begins the first work tile after the full waves: the first tile of that work tile,
-              counted over all split queries. Afterwards: the first tile of the next work tile, counted from the start
-              of `query`
+    tile      while wave <= full_waves: the worker's first split tile, counted over all split queries. Afterwards: the
+              first tile of the next work tile, counted from the start of `query`
     left      number of split tiles that this worker has yet to compute
     is_valid  whether there is a next work tile
     """
@@ -60,7 +59,6 @@ class StreamKScheduler:
     split_workers: Int32
 
     def first_split(self):
-        """Return the first query after the full waves."""
         return self.full_waves * self.workers
 
     def split_tiles(self):
@@ -79,7 +77,6 @@ class StreamKScheduler:
 
     @cute.jit
     def first(self) -> SchedulerState:
-        """Return the state before the worker's first work tile."""
         query, wave, tile, left = self.worker, Int32(0), Int32(0), Int32(0)
         if self.first_split() < self.queries:
             tile = self.split_begin(self.worker)
@@ -162,7 +159,6 @@ class QueueScheduler:
 
     @cute.jit
     def at(self, place: Int32) -> SchedulerState:
-        """Return the state whose next work tile is the item at position `place` of the queue."""
         is_valid, item = place < self.count, Int32(0)
         if is_valid:
             item = self.items[place]
@@ -173,7 +169,6 @@ class QueueScheduler:
         return self.at(self.worker)
 
     def locate(self, state: SchedulerState):
-        """Return (item, 0): work tiles begin at the item's first tile."""
         return state.query, Int32(0)
 
     @cute.jit

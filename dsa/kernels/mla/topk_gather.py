@@ -124,8 +124,8 @@ class TopkGather(KvStages):
         tile.
 
         last: the states of the tile's last v chunk and of the tile's rope part. The barrier of the last v chunk covers
-        all v chunks of the tile, because a lane arrives at it only after all the lane's earlier copies are complete
-        (cp.async.mbarrier.arrive). The barrier of the rope stage also covers the valid mask.
+        all v chunks of the tile: a lane arrives at it only after all the lane's earlier copies are complete. The
+        barrier of the rope stage also covers the valid mask.
         """
         loaded = pipeline.v.is_full(last.v, K_PER_V - 1)
         if loaded:
@@ -169,8 +169,8 @@ class TopkGather(KvStages):
 
     @cute.jit
     def locate(self, lists, ends, tile, index):
-        """Return (address of the key, address of the key's scales, whether the key is valid) for `index`, the selected
-        index of a key of tile `tile`."""
+        """Return (address of the key, address of the key's scales, whether the key is valid). index: the selected index
+        of a key of tile `tile`."""
         address, scales, valid = self.find(lists[0], index)
         if const_expr(len(lists) == 2):
             if tile >= ends[0]:
@@ -272,7 +272,6 @@ class TopkGather(KvStages):
 
     @cute.jit
     def write_selected(self, pipeline: KvPipeline, selected: Uint32, warp, lane, state: KvState):
-        """Write the result of `selected` to this warp's word of the valid mask."""
         with cute.arch.elect_one():
             pipeline.valid_mask[warp, state.rope.stage] = selected
 

@@ -141,8 +141,8 @@ class WindowSlotsSm90:
 
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
-        """Return the cache slot of the window's key number `column`, or -1 if the window has fewer keys or the key has
-        no page."""
+        """Return the cache slot of the window's key number `column`, or -1 for a missing key or a key without a
+        page."""
         # For columns past the last key, use the last key's position again, or 0 if the window has no keys. So the load
         # of the page number below needs no branch.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))

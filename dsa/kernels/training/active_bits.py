@@ -19,8 +19,8 @@ from cutlass import Float32, Int32, Uint32
 
 @cute.jit
 def word_place(lane: Int32) -> Int32:
-    """Return the position of a lane's word among the warp's 32 words. With lane / 4 = 2 a + b (b 0 or 1) and c =
-    lane % 4, the words are in the order of (a, c, b): b changes fastest."""
+    """Return the position of a lane's word among the warp's 32 words. Let lane / 4 = 2 a + b (b 0 or 1) and lane % 4 =
+    c. The words are in the order of (a, c, b); b changes fastest."""
     return ((lane >> 3) << 3) | ((lane & 3) << 1) | ((lane >> 2) & 1)
 
 
@@ -61,8 +61,8 @@ def multiply_pairs(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def negated_head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """Return the list [sum for key r, sum for key r + 8], where r is the first of the lane's two keys. The sum for a
-    key is sum_h w[h] relu(-acc[key, query * heads + h]) over this lane's heads h.
+    """Return a list with the sums for the lane's two keys. The sum for a key is sum_h w[h] relu(-acc[key, query * heads
+    + h]) over this lane's heads h.
 
     acc      this thread's accumulators, flat: [column / 8][key half][2 adjacent columns]
     weights  w / 2 of this lane's columns, flat: [column / 8][2]

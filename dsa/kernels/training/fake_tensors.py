@@ -46,7 +46,6 @@ def fake_head_terms(queries) -> cute.Tensor:
 
 
 def fake_q_tiles() -> cute.Tensor:
-    """Return fake q tiles, int32 [S, 8] (q_tiles.py)."""
     return fake(Int32, (cute.sym_int(), Q_TILE_FIELDS), (Q_TILE_FIELDS, 1))
 
 

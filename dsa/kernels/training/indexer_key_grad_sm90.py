@@ -231,7 +231,6 @@ class IndexerKeyGradSm90:
         own,
         lane,
     ):
-        """Run the producer warp: load q, w, dI and bits of every work tile of this CTA."""
         state, landed_phase = start(), Int32(0)
         next_tile = self.scheduler.first(q_tiles, own, lane)
         while next_tile.is_valid:
@@ -264,7 +263,6 @@ class IndexerKeyGradSm90:
                         bulk_load(target, source, tiles * (2 * BIT_BYTES), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
                 if valid < COLUMN_BLOCK:
-                    # The columns from `valid` on belong to another sequence.
                     q_block = Int32(q_start.toint()) + state.stage * self.q_bytes
                     landed_phase = columns.zero_rows(landed_phase, q_block, valid, COLUMN_BLOCK, self.dim * 2, lane)
                     for column in cutlass.range(valid + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
@@ -292,7 +290,6 @@ class IndexerKeyGradSm90:
         warp,
         lane,
     ):
-        """Run a consumer warpgroup over its 128 keys of every key block in the CTA's range."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sq)))
         operands, words = zip(*(operand_a(thr, (KEY_BLOCK, COLUMN_BLOCK), BFloat16) for _ in range(2)))
@@ -300,8 +297,8 @@ class IndexerKeyGradSm90:
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
         # Each lane gives ldmatrix the address of a row of matrix lane / 8. For w, the four matrices are 8 columns each.
-        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects one of the two tiles of 64 keys if a
-        # column block is one query, and otherwise one of two queries.
+        # For dI, bit 3 of the lane selects 8 of the warp's 16 keys. Bit 4 selects one of two queries. If a column block
+        # is one query, bit 4 selects one of the two tiles of 64 keys.
         own_warp = warp % 4
         w_at = Int32(w_start.toint()) + (lane >> 3) * 16
         di_at = Int32(di_start.toint()) + tile * self.tile_bytes + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -318,8 +315,6 @@ class IndexerKeyGradSm90:
             for acc in flats:
                 acc.fill(0.0)
             key = key_block * self.keys + tile * TILE
-            # The first column block that sees the warpgroup's first tile of 64 keys, and the first one that also sees
-            # the second tile.
             seen_from, both_from = self.seen_from(span, key, end), self.seen_from(span, key + KEY_BLOCK, end)
             for at in cutlass.range(column_block, end, unroll=1):
                 columns.consumer_wait(state)
@@ -361,8 +356,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, w_at, di_at, active_at):
-        """Add the products of a stage's columns to the sums of the warpgroup's first tile of 64 keys (blocks = 1) or of
-        both tiles (blocks = 2)."""
+        """Add the products of a stage's columns to the sums of the warpgroup's first `blocks` (1 or 2) tiles of 64
+        keys."""
         w_here, di_here = w_at + stage * self.w_bytes, di_at + stage * self.di_bytes
         word_here = active_at + stage * self.active_bytes
         # The eight row addresses of an ldmatrix matrix are equal. So for w, lane l gets pair l % 4 of the 8 numbers at
@@ -407,9 +402,9 @@ class IndexerKeyGradSm90:
 
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
-        """Add the partial sums to dk (the fixup). The CTAs (x, y) of this kernel handle the tail of CTA x of the first
-        kernel if that CTA's TAIL is 1; y selects 4 * FIXUP_THREADS of the tail's numbers. They add the partial sums of
-        CTA x, then those of the following CTAs up to the end of the key block, and then add the total to dk."""
+        """Add the partial sums to dk (the fixup). If CTA x of the first kernel has TAIL = 1, the CTAs (x, y) handle
+        that tail: y selects 4 * FIXUP_THREADS of the tail's numbers. They add up the partial sums of CTA x and of the
+        following CTAs, up to the end of the key block. They add the total to dk."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid

@@ -83,7 +83,6 @@ class IndexerQueryGradConfig:
 
     @property
     def column_blocks(self) -> int:
-        """Number of blocks of 64 (query, head) pairs per work tile."""
         return self.warpgroups * self.blocks
 
 
@@ -205,7 +204,6 @@ class IndexerQueryGradSm90:
         keys: ZeroFillPipeline,
         lane,
     ):
-        """Run the producer warp: take work tiles, and load their keys, dI and bits."""
         state, work_state, landed_phase = start(), start(), Int32(0)
         number = Int32(0)
         while number >= 0:
@@ -229,7 +227,6 @@ class IndexerQueryGradSm90:
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if valid < K_TILE:
-                        # The keys from `valid` on belong to the next sequence.
                         k_tile = Int32(k_start.toint()) + state.stage * self.k_bytes
                         landed_phase = keys.zero_rows(landed_phase, k_tile, valid, K_TILE, self.dim * 2, lane)
                         keys.commit(state)
@@ -253,7 +250,6 @@ class IndexerQueryGradSm90:
         warp,
         lane,
     ):
-        """Run a consumer warpgroup over its column blocks of every work tile of this CTA."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sk)))
         operands, words = zip(*(operand_a(thr, (COLUMN_BLOCK, KEY_BLOCK), BFloat16) for _ in range(self.blocks)))
@@ -322,8 +318,8 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def staged_offset(self, row, chunk):
-        """Return the byte offset of 16-byte chunk `chunk` of row `row`, counted from the start of the 16 rows that a
-        warp stages per block. The swizzle puts the same chunk of eight adjacent rows into different banks."""
+        """Return the byte offset of 16-byte chunk `chunk` of row `row` in the 16 rows that a warp stages per block. The
+        swizzle puts the same chunk of eight adjacent rows into different banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
@@ -348,7 +344,6 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def epilogue(self, flats, weights, dq, dw, flat_row, end, staged, lane):
-        """Store dw and dq of this warp's rows before row `end`, block by block."""
         for i in cutlass.range_constexpr(self.blocks):
             if flat_row + i * COLUMN_BLOCK < end:
                 self.store_block(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)

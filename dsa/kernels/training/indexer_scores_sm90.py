@@ -182,7 +182,6 @@ class IndexerScoresSm90:
         keys: Pipeline,
         lane,
     ):
-        """Run the producer warp: take work tiles, and load their queries and keys."""
         q_state, k_state, work_state = start(), start(), start()
         warpgroup, number = Int32(0), Int32(0)
         while number >= 0:
@@ -221,7 +220,6 @@ class IndexerScoresSm90:
         warp,
         lane,
     ):
-        """Run a consumer warpgroup: compute the scores and active bits of its key tiles."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc, flat = accumulator(thr_mma, (KEY_BLOCK, self.n))

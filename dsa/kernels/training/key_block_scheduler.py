@@ -65,7 +65,6 @@ class SchedulerState(NamedTuple):
 
     @property
     def is_valid(self):
-        """Whether any work tile is left."""
         return self.left > 0
 
 
@@ -217,7 +216,6 @@ class KeyBlockScheduler:
 
     @cute.jit
     def advance(self, q_tiles, state: SchedulerState, work_tile: WorkTileInfo) -> SchedulerState:
-        """Return the state after a work tile."""
         span, left = work_tile.span, state.left - (work_tile.end - work_tile.column_block)
         first, key_block = span.first, work_tile.key_block + 1
         if key_block >= span.key_blocks:

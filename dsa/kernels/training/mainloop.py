@@ -77,7 +77,6 @@ def swap_modes(x: cute.Tensor) -> cute.Tensor:
 
 
 def flatten(x: cute.Tensor) -> cute.Tensor:
-    """Return a one-dimensional view of a contiguous tensor."""
     return cute.make_tensor(x.iterator, cute.make_layout(cute.size(x)))
 
 

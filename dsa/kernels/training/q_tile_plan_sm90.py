@@ -137,8 +137,8 @@ class QTilePlanSm90:
 
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
-    """-> (the maximum of 0 and of `own` over the threads up to and including this one, the maximum of `own` over all
-    threads of the CTA). Called by all threads of the CTA. Another barrier must come before `maxima` is reused.
+    """-> (maximum of `own` over the threads up to and including this one, at least 0; maximum of `own` over the CTA).
+    Called by all threads of the CTA. Another barrier must come before `maxima` is reused.
 
     maxima  Int32 [32] scratch in shared memory, one number per warp
     """

@@ -47,7 +47,6 @@ class QTile(NamedTuple):
 
     @staticmethod
     def unused() -> "QTile":
-        """Return a q tile without rows, whose sequence is -1."""
         return QTile(*[Int32(0)] * (Q_TILE_FIELDS - 1), Int32(-1))
 
     @cute.jit
@@ -87,8 +86,7 @@ def store_q_tile(q_tiles: cute.Tensor, index: Int32, q_tile: QTile):
 @cute.jit
 def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
     """Return the pointer to row `row` (0 to 127) of dI of one key tile. di: [S, N, 2, 64, 128], the dI of all (q tile,
-    key tile). Rows 0 to 63 are contiguous in memory, and so are rows 64 to 127, but there is a gap between row 63 and
-    row 64."""
+    key tile). Rows 0 to 63 are contiguous in memory, and so are rows 64 to 127. There is a gap between the halves."""
     return di[q_tile, key_tile, row >> 6, row & 63, None].iterator
 
 

@@ -210,7 +210,6 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """Run the producer warpgroup: gather q, keys and d_scores of every query of this CTA."""
         keys_start, queries_start = Int32(shared.keys.iterator.toint()), Int32(shared.queries.iterator.toint())
         scores_start = Int32(shared.d_scores.iterator.toint())
         rows = own_rows(warp, lane)
@@ -234,8 +233,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
-        """Return `word` with the lower 16 bits set to 0 unless `low` > 0, and the upper 16 bits set to 0 unless
-        `high` > 0. low, high: the products q k that belong to the two halves."""
+        """Return `word` with each 16-bit half set to 0 unless the product q k of that half is positive. low, high:
+        these products."""
         keep = Uint32(0)
         if low > 0.0:
             keep = Uint32(0xFFFF)
@@ -258,7 +257,6 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """Run the query warpgroup: compute dq and dw of every query of this CTA."""
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
@@ -294,8 +292,8 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def epilogue(self, inputs: Inputs, dq, dw, q_rmem, sums, query, warp, lane):
-        """Compute a query's dq = w g sums and dw = g (q . sums), where `sums` is G / g. A lane has the elements of
-        `sums` and of q for the same heads and channels, so dw needs a reduction over the four lanes of a quad only."""
+        """Compute a query's dq = w g sums and dw = g (q . sums), where `sums` is G / g. A lane has `sums` and q of the
+        same heads and channels, so dw only needs a reduction over a quad."""
         halves = cute.make_tensor(q_rmem.iterator, cute.make_layout((2, 2, 2, self.channels // 16)))
         scale = inputs.g[query]
         for r in cutlass.range_constexpr(2):

@@ -357,9 +357,9 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """Consume the q rows of 64 heads (block number `part` of the query's heads) from the pipeline of keys. If this
-        warpgroup computes with these heads, copy the rows' first RMEM_CHUNKS chunks to registers and the other chunks
-        to shared memory."""
+        """Consume the q rows of 64 heads, from head part * TILE on, from the pipeline of keys. If this warpgroup
+        computes with these heads, copy the rows' first RMEM_CHUNKS chunks to registers and the other chunks to shared
+        memory."""
         words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)

@@ -38,8 +38,8 @@ class BackwardConfig:
 
     dtype         dtype of q, kv, dout and dq
     channels      channels per key
-    ordered       store the dKV of each key tile to separate rows, which another kernel sums in a fixed order, instead
-                  of adding it to the rows of the keys
+    ordered       store the dKV of each key tile to separate rows, which another kernel sums in a fixed order. Otherwise
+                  add it to the rows of the keys
     rope          whether keys have a rope part
     strip         channels of dKV per product. 64: operand A is P^T from registers and dS^T from shared memory. 32: both
                   are from registers, which takes 8% less time with a rope part and 5% more without it
@@ -106,7 +106,6 @@ class BackwardPipelines:
 
     @cute.jit
     def init(self):
-        """Initialize the barriers. Called by one thread."""
         self.work_tiles.init(THREADS // WARP)
         self.q.init(CONSUMER_WARPS)
         # Each producer thread arrives at each part of k when its copies are complete. At the first part of half 0 each
@@ -153,8 +152,8 @@ def next_work_tile(count: Int32) -> Int32:
 @dataclass(frozen=True)
 class TileScheduler:
     """A dynamic persistent scheduler. The index of a CTA's first work tile is the CTA's block index. While the CTA
-    computes a work tile, its producer takes the next index from a tile counter in global memory and passes it to the
-    consumers through a WorkTilePipeline.
+    computes a work tile, its producer takes the next index from a tile counter in global memory. A WorkTilePipeline
+    passes it to the consumers.
 
     work_tiles  number of work tiles of all queries
     key_tiles   number of key tiles per query
@@ -169,7 +168,6 @@ class TileScheduler:
 
     @cute.jit
     def coordinates(self, number):
-        """-> (query, first head) of a work tile."""
         query, head_tile = divmod(number, self.head_tiles)
         return query, head_tile * HEADS
 
@@ -221,8 +219,8 @@ class BackwardProducer:
                 if warp == 0:
                     if tile == 0:
                         self.load_q(atoms, sources, head_terms, scheduler, shared, pipelines, count)
-                    # Take the next work tile late, after three quarters of the key tiles, so that a slow CTA does not
-                    # take a work tile that another CTA could begin sooner.
+                    # Take the next work tile late, after three quarters of the key tiles. Otherwise a slow CTA could
+                    # take one that another CTA could begin sooner.
                     if tile == (3 * scheduler.key_tiles) >> 2:
                         following = WorkTileInfo(scheduler.ctas + draw(tile_counter, lane))
                         work_tiles.publish(work_tile_state(next_work_tile(count)), following)
@@ -263,7 +261,7 @@ class BackwardProducer:
         pipelines: BackwardPipelines,
         count,
     ):
-        """Load Q, dO and the head terms of 64 heads, chunk by chunk as the consumers release the chunks of the previous
+        """Load Q, dO and the head terms of 64 heads, chunk by chunk, as the consumers release those of the previous
         work tile. Q and dO of heads after the last one are zeros (TMA), and the terms of these heads give P = 0."""
         query, first = scheduler.coordinates(pipelines.work_tiles.read(work_tile_state(count)).number)
         state = q_state(count)

@@ -110,12 +110,11 @@ class SparseMlaBackwardSm90:
         self.dp_parts = 2 if cfg.rope else 1
 
     def product(self, a_major, b_major, columns: int, from_registers: bool = False) -> cute.TiledMma:
-        """Return a tiled MMA of 64 rows x `columns`. Each use makes a new TiledMma, because a TiledMma whose field is
-        set inside a loop or branch cannot be used after that loop or branch."""
+        """Return a tiled MMA of 64 rows x `columns`. Each use makes a new TiledMma: after a loop or branch that sets a
+        field of a TiledMma, this TiledMma is unusable."""
         return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
-        """Return a shared-memory layout [64, columns, count], with rows of `columns` elements."""
         return smem_layout(64, columns, self.dtype, count)
 
     def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
@@ -244,7 +243,6 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """Run consumer warpgroup `side` over all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = (
@@ -479,10 +477,9 @@ class SparseMlaBackwardSm90:
                     number = Int64(tile_index) * TILE + (pair + 8 * r + i)
                 else:
                     row = shared.key_rows[pair + 8 * r + i, stage]
-                    # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
                 # Of each 32 numbers of a row, a lane adds to the first 16 in the row of the lane's quad, and to the
-                # last 16 in the row of the other quad.
+                # last 16 in the other quad's row.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):
@@ -535,9 +532,8 @@ class SparseMlaBackwardSm90:
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
         """Store dQ of this warp's 16 heads and its warpgroup's half of the channels. The warp stages dQ, 1 KiB at a
-        time, in the memory of the warpgroup's dS, in the rows of 16 keys that this warp writes in `score`. The warp
-        must not use other rows: another warp can still read its own rows for dKV, or already write them for the next
-        work tile."""
+        time, in the warpgroup's dS: in the rows of the 16 keys that this warp writes in `score`. The warp must not use
+        other rows: another warp can still read its own rows for dKV, or already write them for the next work tile."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)

@@ -222,9 +222,7 @@ def compile_sum_lists(channels: int):
     computes sums[k] += rows[order[i] + b * stride], summed over bounds[k] <= i < bounds[k + 1] and b < blocks. blocks:
     blocks of 64 heads per query. stride: rows per (query, block). order: for each key, the rows of block 0. The order
     of the sum is fixed: groups of PREFETCHED values of i, then b, then i within the group."""
-    # The strides are 64-bit, because `rows` can have more than 2^31 numbers. It has one row of `channels` numbers per
-    # work tile and selected key. A launch has about one work tile per SM, so on 132 SMs `rows` exceeds 2^31 numbers if
-    # a query selects 28,300 keys of 576 channels.
+    # The strides are 64-bit, because `rows` can have more than 2^31 numbers: work tiles * selected keys * channels.
     rows, sums = (fake_rows(Float32, cute.sym_int(), channels) for _ in range(2))
     return compile_sm90(
         *(SumListsSm90(), rows, fake_line(Int32), fake_line(Int32), Int32(1), Int32(0), sums, fake_stream())

@@ -42,7 +42,6 @@ class QuerySchedule:
 
     @staticmethod
     def of(scheduler: StaticPersistentScheduler, q: cute.Tensor, indices: cute.Tensor) -> "QuerySchedule":
-        """Make the schedule for q [T, H, d] and indices [T, K]."""
         return QuerySchedule(scheduler.first, scheduler.step, q.shape[0], (indices.shape[1] + TILE - 1) // TILE)
 
 

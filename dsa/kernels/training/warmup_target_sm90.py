@@ -199,7 +199,6 @@ class WarmupTargetSm90:
         keys: Pipeline,
         lane,
     ):
-        """Run the producer warp: load Q and K of every work tile of this CTA."""
         scheduler = static_persistent_scheduler()
         size = Q_TILE * self.chunk * self.dtype.width // 8
         q_state, k_state, number = start(), start(), Int32(0)
@@ -242,10 +241,9 @@ class WarmupTargetSm90:
         warp,
         lane,
     ):
-        """Run a consumer warpgroup over all work tiles of this CTA."""
         mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
-        # Get the slice by the warpgroup's first thread instead of this thread, so that the compiler knows that the
-        # operands' addresses are uniform in a warp.
+        # Get the slice by the warpgroup's first thread instead of this thread. So the compiler knows that operand
+        # addresses are uniform in a warp.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
@@ -312,8 +310,8 @@ class WarmupTargetSm90:
     @cute.jit
     def load_tile(self, scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane):
         """Load the epilogue's inputs. -> ((pointer for dI, index of the q tile, index of the key tile), scores [2
-        adjacent keys, 16 groups of 8 keys, 2 rows], lse_I of the lane's two rows, g of the two rows, number of the
-        tile's keys that each of the two rows sees)."""
+        adjacent keys, 16 groups of 8 keys, 2 rows], lse_I of the lane's two rows, g of the two rows, numbers of the
+        tile's keys that the two rows see)."""
         key_tile = index - key_tiles[number]
         of_tile = scores[number, key_tile, None, None]
         pairs = cute.make_rmem_tensor((2, K_TILE // 8, 2), Float32)
@@ -338,7 +336,6 @@ class WarmupTargetSm90:
 
     @cute.jit
     def wait(self, queries: Pipeline, keys: Pipeline, q_state, k_state):
-        """Wait for a head's Q and K."""
         queries.consumer_wait(q_state)
         keys.consumer_wait(k_state)
 
@@ -458,7 +455,6 @@ def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
 
 @cute.jit
 def load_pair(address):
-    """Load two adjacent fp32 numbers from global memory."""
     return cute.arch.inline_ptx(
         "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Float32, Float32],

@@ -29,8 +29,6 @@ SWIZZLE_BYTES = 128  # bytes of a row that are contiguous in shared memory
 
 
 def zero_fill_storage(stages: int) -> type:
-    """Return the struct of a ZeroFillPipeline's barriers in shared memory, for a field of a @cute.struct."""
-
     @cute.struct
     class ZeroFillStorage:
         full: cute.struct.MemRange[Int64, stages + 1]  # the last is `landed`
@@ -50,7 +48,6 @@ class ZeroFillPipeline:
 
     @staticmethod
     def of(storage, stages: int) -> "ZeroFillPipeline":
-        """Make the pipeline on a field of type `zero_fill_storage(stages)`."""
         full = storage.full.data_ptr()
         return ZeroFillPipeline(Pipeline(full, storage.empty.data_ptr(), stages, Int32(0)), Mbarriers(full + stages, 1))
 
