@@ -17,7 +17,7 @@ from tests.gpu import receipt
 
 
 def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
-    """Return why an entry is not valid (unknown here, failed, incomplete or stale); None if it is valid."""
+    """Return why an entry is not valid, or None."""
     if name not in receipt.tested():
         return "there is no such entry here"
     if entry.get("failed"):

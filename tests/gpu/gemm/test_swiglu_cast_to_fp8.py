@@ -32,8 +32,6 @@ def test_every_shape_is_right(sizes, record_error):
 
 @pytest.mark.parametrize("limit", [None, 1.5])
 def test_every_gate_is_right(limit):
-    """Check every finite bf16 gate: in bf16 with up = 1, and in fp32 with up = -0.3. Also check a tensor of one
-    dimension."""
     gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16).view(-1, 128)
     finite = torch.where(gate.isfinite(), gate, 0)
     for x, factor, use_ue8m0 in ((finite, 1.0, False), (finite.float(), -0.3, True), (finite[200], 1.0, True)):

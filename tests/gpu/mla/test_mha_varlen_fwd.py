@@ -53,7 +53,7 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """Some queries see none of the keys that they select. They must get the results of a query without keys."""
+    """Some queries see none of the keys that they select."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
@@ -62,8 +62,7 @@ def test_selected_keys_are_right(dims, case, top_k, record_error):
 @pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 640, 1000])
 @by_dims
 def test_the_last_query_reads_its_own_bits(dims, tokens):
-    """The tensors end with the last sequence, so a read past that sequence's queries or selection bits would be out of
-    bounds."""
+    """A read past the last sequence's queries or selection bits would be out of bounds."""
     given = call(dims, 4, 4, [30, tokens], [30, tokens], top_k=max(tokens, 30) // 2, more=0)
     checked(CASE, given)
     checked(CASE, given | {"causal": False})

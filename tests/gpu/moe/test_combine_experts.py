@@ -41,8 +41,8 @@ def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
 @pytest.mark.parametrize("weighted", [False, True])
 @by_dtype
 def test_rows_that_no_token_names_are_not_read(dtype, weighted):
-    """Rows of y from ends[-1] on belong to no expert of this process. They can contain anything, because a grouped
-    product does not write them."""
+    """Rows of y from ends[-1] on belong to no expert of this process. They can contain anything, because a grouped GEMM
+    does not write them."""
     experts = torch.rand(90, 24, device="cuda").argsort(-1)[:, :8]
     for first, count in ((8, 8), (0, 5), (20, 4), (40, 3)):
         _, rows, ends = dsa.sort_by_expert(experts - first, count)
