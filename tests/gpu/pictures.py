@@ -37,8 +37,7 @@ def main() -> None:
 
 
 def write_speed_ups(path: Path) -> None:
-    """Draw a line per entry of SPEED_UPS, with a dot per shape at our speed-up over the best peer. The dots of
-    unverified entries are hollow."""
+    """Draw a line per entry of SPEED_UPS, with a dot per shape. The dots of unverified entries are hollow."""
     import matplotlib
 
     matplotlib.use("Agg")

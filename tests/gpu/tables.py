@@ -1,8 +1,7 @@
 """Generate the tables of the documents from the GPU receipt (tests/gpu/receipt.py).
 
-A page marks the position of a table with the lines `<!-- table NAME -->` and `<!-- end of NAME -->`. The function
-TABLES[NAME] generates the text between them. To add a table, add an entry to TABLES and put these two lines into a
-page.
+To add a table, add an entry to TABLES and put the lines `<!-- table NAME -->` and `<!-- end of NAME -->` into a page.
+The function TABLES[NAME] generates the text between them.
 
 usage: python -m tests.generate
 """
@@ -22,21 +21,20 @@ Columns = Mapping[str, Column]
 
 
 def main() -> None:
-    """Write the tables into all pages that have markers for them."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         page.write_text(inserted(text), encoding="utf-8")
 
 
 def inserted(text: str) -> str:
-    """Return a page with today's tables. Raise KeyError for a marker whose table does not exist."""
+    """Return a page with today's tables. Raise KeyError for a marker without a table."""
     for name in markdown.names(text):
         text = markdown.inserted(text, name, TABLES[name]())
     return text
 
 
 def of_entry(name: str, body: Callable[[list[Row]], str]) -> str:
-    """Return where and when an entry was measured, followed by the text that `body` returns for the entry's rows."""
+    """Return where and when an entry was measured, followed by the text of `body`."""
     entry = main_entries().get(name, {"unverified": "no entry"})
     if not entry.get("bench"):
         return f"Not measured on this code: {entry['unverified']}."
@@ -52,7 +50,7 @@ def place(entry: Mapping[str, Any]) -> str:
 
 
 def per(field: str, columns: Columns, rows: list[Row]) -> str:
-    """Return one table of rows for each value of the field, with the value as heading."""
+    """Return one table for each value of the field, with the value as heading."""
     values = dict.fromkeys(row[field] for row in rows)
     parts = (f"**{value}**\n\n{markdown.table([r for r in rows if r[field] == value], columns)}" for value in values)
     return "\n\n".join(parts)
@@ -62,7 +60,7 @@ def milliseconds(ms: float) -> str:
     return f"{ms:#.3g}".rstrip(".")
 
 
-# Rows of the README's table: (text of the column "op", entry, shape).
+# (text of the column "op", entry, shape)
 HEADLINES = (
     ("Index scores, FP8", "fp8_mqa_logits", "4096 x 32768, H 64, D 128, causal, cleaned"),
     ("Top-k, exact and deterministic", "topk_indices", "4096 x 8192, k 2048, normal scores"),
@@ -75,8 +73,6 @@ PEERS = {"deepgemm": "sgl-deep-gemm", "vllm decode": "vLLM top-k", "cuDNN-FE": "
 
 
 def headlines() -> str:
-    """Return the README's table, with a line per entry of HEADLINES: our time and the best peer's at this shape, and
-    the range of speed-ups over all shapes."""
     entries = main_entries()
     found = []
     for what, name, shape in HEADLINES:
@@ -110,8 +106,8 @@ def _part_of_peers(part: str) -> Column:
 
 
 def _without_glue(row: Row) -> str:
-    """Return the speed-up if the time of the part GLUE is subtracted from the time of the peers' pass. Glue is code
-    that only converts tensors for the peers. Return "" if the row has no peers' pass, or the pass has no glue."""
+    """Return the speed-up over the peers' pass without the time of GLUE, which only converts tensors for the peers. ""
+    if there is none."""
     if row["ratio"] is None or GLUE not in row["peer_parts"]:
         return ""
     return f"{(row['peer_ms'] - row['peer_parts'][GLUE]) / row['ms']:.2f}"
@@ -203,8 +199,8 @@ def _parallel(rows: list[Row]) -> str:
 
 
 def _parallel_computed(rows: list[Row]) -> str:
-    """Return tables of computed times of whole models. `dsa_bench.e2e.computed` computes a time from the measured time
-    of one GPU's part without communication, and from the time of communication that was measured with fewer GPUs."""
+    """`dsa_bench.e2e.computed` computes the time of all layers from the measured time of one GPU's part, and from
+    communication that was measured with fewer GPUs."""
     measured, silent = ([row for row in rows if ("efficiency" in row) is is_whole] for is_whole in (True, False))
     found = []
     for row in silent:
@@ -227,8 +223,7 @@ def _joined(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _yardstick(row: Row) -> float:
-    """Return the milliseconds of the row's only yardstick: measured code whose results are not compared with the op's
-    (`yardsticks` in dsa_bench/harness/case.py)."""
+    """Return the milliseconds of the row's only yardstick (see `yardsticks` in dsa_bench/harness/case.py)."""
     (found,) = row["yardsticks"].values()
     return found["ms"]
 
