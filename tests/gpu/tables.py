@@ -68,7 +68,6 @@ HEADLINES = (
     ("Sparse MLA, decode, FP8 cache", "flash_mla_with_kvcache_sparse", "B 128, 128 heads, s_q 2, k 2048, 32768 keys"),
     ("Sparse MLA, backward", "sparse_mla_attention", "8192 queries, d 576, 128 heads, k 2048"),
 )
-# {name of a peer in the receipt's rows: clearer name for the README's table}
 PEERS = {"deepgemm": "sgl-deep-gemm", "vllm decode": "vLLM top-k", "cuDNN-FE": "cuDNN frontend"}
 
 

@@ -44,8 +44,7 @@ NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 @pytest.fixture(scope="module")
 def load_tiny(tmp_path_factory):
-    """Return a function that loads the tiny model of a family. The model has no end token, so sequences have the
-    requested length."""
+    """Return a function that loads the tiny model of a family, without end tokens."""
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         write_tiny_checkpoint(root / family, model=family)
@@ -87,9 +86,8 @@ def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_shared_prefixes(family, load_tiny):
-    """Compare generation with a prefix cache and without it. The model is fp32, so rounding does not change a token.
-    Prompts share prefixes within a call and with the previous call. Some sequences decode while the prompts of others
-    are prefilled in chunks."""
+    """In fp32, rounding does not change a token. Prompts share prefixes within a call and with the previous call. Some
+    sequences decode while the prompts of others are prefilled in chunks."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     text = [2 + i * i % 2000 for i in range(600)]
     prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
@@ -137,9 +135,9 @@ KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
-    """The graph of a decoding step has no more kernels than KERNELS allows. tests/layers/compilation/test_launches.py
-    counts ops and PyTorch operators without a GPU; here the count is larger, because some of them launch more than one
-    kernel. The step must also run more branches on a second stream than it has layers."""
+    """tests/layers/compilation/test_launches.py counts ops and PyTorch operators without a GPU. Here the count is
+    larger, because some of them launch more than one kernel. The step must also run more branches on a second stream
+    than it has layers."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
@@ -158,8 +156,7 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
 
 
 def mixtures():
-    """Return two MoE layers in bf16. Their shared experts run on another stream, at the same time as the routed
-    experts."""
+    """Return two MoE layers whose shared experts run on another stream, at the same time as the routed experts."""
     torch.manual_seed(0)
     made = [MoE(1024, 512, GroupedSigmoidRouter(1024, 8, 2, dtype=torch.bfloat16), dtype=torch.bfloat16) for _ in "ab"]
     return [moe.cuda() for moe in made]
@@ -167,8 +164,8 @@ def mixtures():
 
 @torch.no_grad()
 def test_branches_of_two_streams_in_one_graph():
-    """Two layers run on two streams in one graph, as for two parts of a batch. Each layer has a branch on a further
-    stream. A branch must not reuse the other layer's memory, even if the first layer's experts are delayed."""
+    """Two layers run on two streams, as for two parts of a batch, and each has a branch on a further stream. A branch
+    must not reuse the other layer's memory, even if the first layer's experts are late."""
     layers, x = mixtures(), torch.randn(16, 1024, device="cuda").bfloat16()
     expected = [layer(x) for layer in layers]
     late = layers[0].experts.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
@@ -189,10 +186,9 @@ def test_branches_of_two_streams_in_one_graph():
 
 
 def test_captured_gradients_of_experts():
-    """If the forward and backward pass are captured in graphs, gradients have the bits of a pass without graphs."""
     layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
-    # Use autograd.grad here. backward() would make the node of x that accumulates gradients, and this node would
-    # remember the current stream. The capture below would then wait for this stream, which is not allowed.
+    # backward() would make the node of x that accumulates gradients, and this node would remember the current stream.
+    # The capture below would then wait for this stream, which is not allowed.
     (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
     captured = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
     for _ in range(5):
@@ -204,9 +200,7 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
-    """Compare captured passes in bf16 and FP8 with the CPU. Rounding can decide between two tokens with similar logits.
-    So where the CPU and the GPU first choose different tokens, the CPU's logits of these two tokens must differ by less
-    than NEAR_TIE."""
+    """Rounding can decide between two tokens with similar logits."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
@@ -226,7 +220,7 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
     """In the published mode the checkpoint's FP8 weights stay FP8, index keys are in slots of 132 bytes, and latents in
-    slots of 656 bytes. Prefill in chunks and decoding must run the kernels of the ops listed below."""
+    slots of 656 bytes."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
     def topk_spy(*variant):
@@ -251,7 +245,6 @@ def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch
 
 
 def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
-    """Every call of topk_indices in a generation gives the result of the reference for the same scores."""
     shapes, topk = set(), dsa.topk_indices
 
     def checked(scores, k, **options):
@@ -325,8 +318,7 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypatch):
-    """Run every decoding step twice, with a CUDA graph and then without one, and compare the logits. The second run
-    writes the same to the caches as the first. The sequences end one after another."""
+    """The second run of a step writes the same to the caches. The sequences end one after another."""
     model = load_tiny(family)
     step, replayed = DecodeStep.__call__, []
 

@@ -63,12 +63,10 @@ def in_bf16(model):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return a set that gets the name of every op that runs a kernel in this test."""
     return launched_ops(monkeypatch)
 
 
 def in_chunks(model, tokens, chunks):
-    """Return the logits of all tokens, computed with a cache in these chunks."""
     cache = DynamicCache(config=model.config)
     return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split(chunks, 1)], 1)
 
@@ -93,8 +91,6 @@ def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
 
 @torch.no_grad()
 def test_fp8_index_scores(family, exact, tokens, launched):
-    """With FP8 index scores, calc_diff between the logits of kernels and of references is within the bound for bf16
-    rounding (see FACTOR), and calc_diff between the kernels' logits and transformers' fp32 logits is below FP8."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = accelerate(rounded, fp8_indexer=True)

@@ -1,5 +1,5 @@
 """The attention of the warm-up stage of training (`_packed_attention.attention_forward`) on the GPU has the bits of
-mha_varlen_fwd. Queries without keys, and queries of no sequence, have output 0 and LSE inf."""
+mha_varlen_fwd."""
 
 import pytest
 import torch
