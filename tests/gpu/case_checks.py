@@ -47,7 +47,6 @@ def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) ->
 
 
 def check_far_pages(case: Case, **sizes: Any) -> None:
-    """Check a cache whose last page begins more than 2^32 bytes after the first page."""
     near, far = (case.arguments("cuda", **sizes) for _ in range(2))
     far["cache"] = far_apart(far["cache"])
     assert_same_bits(case.results(far), case.results(near))

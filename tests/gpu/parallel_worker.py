@@ -33,7 +33,6 @@ DTYPES = (torch.bfloat16, torch.float32)
 WIDTH = 7168
 MANY, REPEATS = 4096, 5
 OF_TOKENS = [(1, 6, 4096), (1, 8, 7168), (3, 1, 8), (7, 9, 1024), (16, 17, 2048), (200, 8, 1024)]
-# dtype, tokens, chosen experts, channels, whether there is a shared expert
 EXPERTS = [(dtype, *of, shared) for dtype in DTYPES for of in OF_TOKENS for shared in (False, True)]
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # together at least 256 tokens, which the ranks divide among themselves
@@ -81,7 +80,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             with mock.patch.object(Ranks, "copies", lambda self, x: None):
                 found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
-    # A sum of MANY rows takes about as long as the work that `begun` runs at the same time, so either can end first.
+    # A sum of MANY rows takes about as long as the work in `begun`, so either can end first.
     for repeat in range(REPEATS):
         shared = SharedRows(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)
@@ -117,14 +116,14 @@ def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 def wrong_turns(ranks: Ranks, device: torch.device) -> int:
     """Count the wrong numbers in TURNS consecutive sums of different sizes and values in a graph.
 
-    A rank that is early must not read the data of an earlier sum, or overwrite data that another rank has not read.
+    A rank that is early must not read an earlier sum's data, or overwrite data that another rank has not read.
     """
     sizes = [8 * (1 + i * i * i % 60000) for i in range(TURNS)]
     own, wrong = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64, device=device)
 
     def all_turns() -> None:
         for i, size in enumerate(sizes):
-            if i % 7 == ranks.rank:  # delay one rank
+            if i % 7 == ranks.rank:
                 torch.cuda._sleep(20000)
             x = (own + i % 50 + ranks.rank).expand(size).to(DTYPES[i % 2])
             whole = ranks.size * (i % 50) + sum(range(ranks.size)) + ranks.size * own
@@ -167,7 +166,7 @@ def same_experts(
 
 
 def wrong_messages(ranks: Ranks, device: torch.device) -> int:
-    """Count the wrong numbers in TURNS gathers of rows. Each gather runs at the same time as a sum.
+    """Count the wrong numbers in TURNS gathers and sums of rows. A gather and a sum run at the same time.
 
     A rank that is early must not overwrite data that another rank has not read.
     """
@@ -178,7 +177,7 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
         # exceeds all earlier widths, so a lane's memory must grow while the other lane copies.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
-        if i % 7 == ranks.rank:  # delay one rank
+        if i % 7 == ranks.rank:
             torch.cuda._sleep(200000)
         gathering = shared.begin_gather(shared.own(every).to(torch.int16), shared.own(every).double())
         summing = shared.begin_sum((every % 128 + ranks.rank).bfloat16())

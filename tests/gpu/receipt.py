@@ -41,7 +41,7 @@ from tests.public_names import ops_of
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PATH = HERE / "receipt.json"
-MAX_AGE = datetime.timedelta(days=30)  # for entries of WHOLES
+MAX_AGE = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,8 @@ def tested() -> list[str]:
 def asked(arch: str) -> list[str]:
     """Return the names of the entries that a complete receipt has for an arch.
 
-    These are the entries of ops that have kernels for the arch. WHOLES are included if this is more than half of all
-    ops with kernels. Then a model's pass runs mostly kernels.
+    These are the entries of ops that have kernels for the arch. WHOLES are included if more than half of all ops with
+    kernels have kernels for this arch. Then a model's pass runs mostly kernels.
     """
     with_kernels = archs_by_op()
     modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]
@@ -277,7 +277,7 @@ def asked(arch: str) -> list[str]:
 
 
 def archs_by_op() -> dict[str, set[str]]:
-    """Return {op: the archs for which at least one of its functions has kernels}."""
+    """Return {op: its archs}, for every op with kernels."""
     rows = {op: [ARCHS.get(f, ()) for f in ops_of(module)] for op, module in op_modules().items()}
     return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
 

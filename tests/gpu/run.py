@@ -146,7 +146,7 @@ def oldest_dsl() -> dict[str, str]:
 
 
 def dsl_version(environment: dict[str, str]) -> str:
-    """Return the version of the DSL that a process imports, or the last line of its error."""
+    """Return the version of the DSL that a process imports, or the last line of the process's error."""
     call = [sys.executable, "-c", "import cutlass; print(cutlass.__version__)"]
     done = subprocess.run(call, env=os.environ | environment, capture_output=True, text=True)
     return (done.stdout or done.stderr).strip().rpartition("\n")[2]
@@ -216,7 +216,6 @@ def _name(test: ElementTree.Element) -> str:
 
 
 def _reported(test: str) -> str:
-    """Return the `_name` of the test with this pytest id."""
     path, _, names = test.partition("::")
     place, bracket, parameters = names.partition("[")
     return f"{path.removesuffix('.py').replace('/', '.')}.{place.replace('::', '.')}{bracket}{parameters}"
@@ -277,7 +276,8 @@ def run_entry(
 ) -> dict[str, Any]:
     """Run an entry's benchmark unless a test failed. Return the entry without device, versions and digests.
 
-    done rows that an earlier run has measured keep called with all rows so far after every new row
+    done  rows that an earlier run has measured
+    keep  called with all rows so far after every new row
     """
     started, rows = time.monotonic(), [*done]
     try:

@@ -1,7 +1,7 @@
 """Generate the tables of the documents from the GPU receipt (tests/gpu/receipt.py).
 
-To add a table, add an entry to TABLES and put the lines `<!-- table NAME -->` and `<!-- end of NAME -->` into a page.
-The function TABLES[NAME] generates the text between them.
+To add a table, add an entry to TABLES. Put the lines `<!-- table NAME -->` and `<!-- end of NAME -->` into a page. The
+function TABLES[NAME] generates the text between them.
 
 usage: python -m tests.generate
 """
@@ -27,14 +27,12 @@ def main() -> None:
 
 
 def inserted(text: str) -> str:
-    """Return a page with today's tables. Raise KeyError for a marker without a table."""
     for name in markdown.names(text):
         text = markdown.inserted(text, name, TABLES[name]())
     return text
 
 
 def of_entry(name: str, body: Callable[[list[Row]], str]) -> str:
-    """Return where and when an entry was measured, followed by the text of `body`."""
     entry = main_entries().get(name, {"unverified": "no entry"})
     if not entry.get("bench"):
         return f"Not measured on this code: {entry['unverified']}."
@@ -50,7 +48,6 @@ def place(entry: Mapping[str, Any]) -> str:
 
 
 def per(field: str, columns: Columns, rows: list[Row]) -> str:
-    """Return one table for each value of the field, with the value as heading."""
     values = dict.fromkeys(row[field] for row in rows)
     parts = (f"**{value}**\n\n{markdown.table([r for r in rows if r[field] == value], columns)}" for value in values)
     return "\n\n".join(parts)
@@ -60,7 +57,6 @@ def milliseconds(ms: float) -> str:
     return f"{ms:#.3g}".rstrip(".")
 
 
-# (text of the column "op", entry, shape)
 HEADLINES = (
     ("Index scores, FP8", "fp8_mqa_logits", "4096 x 32768, H 64, D 128, causal, cleaned"),
     ("Top-k, exact and deterministic", "topk_indices", "4096 x 8192, k 2048, normal scores"),
@@ -198,8 +194,8 @@ def _parallel(rows: list[Row]) -> str:
 
 
 def _parallel_computed(rows: list[Row]) -> str:
-    """`dsa_bench.e2e.computed` computes the time of all layers from the measured time of one GPU's part, and from
-    communication that was measured with fewer GPUs."""
+    """The times of `dsa_bench.e2e.computed` come from one GPU's part, and from communication measured with fewer
+    GPUs."""
     measured, silent = ([row for row in rows if ("efficiency" in row) is is_whole] for is_whole in (True, False))
     found = []
     for row in silent:

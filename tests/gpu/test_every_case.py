@@ -79,7 +79,6 @@ def test_a_graph_is_replayed_with_new_data(case):
 
 @by_case
 def test_a_call_runs_on_the_current_stream(case):
-    """The arguments get their values on a busy stream just before the call."""
     held, new = given(case), given(case)
     with torch.no_grad():
         for x in flat([*held.values()]):

@@ -219,7 +219,7 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
-    """In the published mode the checkpoint's FP8 weights stay FP8, index keys are in slots of 132 bytes, and latents in
+    """In the published mode the checkpoint's FP8 weights stay FP8. Index keys are in slots of 132 bytes, latents in
     slots of 656 bytes."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
@@ -363,7 +363,6 @@ def test_many_sequences_share_pages_and_slots(checkpoint):
 
 
 def test_sampled_tokens_are_those_of_a_cpu():
-    """A batch has greedy rows, sampled rows, and rows from which no token can be chosen."""
     kinds = ({}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.6, "top_p": 0.95})
     params = [SamplingParams(**kinds[i % 4]) for i in range(44)]
     params += [SamplingParams(temperature=2.0, top_k=3, top_p=0.5), SamplingParams(temperature=1e-3, top_p=0.1)]
@@ -461,7 +460,6 @@ def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property)
 
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_decoding_beside_the_references(kv_cache, record_property):
-    """One of the three sequences has fewer keys than are selected."""
     run, queries = tiny_model.run_beside_references(kv_cache, 1000, 24, "flash_mla_with_kvcache", record_property)
     assert queries == [3] * 23 * tiny_model.LAYERS
     assert run.launched >= tiny_model.PREFILL_OPS | tiny_model.DECODE_OPS

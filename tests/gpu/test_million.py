@@ -36,8 +36,8 @@ def small_stack(name):
 def test_every_layer_finds_needles(name, record_error):
     """A short pass over a prompt writes its scores. A long pass selects keys while it scores them and writes no scores.
 
-    Scores differ from the fp32 formula by about 5e-4 of their root mean square, and a few differ by six times as much.
-    Tensor cores add FP8 products with fewer bits than fp32 has, and a prompt's scores have fp16 accumulators.
+    Scores differ from the fp32 formula by about 5e-4 of their root mean square, a few by six times as much. Tensor
+    cores add FP8 products with fewer bits than fp32 has, and a prompt's scores have fp16 accumulators.
     """
     model = small_stack(name)
     hay = Haystack(model, TOKENS, "cuda")
@@ -94,7 +94,6 @@ def test_prefills_over_fp8_pages(heads, record_error):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_tokens_share_a_list_of_entries(heads):
-    """All queries share one list of entries in memory (a row stride of 0)."""
     queries, entries, window = 1000, 8192, 128
     q, kv, compressed = (
         torch.randn(n, h, 512, device="cuda").bfloat16() for n, h in ((queries, heads), (queries, 1), (entries, 1))

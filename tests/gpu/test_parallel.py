@@ -22,7 +22,6 @@ pytestmark = pytest.mark.several_gpus
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a tiny checkpoint of every family."""
     folder = tmp_path_factory.mktemp("models")
     for model in model_types():
         write_tiny_checkpoint(folder / model, model=model)
@@ -30,7 +29,6 @@ def folder(tmp_path_factory):
 
 
 def run(case, folder, ranks=2):
-    """Run a case of tests/gpu/parallel_worker.py. Return a list with the result of each rank."""
     done = ended(case, folder, ranks)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"{case}.{rank}", weights_only=False) for rank in range(ranks)]

@@ -110,8 +110,8 @@ def test_fp8_index_scores(family, exact, tokens, launched):
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
-    """Where the tokens of a sequence first differ from those of the sequence alone, the logits of the two tokens must
-    nearly tie."""
+    """Where the tokens of a sequence in a batch first differ from those of the sequence alone, their logits must nearly
+    tie."""
     ours = accelerate(in_bf16(exact), fp8_indexer=True)
     ids, mask = padded(tokens[:, :200], [200, 37])
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

@@ -43,7 +43,7 @@ PREFILL_OPS = {
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
 # Limit of calc_diff of the logits. With the same choices, the references in bf16 have a calc_diff of 1e-4 from the
-# references in fp32, and of 6e-4 if their pages are FP8. This is the effect of rounding between the layers.
+# references in fp32. If their pages are FP8, it is 6e-4. This is the effect of rounding between the layers.
 LOGITS_TOLERANCE = 1e-3
 # Tokens whose logits differ by less than this can change their order. The standard deviation of the logits is 2.
 NEAR_TIE = 0.25
@@ -147,8 +147,8 @@ def run_beside_references(
     attention: str,
     report: Callable[[str, Any], None],
 ) -> tuple[Run, list[int]]:
-    """Return (the kernels' run, the number of queries in each of its calls of the op `attention`). report: called with
-    (name, figure) for each comparison"""
+    """Return (the kernels' run, the number of queries in each call of the op `attention` by this run). report: called
+    with (name, figure) for each comparison"""
     model, op, exact, queries = load(kv_cache), getattr(dsa, attention), getattr(reference, attention), []
     most, lse_rel_tol = ATTENTION[attention]
     with dsa.use_backend("reference"):

@@ -105,7 +105,6 @@ def test_a_graph_follows_new_positions(kind):
 @pytest.mark.parametrize("pages", [40, 0])
 @by_kind
 def test_the_state_is_written_without_a_slot(kind, pages):
-    """The entries' slots are beyond the cache, or the cache has no pages."""
     given = CASE.arguments("cuda", lengths=[140, 9, 130], starts=[0, 0, 0], **kind)
     given["slots"][given["slots"] >= 0] = 40 * 64 + 5
     CASE.check_call(given | {"cache": given["cache"][:pages]})

@@ -31,7 +31,6 @@ def call(table, bounds, lengths, num_tokens, page_size, ratio=1, ring=False):
     )
 )
 def test_tokens_of_sequences_are_right(sizes, options):
-    """In the last call some cache_seqlens are smaller than the sequence's number of new tokens."""
     for case in (CASE, ALL):
         checked(case, case.arguments("cuda", **sizes, **options))
     given = CASE.arguments("cuda", **sizes, **options)

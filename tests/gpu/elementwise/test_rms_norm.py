@@ -23,8 +23,8 @@ from tests.gpu.case_checks import (
 from tests.gpu.op_checks import assert_same_bits
 
 (CASE,) = cases_of("rms_norm")
-# The longest row of each kernel configuration and the next longer one, for dtypes of 2 and 4 bytes, and the row lengths
-# of models.
+# The longest row of each kernel configuration and the next longer one, and the row lengths of models. The
+# configurations differ between dtypes of 2 and 4 bytes.
 LENGTHS = [8, 64, 72, 128, 136, 256, 264, 512, 520, 1024, 1032, 1536, 2048, 2056, 4096, 4104, 6144, 7168, 8192, 8200]
 
 

@@ -159,8 +159,8 @@ def test_scores_of_a_captured_graph_follow_the_lengths():
 
 
 def shared(got, theirs):
-    """Return the smallest fraction, over the rows, of our selected keys that `theirs` also selects. Negative numbers
-    are no keys."""
+    """Return the fraction of our selected keys that `theirs` also selects, in the worst row. Negative numbers are no
+    keys."""
     shares = []
     for ours, other in zip(got.tolist(), theirs.tolist()):
         ours, other = {n for n in ours if n >= 0}, {n for n in other if n >= 0}

@@ -33,7 +33,7 @@ from tests.gpu.engines.batches import (
 from tests.gpu.op_checks import assert_same_bits, captured
 
 PREFILL, (DECODE, LSE) = PREFILL_TOLERANCES[0], SPARSE_TOLERANCES
-MAX_DIFF = 5e-6  # limit of calc_diff of index scores
+MAX_DIFF = 5e-6
 HEADS = [8, 16, 32, 64, 128]
 
 
@@ -122,7 +122,6 @@ def test_decode_scores(next_n, heads, record_error):
 @pytest.mark.parametrize(("rows", "columns"), [(3, 70000), (200, 5000), (64, 163840)])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_topk(rows, columns, k):
-    """The adapters write to some columns of a wider buffer, as in vLLM."""
     stride = -(-columns // 256) * 256
     logits = normal(rows, stride)[:, :columns]
     lengths = torch.randint(1, columns + 1, (rows,), device=DEVICE).int()

@@ -41,7 +41,6 @@ def ends_of(sizes):
 
 
 def name(value):
-    """A pytest id. For a long list it is the list's length and sum."""
     return f"{len(value)} of {sum(value)}" if isinstance(value, list) and len(value) > 8 else str(value)[:80]
 
 

@@ -55,7 +55,6 @@ def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=F
 def write_swiglu(
     config, a, b, ends, q, scale, variant=(torch.bfloat16, True, None), rows=None, is_dynamic=False, ctas=None
 ):
-    """Multiply, then apply SwiGLU and the FP8 cast, in one kernel. variant: (dtype, use_ue8m0, limit)"""
     (x, s), (dtype, use_ue8m0, limit) = a, variant
     kind = use_ue8m0, limit is not None, config, rows is not None, is_dynamic
     kernels.compile_fp8_gemm_swiglu(dtype_name(dtype), *kind)(

@@ -1,5 +1,4 @@
-"""GEMMs with FP4 weights on the GPU have the bits of GEMMs with the weights widened to FP8, for both kernels and every
-tile."""
+"""GEMMs with FP4 weights on the GPU have the bits of GEMMs with the weights widened to FP8."""
 
 from functools import partial
 
@@ -19,8 +18,7 @@ from tests.gpu.gemm.launches import write_fp4
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
 # The small-M kernel gathers rows of a itself. The kernel for many rows reads a gathered copy.
 CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
-# Rows per matrix. For every tile height there is a full last tile, a last tile of one row, and one in which a warp has
-# one row.
+# Rows per matrix. Every tile height gets a full last tile, one with a single row, and one with a single row for a warp.
 TAILS = [0, 1, 7, 8, 9, 0, 16, 31, 32, 33, 64, 65, 130, 257, 0]
 
 
@@ -96,7 +94,6 @@ def test_a_graph_follows_new_ends(count):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[:-1], 70]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_widened_matrix(ends, rows_of, count, columns, channels, out_dtype):
-    """The small-M kernel runs only for multiples of 128 channels."""
     a, b = operands(count, len(ends), columns, channels)
 
     def product(own, matrix, weights):

@@ -31,11 +31,8 @@ LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (2
 # GPUs and of V4-Flash on 2; the down projection of the shared expert of V3.2 on 8 GPUs and of V4-Flash on 2; two small
 # sizes.
 PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
-# Rows per matrix. For every tile height there is a full last tile, a last tile of one row, and one in which a warp has
-# one row.
+# Rows per matrix. Every tile height gets a full last tile, one with a single row, and one with a single row for a warp.
 TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
-# ONE_MATRIX: (launching function, config). KINDS: (config, whether rows are gathered, whether scheduling is dynamic) of
-# the kernel for many rows.
 ONE_MATRIX = [
     *((write_few, config) for config in few_rows_kernels.CONFIGS),
     *((write_one, config) for config in kernels.ONE_MATRIX_CONFIGS),
@@ -180,8 +177,8 @@ def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, coun
 @pytest.mark.parametrize("unused", [0, *hostile.UNUSED])
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9], [2] * 300], ids=hostile.name)
 def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, out_dtype):
-    """The sizes and expected_rows select both kernels, tiles of all sizes, static and dynamic scheduling, and rows
-    gathered by the kernel or copied before it."""
+    """The sizes and expected_rows select both kernels, all tiles, and static and dynamic scheduling. The kernel gathers
+    the rows, or the op copies them first."""
     a, b = operands(sum(sizes), 392, 400, len(sizes))
     hostile.check_expected_rows(dsa.grouped_fp8_gemm_nt, a, b, sizes, unused, out_dtype=out_dtype)
 

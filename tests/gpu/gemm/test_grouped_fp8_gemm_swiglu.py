@@ -17,10 +17,8 @@ from tests.gpu.op_checks import assert_same_bits
 
 FP8, FP4 = CASES = cases_of("grouped_fp8_gemm_swiglu")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Rows per matrix. For both tile heights there is a full last tile, a last tile of one row, and one in which a warp has
-# one row.
+# Rows per matrix. Both tile heights get a full last tile, one with a single row, and one with a single row for a warp.
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
-# (config, whether rows are gathered, whether scheduling is dynamic)
 KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
 KINDS.append((kernels.SWIGLU_CONFIGS[-1], False, True))
 
@@ -59,7 +57,6 @@ def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
     assert_same_bits(dsa.fp8_gemm_nt(same_rows, one), dsa.fp8_gemm_nt(copies, one))
 
 
-# (dtype, use_ue8m0, limit)
 @pytest.mark.parametrize(
     "variant",
     [(FLOATS[0], True, None), (FLOATS[0], False, 1.5), (FLOATS[1], True, 1.5), (FLOATS[2], False, None)],

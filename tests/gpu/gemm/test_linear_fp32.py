@@ -14,8 +14,8 @@ from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_rows_alo
 
 (CASE,) = cases_of("linear_fp32")
 TOKENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
-# (rows, channels) of the matrix. The first line has sizes of models: index weights, compressors, routers, and the joint
-# matrix of a V4 layer. The second line has sizes that leave a part of a tile empty.
+# (rows, channels) of the matrix. Some sizes of the first line are those of models. The second line has sizes that leave
+# a part of a tile empty.
 SHAPES = [
     *((64, 4096), (64, 7168), (256, 7168), (512, 4096), (1024, 4096), (2048, 4096), (2624, 4096), (2624, 7168)),
     *((1, 32), (40, 2048), (999, 2080), (530, 96), (4097, 2048)),

@@ -61,8 +61,8 @@ def test_offsets_beyond_32_bits():
 @pytest.mark.parametrize("channels", [128, 384, 2048])
 @by_sizes(grid(halves=(True,), **KINDS))
 def test_rows_from_the_last_end_on_are_not_written(sizes, channels):
-    """The kernel's variant for results of grouped products writes no row from the last end on. If the last end is
-    negative or larger than the number of rows, this variant writes all rows. The number of CTAs does not matter."""
+    """The kernel's variant for grouped GEMMs writes no row from the last end on. If the last end is negative or larger
+    than the number of rows, this variant writes all rows."""
     given = CASE.arguments("cuda", shape=(700, channels), **sizes)
     expected, limit = CASE.run(given), given["limit"]
     variant = dtype_name(given["gate"].dtype), given["use_ue8m0"], limit is not None

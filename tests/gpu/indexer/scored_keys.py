@@ -84,7 +84,6 @@ class KeysInOnePiece:
     @pytest.mark.parametrize("heads", [8, 64])
     @pytest.mark.parametrize(("queries", "keys"), RANDOM)
     def test_random_ranges_are_right(self, op, queries, keys, heads, accumulators, record_error):
-        """A range can be empty, end before it starts, or reach beyond the keys."""
         op.verify(op.arguments(queries=queries, keys=keys, heads=heads, accumulators=accumulators), record_error)
 
     @accumulated
@@ -161,8 +160,6 @@ class KeysInPages:
     @by_kind
     @pytest.mark.parametrize(("length", "per_query"), [(700, False), (2000, True), (40000, False)])
     def test_a_graph_takes_new_lengths_keys_and_pages(self, op, length, per_query, kind):
-        """In every second replay most scores are 0 and tie. In the last replay all lengths are 0."""
-
         def fresh(seed):
             new = op.pages((length,) * 6, kind, seed=seed, per_query=per_query)
             scales = new["kv_cache"].view(len(new["kv_cache"]), -1)[:, 64 * 128 :].view(FP32)

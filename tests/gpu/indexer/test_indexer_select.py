@@ -1,5 +1,5 @@
 """indexer_select on the GPU has the bits of fp8_mqa_logits and topk_indices, for every number of candidate passes
-(candidate_lists.py) and for many distributions of scores."""
+(candidate_lists.py)."""
 
 import math
 import sys
@@ -55,7 +55,7 @@ def test_more_blocks_than_sms(longest, accumulators):
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_blocks_shared_by_two_sms(heads):
-    """Up to half as many blocks of queries as SMs are computed by two CTAs each, more blocks by one CTA each."""
+    """Two CTAs compute a block of queries together if the blocks are at most half as many as the SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1
@@ -88,8 +88,8 @@ def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
 @pytest.mark.parametrize("length", [CAPACITY + 1, 6000, 9000, 1 / 8, 1 / 4])
 @pytest.mark.parametrize("keys", [30000, 100000, 300000])
 def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
-    """Of each four queries, one sees all keys. The tiles of a pass are chosen for the keys that the whole block sees,
-    so few of the scored keys are visible to the other three queries."""
+    """Of each four queries, one sees all keys. The tiles of a pass are chosen for the keys that the whole block sees.
+    Few of these keys are visible to the other three queries."""
     length = int(length * keys) if length < 1 else length
     at = torch.linspace(0, keys - length, 48).int().view(16, 3)
     starts, ends = (torch.nn.functional.pad(x, (1, 0), value=n).flatten() for x, n in ((at, 0), (at + length, keys)))
@@ -98,7 +98,7 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """The queries of a block see very different numbers of keys. CAPACITY is the largest length of a candidate list."""
+    """CAPACITY is the largest length of a candidate list."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):

@@ -34,7 +34,6 @@ def test_more_columns_than_the_table_has(op):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("share", [1.0, 0.001, 0.0], ids=lambda share: f"{share:.1%} are not zero")
 def test_equal_scores_and_zeros(op, share, sign):
-    """The scores are the keys' scales times `sign`, and many of them tie."""
     given, one = op.pages((50000, 3000, 2048), KINDS[0]), torch.zeros(128, device="cuda")
     one[0], pages = 1.0, given["kv_cache"].view(len(given["kv_cache"]), -1)
     scales = torch.rand(len(pages), 64, device="cuda") * (torch.rand(len(pages), 64, device="cuda") < share)

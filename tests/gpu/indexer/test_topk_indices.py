@@ -144,7 +144,6 @@ def test_ragged_rows(config, sorted_, k, dtype):
 @pytest.mark.parametrize("sorted_", [False, True])
 @pytest.mark.parametrize(("rows", "cols"), [*SIZES, (5, 0)])
 def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
-    """The rows of `out` start at multiples of 16 bytes or at other addresses."""
     scores, lengths = torch.randn(rows, cols, device="cuda"), torch.randint(0, cols + 1, (rows,), device="cuda").int()
     for k, before, after in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
         buffer = torch.full((rows + 2, before + k + after), 77, dtype=torch.int32, device="cuda")

@@ -128,7 +128,7 @@ class SelectedKeys:
         assert lse.min() > least
 
     def test_a_maximum_may_rise_from_tile_to_tile(self, op, record_error):
-        """The maximum of a query's logits rises or falls by another amount in each head, less or more than the
+        """The maximum of a query's logits rises or falls by another amount in each head. Some amounts exceed the
         threshold for rescaling O. Rope channels set the logits, because they are not part of the values."""
         given = op.inputs(36, 1024, 1024)
         q, cache = given["q"].view(36, op.heads, -1), cache_of(given)
@@ -159,7 +159,6 @@ class SelectedKeys:
         assert torch.equal(out, all_rows(cache_of(given))[keys, None, :D_V].expand_as(out).to(out.dtype))
 
     def test_queries_do_not_depend_on_each_other(self, op):
-        """The queries are in another order, in a call with seven queries, or alone."""
         given = op.inputs(300, 3000, 2048, **op.invariant)
         for lengths in (None, torch.randint(-5, 2100, (300,), dtype=torch.int32, device="cuda")):
             given["topk_length"] = lengths

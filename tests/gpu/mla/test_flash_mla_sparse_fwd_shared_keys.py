@@ -56,8 +56,8 @@ class TestSelectedKeys(SelectedKeys):
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     @pytest.mark.parametrize("place", [0, 300, 575])
     def test_nan_reaches_the_query_that_selects_it_alone(self, op, place, bad):
-        """If the output of a query is not finite, another kernel computes the group's queries one by one, so the
-        results of the other queries can change by rounding."""
+        """If the output of a query is not finite, another kernel computes the group's queries one by one. This can
+        change the rounding of the other queries' results."""
         given = op.inputs(65, 3000, 500, pool=550)
         given["indices"] %= 5998
         clean, affected = op.run(given), torch.arange(65, device="cuda") % 62 == 2

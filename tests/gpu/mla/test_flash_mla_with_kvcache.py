@@ -119,7 +119,6 @@ def test_two_hundred_runs_have_the_same_bits(heads):
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (16, 1), (126, 2), (128, 1)])
 def test_a_part_of_a_tensor_is_written(heads, kv_heads, s_q, dtype):
-    """The plan splits some sequences and not others."""
     given = inputs([700, *BOUNDARIES, 9000], s_q, heads, kv_heads=kv_heads, dtype=dtype)
     for options in ({"causal": True}, {"enable_batch_invariant": True}):
         assert_writes_a_part(CASE, given | options)
@@ -129,7 +128,6 @@ def test_a_part_of_a_tensor_is_written(heads, kv_heads, s_q, dtype):
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_graph_of_short_sequences_is_replayed_for_long_and_empty_ones(heads, into, style):
-    """`out` is a part of a tensor with more heads."""
     lengths = [[5, 60, 0, 1], [3000, 64, 9000, 0], [0, 0, 0, 0], [1, 4000, 65, 20_000]]
     given = inputs([max(column) for column in zip(*lengths)], 2, heads, causal=True)
     given["cache_seqlens"].copy_(int32(lengths[0]))

@@ -166,8 +166,8 @@ def test_bytes_of_every_value_are_exact(layout):
         page, offset = slots // 64, slots % 64
         rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
-        # The rope channels are as large as the other channels, because the kernel scales all channels of a key by one
-        # power of two before it converts them to fp16.
+        # The kernel scales all channels of a key by one power of two before it converts them to fp16. So the rope
+        # channels must be as large as the others.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
         rows[page, offset, 448:] = rope.bfloat16().view(torch.uint8)
     given, expected = of_one_key_each(layout, cache, slots, 16)
@@ -258,8 +258,6 @@ def test_bytes_by_other_names_give_the_same_bits(layout, dtype):
     ("layout", "batch", "heads"), [("656 bytes", 3, 128), ("584 bytes", 40, 16), ("bf16, 576", 1, 64)]
 )
 def test_a_graph_takes_new_data(layout, batch, heads, into, style, record_error):
-    """Replays have lists of no, some and all keys. With `into`, `out` is a part of a tensor with more heads."""
-
     def fresh(seed, low, high):
         options = {"invalid": 0.1, "sink": True, "seed": seed}
         counts = torch.randint(low, high, (2, batch), dtype=torch.int32, device="cuda")

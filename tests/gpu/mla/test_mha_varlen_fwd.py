@@ -52,7 +52,6 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """Some queries see none of the keys that they select."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
@@ -81,8 +80,8 @@ def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
 
 @pytest.mark.parametrize("dims", ROPE_DIMS, ids=str)
 def test_rope_channels_apart_give_the_same_bits(dims):
-    """In `parts` the rope channels are in k_rope, and k and v are views of one tensor, as a projection of latents gives
-    them."""
+    """In `parts` the rope channels are in k_rope. There k and v are views of one tensor, as a projection of latents
+    gives them."""
     rope, given = ROPE_DIMS[dims], call(dims, 4, 4, [513, 100], [700, 100], rope=ROPE_DIMS[dims], top_k=100)
     both = torch.cat((given["k"], given["v"]), -1)
     parts = {"k": both[..., : dims[0] - rope], "v": both[..., dims[0] - rope :]}
@@ -110,7 +109,6 @@ def test_all_bits_are_no_selection(dims):
 
 @by_dims
 def test_a_query_depends_on_no_other(dims):
-    """Compute a sequence alone, and its last queries as a chunk after a prefix."""
     given = call(dims, 4, 2, [300, 700], [300, 700], top_k=200)
     out, lse = CASE.run(given)
     for first in (300, 301, 555, 999):

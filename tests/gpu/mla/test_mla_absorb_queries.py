@@ -1,5 +1,5 @@
-"""mla_absorb_queries on the GPU: the products of queries and W_UK (the rows of kv_b for keys) are near torch.bmm, and
-the rope channels have the bits of apply_rotary."""
+"""mla_absorb_queries on the GPU. Products of queries and W_UK (the rows of kv_b for keys) are near torch.bmm. The rope
+channels have the bits of apply_rotary."""
 
 import pytest
 import torch

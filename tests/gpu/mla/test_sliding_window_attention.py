@@ -85,7 +85,6 @@ def test_keys_that_no_query_attends_to_change_no_bit(case, heads):
 @pytest.mark.parametrize("seed", range(10))
 @by_op
 def test_whatever_cu_seqlens_hold_results_are_between_the_keys(case, seed):
-    """A query attends to some keys of kv or to none, but never to the NaN around kv."""
     torch.manual_seed(seed)
     memory = torch.full((900, 1, 512), NAN, dtype=BF16, device="cuda")
     given = inputs(case, sequences=((198, 298),), seed=seed)
@@ -119,7 +118,6 @@ def test_without_any_keys_results_are_zero():
 )
 @pytest.mark.parametrize("layout", ["bf16, 576", "bf16, 512", "fp16, 512", "656 bytes", "584 bytes"])
 def test_decoding_is_sparse_attention_to_the_windows_slots(layout, window, s_q, heads, page, ring, record_error):
-    """The second call of a paged cache has some invalid pages."""
     page = max(page, window + s_q - 1) if ring else page
     sizes = {"layout": layout, "lengths": LENGTHS, "s_q": s_q, "heads": heads, "page": page, "ring": ring}
     given = inputs(DECODE, window=window, **sizes)

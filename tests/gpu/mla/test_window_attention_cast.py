@@ -16,7 +16,6 @@ WINDOW = 128
 
 
 def inputs(heads=64, groups=8, sequences=SEQUENCES, **options):
-    """The keys have magnitudes from 0.01 to 10 times the usual one."""
     sizes = {"heads": heads, "groups": groups, "sequences": tuple(sequences), "window": WINDOW}
     given = CASE.arguments("cuda", **sizes, **options)
     count = len(given["kv"])
@@ -97,7 +96,6 @@ def test_nan_stays_in_its_rows():
 
 
 def test_offsets_beyond_32_bits():
-    """The results have more than 2^31 bytes."""
     tokens = 2**31 // (128 * 512) + 40
     given = alone(inputs(128, 16, [(tokens, tokens)]))
     cast, scale = CASE.run(given)

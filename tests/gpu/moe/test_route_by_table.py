@@ -19,7 +19,6 @@ TABLES = [(256, 6), (384, 6), (40, 3), (512, 32), (6, 1)]
     *(grid(tokens=TOKENS, experts=[experts], top_k=[top_k]) for experts, top_k in TABLES),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])
-        # first_expert and count
         for first, count in [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]
     ),
 )

@@ -77,7 +77,6 @@ class Problem:
         return dq, dw, dk
 
     def errors(self, active):
-        """Return the relative errors of dq, dw and dk. active: bool [Tq, Tk, H]"""
         q, k, w, di = (x.double() for x in (self.q, self.k, self.w[..., None], self.di[..., None]))
         g = torch.einsum("tjh,jd->thd", di * active, k)
         expected = w * g, (q * g).sum(-1), torch.einsum("tjh,thd->jd", di * active, w * q)

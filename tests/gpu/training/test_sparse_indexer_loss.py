@@ -139,7 +139,6 @@ def test_deterministic_sums_of_every_size_are_right(size):
 
 
 def test_offsets_beyond_32_bits():
-    """kv has 2.3e9 elements."""
     given, first = arguments(20, 300, 128, heads=16, index_heads=8, di=64, deterministic=True), 4_000_000 - 300
     far = {"indices": given["indices"] + first}
     for name in ("kv", "k_idx"):

@@ -129,7 +129,6 @@ def test_queries_gradients_do_not_depend_on_the_number_of_ctas(monkeypatch, shar
 
 
 def test_deterministic_parts_of_more_than_2_31_numbers():
-    """The partial sums of dkv in one launch need 64-bit offsets."""
     tokens = torch.cuda.get_device_properties(0).multi_processor_count
     given = arguments(tokens=tokens, heads=16, k=2**31 // 576 // tokens + 64, sink=False, deterministic=True)
     fixed, free = CASE.results(given), CASE.results(given | {"deterministic": False})
