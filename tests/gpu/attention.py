@@ -1,5 +1,4 @@
-"""Helpers for tests of attention kernels and of other ops with index tensors. They check a call, replay a captured call
-with new data, make invalid indices, and check results that are written into a part of a larger tensor."""
+"""Helpers for tests of attention kernels and of other ops with index tensors."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -24,13 +23,12 @@ def case_of(name: str) -> Case:
 
 
 def maker() -> Maker:
-    """Return a maker of random CUDA tensors. The maker's seed is the next number of torch's CPU generator, so the
-    makers of different calls make different numbers."""
+    """Return a maker of random CUDA tensors. The seed is the next number of torch's CPU generator, so two makers make
+    different numbers."""
     return Maker("cuda", int(torch.randint(2**62, ())))
 
 
 def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Tensor]:
-    """Fill free GPU memory with NaN, run the case's op, check the results with `case.check`, and return them."""
     poison_free_memory(mebibytes=64)
     found = case.run(given)
     error = case.check(given, found)
@@ -40,9 +38,8 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
 
 
 def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
-    """Capture the call, replay it once for each of `renewals`, and yield the results after each replay. They are the
-    same tensors each time. Before a replay the tensors of the renewal are copied to the tensors of `given`, which the
-    call reads."""
+    """Capture the call, and replay it with the tensors of each renewal, copied into `given`. Yields the same result
+    tensors after each replay."""
     graph, found = captured(call)
     for new in renewals:
         for name, x in given.items():
@@ -58,27 +55,23 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def no_keys(n: int) -> torch.Tensor:
-    """Return int32 [6]: indices outside [0, n), on both sides. They are next to the range or at the limits of int32."""
+    """Return int32 [6]: indices next to [0, n) on both sides, and at the limits of int32."""
     return int32([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
 def spoiled(indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
-    """Return the indices, each replaced with probability `fraction` by an index outside [0, n)."""
     bad = no_keys(n)[torch.randint(6, indices.shape, device="cuda")]
     return torch.where(torch.rand(indices.shape, device="cuda") < fraction, bad, indices)
 
 
 def starts(lengths: list[int]) -> torch.Tensor:
-    """Return int32 boundaries of packed sequences: 0, followed by the running sums of `lengths`."""
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
 def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
-    """Check three calls with `out`. Each `out` is a view of some adjacent heads of a larger tensor; in the first call
-    these are all heads of the tensor. The results must have the bits of a call without `out`, and the other heads of
-    the tensor must not be written.
+    """Check calls whose `out` is a view of some adjacent heads of a larger tensor. Only these heads may be written.
 
-    -> the larger tensor of the last call, with three more heads than `out`. All elements are NaN again.
+    -> the larger tensor of the last call. All elements are NaN again.
     """
     expected = case.run(given)
     *rows, heads, channels = expected[0].shape

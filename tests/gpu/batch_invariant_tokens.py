@@ -1,5 +1,5 @@
-"""Compare the tokens and logits that a batch-invariant generator (`batch_invariant=True`) computes for a sequence
-alone, in a batch, and with draft tokens."""
+"""Check that a batch-invariant generator computes the same tokens and logits for a sequence alone, in a batch, and with
+draft tokens."""
 
 import pytest
 import torch
@@ -20,11 +20,7 @@ NEW_TOKENS = 96
 
 
 def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Generate tokens for all PROMPTS in one batch without draft tokens. Check that sequences computed alone (those of
-    ALONE), and sequences with draft tokens, get the same tokens and the same bits of logits.
-
-    -> the new tokens of each sequence
-    """
+    """-> the new tokens of each sequence"""
     sizes = {"cache_tokens": 64 * 5 * len(PROMPTS), "max_sequences": len(PROMPTS), "batch_invariant": True}
     step, seen, params = DecodeStep.__call__, {}, SamplingParams(NEW_TOKENS)
 
@@ -54,7 +50,7 @@ def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPat
         own = [truth[i] for i in numbers]
         tokens, drafted, taken = generate([PROMPTS[i] for i in numbers], own, draft_tokens=drafts)
         assert tokens == own and taken > 30 * len(own)
-        # The run without drafts has no logits for tokens that include a wrong draft, so these are not compared.
+        # The run without drafts has no logits for tokens that include a wrong draft.
         known = drafted.keys() & logits.keys()
         assert len(known) > 85 * len(own) and all(torch.equal(drafted[key], logits[key]) for key in known)
     return truth

@@ -1,6 +1,5 @@
 """Helpers that check ops with their cases. A case (see `dsa.cases`) contains an op, makes inputs for the op, and checks
-the results. The helpers run cases over grids of sizes, with other strides and with large offsets, and check that rows
-do not depend on other rows."""
+the results."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -19,28 +18,25 @@ by_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return a list of sizes (dicts of keyword arguments of `Case.make`), one for every combination of one value per
-    name."""
+    """Return sizes (dicts of keyword arguments of `Case.make`), one for every combination of one value per name."""
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
 
 def by_sizes(*grids: list[dict[str, Any]]) -> pytest.MarkDecorator:
-    """Parametrise a test's argument `sizes` with every entry of these grids."""
     found = [sizes for one in grids for sizes in one]
     return pytest.mark.parametrize("sizes", found, ids=lambda sizes: "-".join(map(str, sizes.values()))[:80])
 
 
 def verify(case: Case, sizes: dict[str, Any], record_error: Callable[[float], None], seed: int = 0) -> None:
-    """Check a call with these sizes and record the error. Free memory is full of NaN, so an element that the kernel
-    does not write is NaN."""
+    """Check a call and record the error. Free memory is full of NaN, so an element that the kernel does not write is
+    NaN."""
     poison_free_memory(mebibytes=64)
     record_error(case.verify("cuda", seed, **sizes))
 
 
 def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) -> None:
     """Check offsets of more than 2^31 elements; `rows` must be large enough for them. Each named argument becomes the
-    last rows of a tensor of `rows` rows, whose other rows are zeros. The results of the last rows must not change, and
-    the other rows of the first result must be 0."""
+    last rows of a tensor with `rows` rows. The other rows are zeros."""
     far, count = dict(given), len(given[names[0]])
     for name in names:
         far[name] = given[name].new_zeros(rows, *given[name].shape[1:])
@@ -51,21 +47,18 @@ def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) ->
 
 
 def check_far_pages(case: Case, **sizes: Any) -> None:
-    """Check that results have the same bits for a cache whose last page begins more than 2^32 bytes after the first
-    page."""
     near, far = (case.arguments("cuda", **sizes) for _ in range(2))
     far["cache"] = far_apart(far["cache"])
     assert_same_bits(case.results(far), case.results(near))
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors with the shape of x in other layouts. All have the numbers of x, except for the row stride of 0.
+    """Return tensors with the shape of x in other layouts.
 
     - every second row of a tensor
     - a row stride of 0: every row is the first row of x
     - with two or more dimensions: dimension 0 exchanged in memory with dimension 1, or with the last dimension
-    - with two or more dimensions: columns of wider rows, among NaN. One tensor has 16 columns of NaN on both sides,
-      another 1 column before and 2 after, so most rows do not start at multiples of 16 bytes
+    - with two or more dimensions: columns among NaN. One tensor has rows that do not start at multiples of 16 bytes
     - with a single row: an arbitrary row stride
     """
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]
@@ -78,8 +71,8 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_layouts(case: Case, names: Sequence[str], **sizes: Any) -> None:
-    """Call the op with each named argument in each of the `layouts`. The call must give the bits of a call with a
-    contiguous copy of the argument, or raise a ValueError that names the argument."""
+    """Call the op with each named argument in each of the `layouts`. The results must have the bits of a contiguous
+    copy. An op may refuse a layout with a ValueError that names the argument."""
     for name in names:
         for i in range(len(layouts(case.arguments("cuda", **sizes)[name]))):
             other, given = (case.arguments("cuda", **sizes) for _ in range(2))
@@ -87,15 +80,15 @@ def check_layouts(case: Case, names: Sequence[str], **sizes: Any) -> None:
             given[name] = other[name].detach().contiguous().requires_grad_(other[name].requires_grad)
             try:
                 found = case.results(other)
-            except ValueError as error:  # some kernels refuse some layouts
+            except ValueError as error:
                 assert name in str(error)
                 continue
             assert_same_bits(found, case.results(given))
 
 
 def check_rows_alone(run: Run, given: Given, names: Sequence[str], parts: Iterable[tuple[int, int]]) -> None:
-    """Check that a row's bits do not depend on other rows: compute parts of the rows in separate calls. names: the
-    arguments that have a row per result row. parts: (first row, number of rows) of each call"""
+    """Check that a row's bits do not depend on other rows. names: the arguments that have a row per result row. parts:
+    (first row, number of rows) of each separate call"""
     whole = run(given)
     for first, count in parts:
         part = slice(first, first + count)
@@ -104,8 +97,8 @@ def check_rows_alone(run: Run, given: Given, names: Sequence[str], parts: Iterab
 
 
 def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results:
-    """Write `changes` {(argument, row, ...): number} into `given`. Check that this changes no bit in the other rows of
-    the results, and return the results."""
+    """Write `changes` {(argument, row, ...): number} into `given`, and return the results. No bit of the other rows may
+    change."""
     clean = run(given)
     for (name, *place), number in changes.items():
         given[name][tuple(place)] = number
@@ -116,8 +109,8 @@ def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results
 
 
 def check_calls_in_a_row(case: Case, **sizes: Any) -> None:
-    """Check twenty equal calls in one graph, replayed with five sets of inputs. Each call must wait for the previous
-    call, because the workspaces of both can be in the same memory."""
+    """Check twenty equal calls in one graph. Each must wait for the previous call, because the workspaces of both can
+    be in the same memory."""
     given = case.arguments("cuda", **sizes)
     graph, found = captured(lambda: [case.run(given) for _ in range(20)])
     for seed in range(1, 6):

@@ -1,5 +1,4 @@
-"""Fixtures and collection of the GPU tests. Tests that compare numbers record their errors for the receipt
-(tests/gpu/receipt.py).
+"""Fixtures and collection of the GPU tests.
 
 Without a GPU that the kernels support, one test of each file is skipped, so that pytest reports the reason. The file's
 other tests are deselected.
@@ -38,6 +37,6 @@ def _seed() -> None:
 
 @pytest.fixture
 def record_error(record_property):
-    """Return a function that records an error of a test. The receipt's entry of an op has the largest error of the op's
+    """Return a function that records an error. The receipt (tests/gpu/receipt.py) has the largest error of each op's
     tests."""
     return lambda error: record_property("error", float(error))

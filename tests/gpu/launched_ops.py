@@ -7,7 +7,7 @@ from dsa.runtime.op import forget_calls
 
 
 def launched_ops(patch: pytest.MonkeyPatch) -> set[str]:
-    """Return a set. While the patch lasts, the name of every op that runs a kernel is added to it."""
+    """Return a set that gets the name of every op that runs a kernel while the patch lasts."""
     names, runs_kernel = set(), backends.runs_kernel
 
     def spy(op, *asked):

@@ -27,13 +27,11 @@ def cell(row: Row, column: Column) -> str:
 
 
 def inserted(text: str, name: str, body: str) -> str:
-    """Return the text with `body` in place of all lines between `<!-- table NAME -->` and `<!-- end of NAME -->`,
-    wherever the text has these two lines."""
+    """Return the text with `body` in place of the lines between `<!-- table NAME -->` and `<!-- end of NAME -->`."""
     begin, end = f"<!-- table {name} -->", f"<!-- end of {name} -->"
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda _: f"{begin}\n\n{body}\n\n{end}", text, flags=re.S)
 
 
 def names(text: str) -> list[str]:
-    """Return NAME of each line `<!-- table NAME -->` of a page."""
     return re.findall(r"^<!-- table ([\w.]+) -->$", text, re.M)

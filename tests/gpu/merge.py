@@ -17,7 +17,6 @@ from tests.gpu import receipt
 
 
 def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
-    """Return why an entry is not valid (unknown here, failed, incomplete or stale); None if it is valid."""
     if name not in receipt.tested():
         return "there is no such entry here"
     if entry.get("failed"):
@@ -30,10 +29,7 @@ def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
 
 
 def merge(others: Iterable[receipt.Entries]) -> tuple[list[str], dict[str, str]]:
-    """Merge these receipts' entries into the receipt and save the receipt.
-
-    -> (labels "ENTRY of ARCH" of the entries that were taken, {label: reason} of the entries that were left out)
-    """
+    """-> (labels "ENTRY of ARCH" of the entries that were taken, {label: reason} of the entries that were left out)"""
     taken, left = [], {}
     with receipt.changing() as data:
         for arch, name, entry in ((a, n, e) for entries in others for a in entries for n, e in entries[a].items()):

@@ -1,5 +1,4 @@
-"""Checks and inputs that GPU tests of many ops share: equal bits, CUDA graphs, streams, strides, rows that do not
-depend on other rows, and offsets that need 64 bits."""
+"""Checks and inputs that GPU tests of many ops share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,8 +9,7 @@ from dsa.testing import poisoned
 
 
 def flat(results: Any) -> list[torch.Tensor]:
-    """Return a list of all tensors in `results`, which is a tensor or nested lists and tuples. Anything else, such as
-    numbers and None, is left out."""
+    """Return all tensors in `results`, a tensor or nested lists and tuples. Numbers and None are left out."""
     if isinstance(results, torch.Tensor):
         return [results]
     if not isinstance(results, (list, tuple)):
@@ -20,7 +18,6 @@ def flat(results: Any) -> list[torch.Tensor]:
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
-    """Require that two tensors, or the tensors in two nested lists or tuples, have equal dtypes, shapes and bytes."""
     for g, e in zip(flat(got), flat(expected), strict=True):
         assert (g.dtype, g.shape) == (e.dtype, e.shape)
         ours, theirs = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (g, e))
@@ -43,8 +40,8 @@ def assert_runs_have_the_same_bits(op: Callable[..., Any], *arguments: Any, time
 def assert_rows_stand_alone(
     run: Callable[[Any], Any], given: dict[str, Any], names: Iterable[str], parts: Iterable[Any]
 ) -> list[torch.Tensor]:
-    """Check that a call with only some rows of the named arguments gives the bits that these rows have in the results
-    of the whole call. parts: the rows of each call, as a slice or an index tensor
+    """Check that a call with only some rows of the named arguments gives the bits of the whole call. parts: the rows of
+    each call, as a slice or an index tensor
 
     -> the results of the whole call
     """
@@ -56,8 +53,8 @@ def assert_rows_stand_alone(
 
 
 def captured(op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return (the graph of a call, the tensors to which replays write the results). A call before the capture compiles
-    and loads the kernels, which a capture does not allow."""
+    """Return (the graph of a call, its results). A call before the capture compiles and loads the kernels, which a
+    capture does not allow."""
     op(*arguments, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -68,8 +65,8 @@ def captured(op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[t
 def replays(
     op: Callable[..., Any], given: Any, renew: Callable[[], Any], times: int = 3, **options: Any
 ) -> Iterator[Any]:
-    """Yield the results of a captured op(*given, **options) after each of `times` replays. Before a replay the tensors
-    that `renew` returns are copied to the tensors of `given`."""
+    """Yield the results of a captured op(*given, **options) after each replay. Before a replay the tensors that `renew`
+    returns are copied into `given`."""
     graph, results = captured(op, *given, **options)
     for _ in range(times):
         for held, new in zip(flat(given), flat(renew()), strict=True):
@@ -80,7 +77,7 @@ def replays(
 
 
 def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `change` and then the op on a new stream that is busy at first, and return the op's results.
+    """Run `change` and then the op on a new stream that is busy at first.
 
     If the op launched a kernel on another stream, that kernel would read the arguments before they change.
     """
@@ -95,8 +92,7 @@ def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *argumen
 
 
 def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tensor:
-    """Return a view with the numbers of x: columns of wider rows. The `before` and `after` columns around them contain
-    NaN, or what `poisoned` writes to integer tensors."""
+    """Return a view with the numbers of x: columns of wider rows, among NaN (see `poisoned` for integer tensors)."""
     end = before + x.shape[-1]
     wide = poisoned((*x.shape[:-1], end + after), x.dtype, x.device)
     wide[..., before:end] = x
@@ -104,9 +100,8 @@ def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tenso
 
 
 def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of equal tensors. The first has the strides of x or is contiguous, and the second has other strides.
-    Memory between the numbers of the second, if there is any, contains NaN, or what `poisoned` writes to integer
-    tensors."""
+    """Yield pairs of equal tensors with different strides. Memory between the numbers of the second contains NaN (see
+    `poisoned` for integer tensors)."""
     yield x, among_nan(x)
     yield x, among_nan(x, 1, 2)  # rows do not start at multiples of 16 bytes
     yield x, poisoned((*x.shape, 2), x.dtype, x.device)[..., 0].copy_(x)
@@ -120,7 +115,7 @@ def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 def far_apart(cache: torch.Tensor) -> torch.Tensor:
     """Return a copy of a cache of at least four pages, in 6 GiB of memory. The last page begins more than 2^32 bytes
-    after the first page; for two-byte dtypes this is also more than 2^31 elements."""
+    after the first page. For two-byte dtypes this is also more than 2^31 elements."""
     stride = 6 * 2**30 // (len(cache) * cache.element_size()) // 576 * 576
     memory = poisoned((len(cache) * stride,), cache.dtype, cache.device)
     return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)

@@ -33,14 +33,12 @@ DTYPES = (torch.bfloat16, torch.float32)
 WIDTH = 7168
 MANY, REPEATS = 4096, 5
 OF_TOKENS = [(1, 6, 4096), (1, 8, 7168), (3, 1, 8), (7, 9, 1024), (16, 17, 2048), (200, 8, 1024)]
-# dtype, tokens, chosen experts, channels, whether there is a shared expert
 EXPERTS = [(dtype, *of, shared) for dtype in DTYPES for of in OF_TOKENS for shared in (False, True)]
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # together at least 256 tokens, which the ranks divide among themselves
 
 
 def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the rows [rows, WIDTH] that this rank adds to a sum over ranks."""
     generator = torch.Generator().manual_seed(7 * rank + rows)
     return torch.randn(rows, WIDTH, generator=generator).mul(3.0**rank).to(dtype).to(device)
 
@@ -54,14 +52,14 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     "wrong messages", "wrong turns": counts of wrong numbers, by the functions `wrong_messages` and `wrong_turns`
     (name, number of rows, dtype) for each of these names:
         "sum", "replayed"       a sum by a direct call, and by a replayed CUDA graph
-        "shared"                the sum of rows that are divided among the ranks (`SharedRows`), gathered again
+        "shared"                the sum of `SharedRows`, gathered again
         "begun", "begun, NCCL"  results of `begun` with peer copies, and with NCCL instead
     ("begun", repeat)       results of `begun` for MANY rows
     """
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
     found["copies"] = peer_copies(ranks.group, device) is not None
-    # This call comes first, because it tests that the memory of `peer_copies` grows. After the larger messages below,
-    # the memory would already be large enough.
+    # This call comes first, because it tests that the memory of `peer_copies` grows. The larger messages below would
+    # make it large enough.
     found["wrong messages"] = wrong_messages(ranks, device)
     for rows in ROWS:
         for dtype in DTYPES:
@@ -82,8 +80,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             with mock.patch.object(Ranks, "copies", lambda self, x: None):
                 found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
-    # A sum of MANY rows takes about as long as the work that `begun` runs at the same time, so either can end first. A
-    # pass over prompts has about as many rows.
+    # A sum of MANY rows takes about as long as the work in `begun`, so either can end first.
     for repeat in range(REPEATS):
         shared = SharedRows(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)
@@ -101,8 +98,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Leave out a sum on the second rank. The first rank's sum must end after a timeout, and the first rank's next sum
-    must raise an error. Return the message of this error."""
+    """The second rank leaves out a sum. The first rank's sum must end after a timeout, and its next sum must raise an
+    error. Return the error's message."""
     x, found = part(ranks.rank, 8, torch.bfloat16, device), {}
     ranks.sum(x)
     with mock.patch.object(one_shot_sums, "PATIENCE", 2 * 10**9):
@@ -117,17 +114,16 @@ def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def wrong_turns(ranks: Ranks, device: torch.device) -> int:
-    """Count the wrong numbers in TURNS consecutive sums of different sizes and values. A graph contains all these sums
-    and is replayed three times.
+    """Count the wrong numbers in TURNS consecutive sums of different sizes and values in a graph.
 
-    A rank that is early must not read the data of an earlier sum, or overwrite data that another rank has not read.
+    A rank that is early must not read an earlier sum's data, or overwrite data that another rank has not read.
     """
     sizes = [8 * (1 + i * i * i % 60000) for i in range(TURNS)]
     own, wrong = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64, device=device)
 
     def all_turns() -> None:
         for i, size in enumerate(sizes):
-            if i % 7 == ranks.rank:  # delay one rank
+            if i % 7 == ranks.rank:
                 torch.cuda._sleep(20000)
             x = (own + i % 50 + ranks.rank).expand(size).to(DTYPES[i % 2])
             whole = ranks.size * (i % 50) + sum(range(ranks.size)) + ranks.size * own
@@ -145,15 +141,14 @@ def same_experts(
 ) -> bool:
     """Whether `sum_of_experts` has the bits of the ranks' sum of `combine_experts`, in a direct call and in a graph.
 
-    The fused kernel runs for few tokens only. For many tokens `sum_of_experts` itself calls `combine_experts` and the
-    ranks' sum.
+    The fused kernel runs for few tokens only.
     """
     generator = torch.Generator().manual_seed(tokens + ranks.rank)
     y = torch.randn(tokens * chosen, channels, generator=generator).to(dtype).to(device)
     rows = torch.randperm(tokens * chosen, generator=generator).view(tokens, chosen).to(torch.int32)
     rows[torch.rand(tokens, chosen, generator=generator) < 0.5] = -1  # this token's expert belongs to another rank
     rows[0, 0] = tokens * chosen + 3
-    y[-1] = torch.nan  # must not be read, because no valid index names this row
+    y[-1] = torch.nan  # no valid index names this row
     rows[rows == tokens * chosen - 1] = 0
     weights = torch.rand(tokens, chosen, generator=generator)
     weights[rows < 0] = torch.inf
@@ -171,20 +166,18 @@ def same_experts(
 
 
 def wrong_messages(ranks: Ranks, device: torch.device) -> int:
-    """Count the wrong numbers in TURNS gathers and sums of rows. Each gather runs at the same time as a sum. Sizes and
-    values change from turn to turn.
+    """Count the wrong numbers in TURNS gathers and sums of rows. A gather and a sum run at the same time.
 
     A rank that is early must not overwrite data that another rank has not read.
     """
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(TURNS):
         shared = SharedRows(ranks, 1 + i * i * i % 3000)
-        # `peer_copies` copies the gather's and the sum's messages at the same time, each in a lane with its own memory.
-        # Every fifth width exceeds all earlier widths, so the memory of a lane must grow, even while the other lane
-        # copies a message.
+        # `peer_copies` copies both messages at the same time, each in a lane with its own memory. Every fifth width
+        # exceeds all earlier widths, so a lane's memory must grow while the other lane copies.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
-        if i % 7 == ranks.rank:  # delay one rank
+        if i % 7 == ranks.rank:
             torch.cuda._sleep(200000)
         gathering = shared.begin_gather(shared.own(every).to(torch.int16), shared.own(every).double())
         summing = shared.begin_sum((every % 128 + ranks.rank).bfloat16())
@@ -196,11 +189,10 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
 
 
 def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the ranks' x plus two times `own`, gathered from all ranks. `own` is added twice: as the shared
-    experts' output and as the residual.
+    """Return the sum of the ranks' x plus two times `own` (the shared experts' output and the residual), gathered from
+    all ranks.
 
-    Between begin and end of the sum, the rank computes both addends in newly allocated memory. Matrix products also run
-    between begin and end of the gather.
+    The addends are computed in newly allocated memory while the sum runs. Matrix products also run during the gather.
     """
 
     def computed() -> torch.Tensor:
@@ -218,8 +210,7 @@ def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def outcome(model: torch.nn.Module, device: torch.device) -> dict:
-    """Return {"logits": the logits of all TOKENS, "tokens": the new tokens of three generations, two with CUDA graphs
-    and the last without}."""
+    """Return {"logits": of all TOKENS, "tokens": of three generations, the last without CUDA graphs}."""
     with torch.inference_mode():
         batch = SequenceBatch.without_cache(LENGTHS, device=device)
         logits = model(torch.tensor(TOKENS, device=device), batch, all_tokens=True)
@@ -232,8 +223,8 @@ def outcome(model: torch.nn.Module, device: torch.device) -> dict:
 
 
 def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Return {checkpoint in the folder: the `outcome` of the model divided between both ranks}. On the first rank each
-    of these has another key "whole", for the `outcome` of the model on one GPU."""
+    """Return {checkpoint: the `outcome` of the model divided between both ranks}. On the first rank each outcome also
+    has the key "whole": the outcome on one GPU."""
     found = {}
     for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
         found[directory.name] = outcome(load_model(directory, device=device, mesh=ranks, progress=False), device)
@@ -244,8 +235,7 @@ def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Check that batch-invariant tokens are those of a sequence alone (`assert_batch_invariant`), and return
-    {checkpoint in the folder: new tokens of each sequence}.
+    """Return {checkpoint: new tokens of each sequence}.
 
     One-shot sums are limited to 20 KiB here, so larger sums run through NCCL. From 16 rows per rank on, each rank sums
     only a part of the rows.
@@ -261,7 +251,7 @@ def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
 
 
 def no_memory(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Load a model while the second rank lacks the memory for the rank's part of the weights."""
+    """The second rank lacks the memory for the rank's part of the weights."""
     load_weights = loading.load_weights
 
     def starved(*arguments: Any, **options: Any) -> None:
@@ -286,4 +276,4 @@ if __name__ == "__main__":
         torch.save(CASES[case](own, gpu, place), place / f"{case}.{own.rank}")
     except ValueError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)  # the exit status of `dsa` for a ValueError
+        sys.exit(2)

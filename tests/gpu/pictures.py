@@ -10,7 +10,6 @@ from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, main_entries
 
 FOLDER = receipt.ROOT / "docs" / "pictures"
-# {entry of the receipt: label of this entry's line in the README's picture}
 SPEED_UPS = {
     "flash_mla_with_kvcache": "dense MLA decode",
     "flash_mla_with_kvcache_sparse": "sparse MLA decode",
@@ -37,8 +36,6 @@ def main() -> None:
 
 
 def write_speed_ups(path: Path) -> None:
-    """Draw a line per entry of SPEED_UPS, with a dot per shape at our speed-up over the best peer. The dots of
-    unverified entries are hollow."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -12,9 +12,9 @@ digests:
 - "launches": a digest of the launches in the op's cases (`tests.ops.launched_arguments`): the variants, the shapes,
   strides and dtypes of their arguments, and which arguments are zeros or share memory. Entries of WHOLES do not contain
   it.
-The machine code is that of the DSL version that machine_code.json names, whichever version is installed. An entry is
-stale if today's code has other digests. An entry of WHOLES is also stale if it is older than MAX_AGE. Moving, renaming
-or rewording source changes neither digest.
+The machine code is that of the DSL version that machine_code.json names. An entry is stale if today's code has other
+digests. An entry of WHOLES is also stale if it is older than MAX_AGE. Moving, renaming or rewording source changes
+neither digest.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from tests.public_names import ops_of
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PATH = HERE / "receipt.json"
-MAX_AGE = datetime.timedelta(days=30)  # for entries of WHOLES
+MAX_AGE = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,8 @@ class Whole:
     """An entry about more than one op.
 
     label     the entry's name in tables
-    families  families of the ops that the entry launches. () for entries with `sources`, and for oldest_dsl, which runs
-              the tests of HOT
-    sources   Python files of this project, or folders of such files: the entry launches the ops that they name
+    families  families of the ops that the entry launches
+    sources   Python files or folders of this project: the entry launches the ops that they name
     """
 
     label: str
@@ -63,8 +62,7 @@ EVERY_FAMILY = tuple(sorted({module.split(".")[2] for module in op_modules().val
 INFERENCE = tuple(family for family in EVERY_FAMILY if family != "training")
 SEVERAL_GPUS = "pytest.mark.several_gpus"
 OLDEST_DSL = "4.8.0"  # the version that vLLM and SGLang pin
-# Entries of the ops that dominate the time of a model's pass. Their tests run a second time with the oldest DSL, for
-# the entry oldest_dsl.
+# The ops that dominate the time of a model's pass. Their tests run a second time for the entry oldest_dsl.
 HOT = (
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
@@ -101,7 +99,7 @@ WHOLES = {
         "vLLM's plugin: its calls compared with the kernels that vLLM calls", sources=("dsa_engines/vllm",)
     ),
 }
-# Entries whose benchmarks take minutes. Each row is saved as soon as it is measured.
+# These benchmarks take minutes. Each row is saved as soon as it is measured.
 ROW_BY_ROW = ("drafts", "e2e", "million", "parallel")
 
 Entry = dict[str, Any]
@@ -109,13 +107,13 @@ Entries = dict[str, dict[str, Entry]]
 
 
 def load() -> Entries:
-    """Return {arch: {entry's name: entry}}, the contents of the receipt. entry["unverified"] is None, or says which
-    part of the entry's run is missing."""
+    """Return {arch: {entry's name: entry}}. entry["unverified"] is None, or says which part of the entry's run is
+    missing."""
     return read(PATH) if PATH.exists() else {}
 
 
 def read(path: Path) -> Entries:
-    """Return the entries of a receipt's file. Raise ValueError, which names the file, if it is not a receipt."""
+    """Return the entries of a receipt's file. Raise ValueError if it is not a receipt."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -127,7 +125,7 @@ def read(path: Path) -> Entries:
 
 
 def save(data: Entries) -> None:
-    """Write the receipt atomically: if the process is killed, the file has the old or the new contents."""
+    """If the process is killed, the file has the old or the new contents."""
     text = json.dumps({arch: dict(sorted(data[arch].items())) for arch in sorted(data)}, indent=1) + "\n"
     partial = PATH.with_suffix(f".{os.getpid()}.part")
     partial.write_text(text)
@@ -136,8 +134,8 @@ def save(data: Entries) -> None:
 
 @contextlib.contextmanager
 def changing() -> Iterator[Entries]:
-    """Yield the entries, and save them at the end unless the block raises. Other processes that call `changing` wait
-    until then."""
+    """Yield the entries, and save them at the end unless the block raises. Other processes that call `changing`
+    wait."""
     handle = os.open(HERE, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -149,13 +147,12 @@ def changing() -> Iterator[Entries]:
 
 
 def now() -> datetime.datetime:
-    """Return the current time in UTC, by which entries are dated."""
     return datetime.datetime.now(datetime.UTC)
 
 
 def judged(today: datetime.date | None = None) -> Entries:
-    """Return the entries like `load`, but "unverified" also says why an entry is stale. Without `today`, age does not
-    make an entry stale."""
+    """Return the entries like `load`, but "unverified" also says why an entry is stale. Without `today`, age is
+    ignored."""
     data = load()
     return {
         arch: {name: entry | {"unverified": why_stale(entry, name, arch, today)} for name, entry in entries.items()}
@@ -164,8 +161,7 @@ def judged(today: datetime.date | None = None) -> Entries:
 
 
 def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = None) -> str | None:
-    """Return why an entry is incomplete or not valid for today's code; None if it is valid. Without `today`, age is
-    ignored."""
+    """Return why an entry is incomplete or not valid for today's code, or None. Without `today`, age is ignored."""
     if entry.get("unverified"):
         return entry["unverified"]
     if "kernels" not in entry or (name not in WHOLES and "launches" not in entry):
@@ -180,22 +176,20 @@ def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = 
 
 
 def digests(name: str, arch: str) -> dict[str, str]:
-    """Return the digests of today's code, for an entry that runs now."""
     found = {"kernels": kernels_digest(name, arch)}
     return found if name in WHOLES else found | {"launches": launches_digest(name, arch)}
 
 
 def kernels_digest(name: str, arch: str) -> str:
-    """Return a digest of the machine code and the compile-time arguments of every variant of an entry's kernels. Names
-    do not affect the digest."""
+    """Return a digest of the machine code and the compile-time arguments of an entry's kernels, without names."""
     modules = kernels_of(name, arch)
     own = {variant: code for variant, code in _machine_code().items() if variant.partition(".")[0] in modules}
     return _digest(sorted([machine_code.without_names(variant), code] for variant, code in own.items()))
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
-    """Return the module names, without packages, of the kernels that an entry's functions launch in the cases of
-    `dsa.cases`. Kernels of other archs than launched_arguments.ARCH are not included."""
+    """Return the names of the kernel modules that an entry's functions launch in `dsa.cases`. Only
+    launched_arguments.ARCH has any."""
     found = {
         variant.partition(".")[0]
         for function in functions_of(name)
@@ -208,8 +202,7 @@ def kernels_of(name: str, arch: str) -> set[str]:
 
 
 def launches_digest(name: str, arch: str) -> str:
-    """Return a digest of what the entry's functions launch in the cases of `dsa.cases`. Names and the order of cases
-    do not affect the digest."""
+    """Return a digest of the launches, without names and without the order of cases."""
     codes = _machine_code()
     calls = [
         [[codes.get(variant) or machine_code.without_names(variant), arguments] for variant, arguments in call]
@@ -236,7 +229,6 @@ def _digest(value: Any) -> str:
 
 @functools.cache
 def functions_of(name: str) -> list[str]:
-    """Return the names of the public functions of dsa that an entry is about."""
     if name == "oldest_dsl":
         modules = {op_module(path.stem.removeprefix("test_")) for path in test_files(name)}
     elif name not in WHOLES:
@@ -251,15 +243,15 @@ def functions_of(name: str) -> list[str]:
 
 
 def op_module(name: str) -> str:
-    """Return the module of the op that an entry is about. The entry's name begins with the op's name. If this holds for
-    several ops, it is the op with the longest name."""
+    """Return the module of the op whose name begins the entry's name. Of several ops it is the one with the longest
+    name."""
     modules = op_modules()
     found = [op for op in modules if f"{name}_".startswith(f"{op}_")]
     return modules[max(found, key=len)] if found else ops.op_module(name)
 
 
 def test_files(name: str) -> list[Path]:
-    """Return the files whose tests an entry runs; [] if the entry has only a benchmark."""
+    """Return the files with the entry's tests; [] if the entry has only a benchmark."""
     if name == "several_gpus":
         paths = {*HERE.rglob("test_*.py")} - {*test_files("parallel")}
         return [path for path in sorted(paths) if SEVERAL_GPUS in path.read_text()]
@@ -269,15 +261,14 @@ def test_files(name: str) -> list[Path]:
 
 
 def tested() -> list[str]:
-    """Return the names of all entries that today's code can have."""
     return sorted({path.stem.removeprefix("test_") for path in HERE.rglob("test_*.py")} | WHOLES.keys())
 
 
 def asked(arch: str) -> list[str]:
     """Return the names of the entries that a complete receipt has for an arch.
 
-    These are the entries of ops that have kernels for the arch. Entries of WHOLES are included if, of all ops with
-    kernels, more than half have kernels for this arch. Then a model's pass runs mostly kernels.
+    These are the entries of ops that have kernels for the arch. WHOLES are included if more than half of all ops with
+    kernels have kernels for this arch. Then a model's pass runs mostly kernels.
     """
     with_kernels = archs_by_op()
     modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]
@@ -286,23 +277,21 @@ def asked(arch: str) -> list[str]:
 
 
 def archs_by_op() -> dict[str, set[str]]:
-    """Return {op: the archs for which at least one function of the op has kernels}, for every op with kernels."""
+    """Return {op: its archs}, for every op with kernels."""
     rows = {op: [ARCHS.get(f, ()) for f in ops_of(module)] for op, module in op_modules().items()}
     return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
 
 
 def needed(data: Entries, arch: str) -> list[str]:
-    """Return the names of the entries of an arch that must run, because they are missing, incomplete or stale."""
+    """Return the entries of an arch that must run, because they are missing, incomplete or stale."""
     there = data.get(arch, {})
     names = sorted({*asked(arch), *there} & {*tested()})
     return [name for name in names if name not in there or why_stale(there[name], name, arch, now().date())]
 
 
 def has_figures(name: str) -> bool:
-    """Whether an entry has rows of a benchmark."""
     return name in ("accuracy", "host", "latency", *ROW_BY_ROW) or name in benchmarks()
 
 
 def module_of(path: Path) -> str:
-    """Return the module name of a Python file of this project."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)

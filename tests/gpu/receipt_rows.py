@@ -1,5 +1,4 @@
-"""Select the rows of the receipt's benchmarks that tables and pictures show, and name their shapes and peers (other
-libraries' kernels)."""
+"""Select the rows of the receipt's benchmarks that tables and pictures show, and name their shapes and peers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +8,7 @@ from dsa_layers.families.published import published_config
 from tests.gpu import receipt
 
 Row = dict[str, Any]
-# {entry: {model: (configuration file, fields) of the model's stack}}, for entries whose rows do not contain the number
-# of layers
+# {entry: {model: (configuration file, fields)}}, for entries whose rows do not contain the number of layers
 OF_STACKS = {"e2e": STACKS, "million": LONG_STACKS}
 
 
@@ -22,23 +20,21 @@ def main_entries() -> dict[str, dict[str, Any]]:
 
 
 def _is_ours_alone(words: str) -> Callable[[Row], bool]:
-    """Return a function that tests whether a row's shape, which describes our call, contains these words, while the
-    peer's name does not. If so, our call and the peer's compute different things."""
+    """Return a test whether only our shape contains these words, and the peer's name does not."""
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 
 def _waits_for_host(row: Row) -> bool:
-    """Whether the row is a pass that leaves the GPU idle for more than a quarter of the time, with our kernels or with
-    the peers' kernels."""
+    """Whether the pass leaves the GPU idle for more than a quarter of the time, with our kernels or with the peers'."""
     if not row.get("peer_parts"):
         return False
     filled = sum(row["parts"].values()) / row["ms"], sum(row["peer_parts"].values()) / row["peer_ms"]
     return min(filled) < 0.75
 
 
-# Functions that are true for rows whose ratio does not compare GPU times of the same work. In order: our kernel is
-# deterministic and the peer's is not; our kernel has fp16 accumulators and the peer's has fp32; the row is for a plan,
-# which serves many calls; the pass waits for the host.
+# Rows whose ratio does not compare GPU times of the same work: our kernel is deterministic and the peer's is not; our
+# kernel has fp16 accumulators and the peer's fp32; the row is for a plan, which serves many calls; the pass waits for
+# the host.
 OTHER_KINDS: tuple[Callable[[Row], bool], ...] = (
     _is_ours_alone("deterministic"),
     _is_ours_alone("float16 accumulators"),
@@ -52,20 +48,17 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows whose ratio compares our GPU time with a peer's for the same work. These are the rows for which
-    all functions of OTHER_KINDS are false."""
+    """Return the rows whose ratio compares our GPU time with a peer's for the same work."""
     return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 
 def names_of(rows: Sequence[Row], other: str = "peer") -> str:
-    """Return the names in the column `other` ("peer" or "baseline") of these rows, sorted and joined by "; ", because a
-    name can contain commas."""
+    """Return the names in a column, "peer" or "baseline", joined by "; ", because a name can contain commas."""
     return "; ".join(sorted({row[other] for row in rows if row.get(other)}))
 
 
 def shape_of(name: str, row: Row) -> str:
-    """Return the shape of a row of this entry. If the row is of a pass with only some of the model's layers, the text
-    ends with the number of layers."""
+    """Return the shape of a row. The number of layers follows if these are only some of the model's layers."""
     if name in OF_STACKS:
         file, fields = OF_STACKS[name][row["model"]]
         layers, published = fields["num_hidden_layers"], published_config(file)["num_hidden_layers"]

@@ -44,12 +44,12 @@ from tests.kernels import machine_code
 
 SHARDS = 8
 TRAINED_MODEL = "DSA_TRAINED_MODEL"
-# Environment variables that would change which code is tested, or the number of tests and cases. They are removed.
+# These environment variables would change which code is tested, or the number of tests and cases.
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
 BEGUN = "its benchmark has not run to its end"  # the entry's "unverified" text until its benchmark is complete
-# The Python distributions that contain the peers (other libraries' kernels). Rows measured with different versions are
-# not comparable. The peers cuBLASLt and torch's attention are parts of torch.
+# The distributions of the peers (other libraries' kernels). Rows measured with different versions are not comparable.
+# cuBLASLt and torch's attention are parts of torch.
 PEERS = (
     "nvidia-cudnn-frontend",
     "sgl-deep-gemm",
@@ -72,7 +72,6 @@ class Outcome:
     worst: float = 0.0
 
     def add(self, test: ElementTree.Element) -> None:
-        """Count a <testcase> of pytest's XML report."""
         if test.find("skipped") is not None:
             self.skipped += 1
             return
@@ -88,16 +87,14 @@ def _failed(tests: list[ElementTree.Element]) -> list[ElementTree.Element]:
 
 
 def _had_no_memory(test: ElementTree.Element) -> bool:
-    """Whether a test failed because the GPU had no free memory, in pytest's process or in a process that the test
-    started."""
+    """The GPU can lack free memory in pytest's process or in a process that the test started."""
     said = (f"{part.get('message')} {part.text}" for kind in ("failure", "error") for part in test.iter(kind))
     return any(words in text for text in said for words in NO_MEMORY)
 
 
 def compile_all(names: list[str], arch: str) -> None:
-    """Compile the shipped variants of the entries' kernels into the compile cache, in parallel processes. Compiled one
-    after another, they would take minutes."""
-    # An entry of WHOLES needs few variants of each op, so these variants compile on first use.
+    """Compile the entries' kernels in parallel processes. One after another they would take minutes."""
+    # An entry of WHOLES needs few variants of each op. These compile on first use.
     modules = {m for name in names if name not in receipt.WHOLES for m in receipt.kernels_of(name, arch)}
     variants = (variant for family in machine_code.families() for variant in machine_code.shipped(family).values())
     context = multiprocessing.get_context("spawn")
@@ -116,8 +113,7 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
-    """Run the tests of these entries in several processes, because most of the tests' time is spent on the host. Return
-    {entry: outcome}."""
+    """Run the tests in several processes, because they spend most time on the host. Return {entry: outcome}."""
     outcomes = {name: Outcome() for name in names}
     for marks, prefix, environment, group in _groups(names):
         owners = {receipt.module_of(path): name for name in group for path in receipt.test_files(name)}
@@ -128,8 +124,7 @@ def run_tests(names: Sequence[str]) -> dict[str, Outcome]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[str, str], list[str]]]:
-    """Yield (marks of the tests, command before pytest, environment, entries) for each group of entries that can run
-    together."""
+    """Yield (marks of the tests, command before pytest, environment, entries that can run together)."""
     apart = {
         "hostile_contents": ("not several_gpus", MEMCHECK, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
         "oldest_dsl": ("not several_gpus", (), oldest_dsl()),
@@ -142,8 +137,7 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], dict[s
 
 
 def oldest_dsl() -> dict[str, str]:
-    """Return the environment variables with which Python finds the oldest supported DSL; {} if DSA_OLDEST_DSL names no
-    folder."""
+    """Return the environment variables with which Python finds the oldest supported DSL, or {}."""
     folder = os.environ.get("DSA_OLDEST_DSL")
     if not folder:
         return {}
@@ -152,8 +146,7 @@ def oldest_dsl() -> dict[str, str]:
 
 
 def dsl_version(environment: dict[str, str]) -> str:
-    """Return the version of the DSL that a process with these environment variables imports, or the last line of the
-    process's error."""
+    """Return the version of the DSL that a process imports, or the last line of the process's error."""
     call = [sys.executable, "-c", "import cutlass; print(cutlass.__version__)"]
     done = subprocess.run(call, env=os.environ | environment, capture_output=True, text=True)
     return (done.stdout or done.stderr).strip().rpartition("\n")[2]
@@ -176,14 +169,14 @@ def _run_group(
         def run_in_a_process(name: str, own: list[str]) -> list[ElementTree.Element]:
             report = Path(directory, f"{name}.xml")
             command = [*prefix, sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=10"]
-            # Only the end of the output is printed, and it should show failures, not warnings.
+            # Only the end of the output is printed. It should show failures, not warnings.
             command += ["--disable-warnings", *marks]
             listed = Path(directory, f"{name}.txt")  # the ids would be too long for a command line
             listed.write_text("\n".join(own))
             done = subprocess.run(
                 [*command, f"--junitxml={report}", f"@{listed}"], env=environment, capture_output=True, text=True
             )
-            # A killed process leaves no report, so the tests of that process count as not run.
+            # A killed process leaves no report, so its tests count as not run.
             tests = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
             lacking = [test for test in tests if _had_no_memory(test)]
             if done.returncode:
@@ -201,8 +194,7 @@ def _run_group(
             for tests in pool.map(lambda i: run_in_a_process(str(i), ids[i::shards]), range(shards))
             for test in tests
         ]
-        # A test can lack GPU memory because other processes' tests use it. So the tests that failed for lack of memory
-        # run a second time, in one process.
+        # A test can lack GPU memory because other processes' tests use it.
         lacking = [test for test in tests if shards > 1 and _had_no_memory(test)]
         if lacking:
             print(f"once more, by themselves: {len(lacking)} tests that found no memory", flush=True)
@@ -220,12 +212,10 @@ def _run_group(
 
 
 def _name(test: ElementTree.Element) -> str:
-    """Return module, class (if there is one) and name of a <testcase>, joined by dots."""
     return f"{test.get('classname')}.{test.get('name')}"
 
 
 def _reported(test: str) -> str:
-    """Return the `_name` of the test with this pytest id."""
     path, _, names = test.partition("::")
     place, bracket, parameters = names.partition("[")
     return f"{path.removesuffix('.py').replace('/', '.')}.{place.replace('::', '.')}{bracket}{parameters}"
@@ -251,8 +241,7 @@ def _collected(arguments: list[str]) -> list[str]:
 
 
 def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
-    """Yield the rows of an entry's benchmark. For the entries of `receipt.ROW_BY_ROW`, skip the shapes of the rows in
-    `done`."""
+    """Yield the rows of an entry's benchmark. Entries of `receipt.ROW_BY_ROW` skip the shapes in `done`."""
     shapes = [row["shape"] for row in done]
     if name in case.benchmarks():
         yield from case.run(name)
@@ -269,7 +258,6 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
 
 
 def peer_versions() -> dict[str, str]:
-    """Return {distribution: version} of the installed distributions of PEERS."""
     found = {}
     for name in PEERS:
         try:
@@ -286,10 +274,9 @@ def run_entry(
     done: Sequence[dict] = (),
     keep: Callable[[list[dict]], None] = lambda rows: None,
 ) -> dict[str, Any]:
-    """Run an entry's benchmark unless `bench` is False or a test failed. Return the entry for the receipt, with the
-    outcome of the tests, but without device, versions and digests.
+    """Run an entry's benchmark unless a test failed. Return the entry without device, versions and digests.
 
-    done  rows that an earlier run has measured. They are part of the result and are not measured again
+    done  rows that an earlier run has measured
     keep  called with all rows so far after every new row
     """
     started, rows = time.monotonic(), [*done]
@@ -315,8 +302,7 @@ def run_entry(
 
 
 def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
-    """Return the test results of an entry whose run was interrupted, if the entry's device, versions and digests are
-    those of `head`, else None."""
+    """Return the test results of an interrupted entry if its device, versions and digests are those of `head`."""
     same = all(entry.get(key) == value for key, value in head.items() if key not in ("commit", "date"))
     if entry.get("unverified") != BEGUN or not same:
         return None
@@ -324,7 +310,6 @@ def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
 
 
 def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
-    """Return the entry of a run whose tests are complete, and whose benchmark has measured only `rows` so far."""
     return {
         "tests": outcome.tests,
         "skipped": outcome.skipped,
@@ -336,7 +321,6 @@ def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
 
 
 def _keeper(arch: str, name: str, entry: dict[str, Any]) -> Callable[[list[dict]], None]:
-    """Return a function that saves the entry with the rows measured so far."""
     return lambda rows: save_entry(arch, name, entry | {"bench": rows})
 
 
@@ -346,8 +330,8 @@ def save_entry(arch: str, name: str, entry: dict[str, Any]) -> None:
 
 
 def commit_of_this_tree() -> str | None:
-    """Return the first 12 digits of git's HEAD, with the suffix "-changed" if files differ from this commit. None
-    without git or outside a repository."""
+    """Return the first 12 digits of git's HEAD, with "-changed" if files differ. None without git or outside a
+    repository."""
     try:
         git = ["git", "-C", str(receipt.ROOT)]
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -407,7 +391,6 @@ def main(arguments: Sequence[str]) -> int:
     fresh = [name for name in names if name not in done]
     compile_all(names, arch)
     outcomes |= run_tests(fresh) if fresh else {}
-    # Save before the benchmarks, which can be interrupted.
     pending = {name: _pending(outcomes[name], done.get(name, [])) for name in names}
     for name in fresh:
         if not outcomes[name].failed:

@@ -19,8 +19,8 @@ HEAD = """\
 
 
 def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
-    """Return the table of an arch. It has a row for each op module with public functions, for each entry about a part
-    of an op, and for the entries of WHOLES."""
+    """Return an arch's table with a row for each op module, each entry about a part of an op, and the entries of
+    WHOLES."""
     modules = [op for op in op_modules() if ops_of(op_modules()[op])]
     asked = {*entries, *receipt.asked(arch)}
     wholes = [name for name in receipt.WHOLES if name in asked]
@@ -57,8 +57,8 @@ def _label(name: str) -> str:
 
 
 def _implementations(name: str, arch: str) -> str:
-    """Return how the functions of the entry's op module run: "kernel", "PyTorch", or, if a module has both, "kernel;
-    PyTorch: " and the names of the functions in PyTorch. "" for an entry of WHOLES."""
+    """Return "kernel", "PyTorch", or "kernel; PyTorch: " and the names of the functions without kernels. "" for an
+    entry of WHOLES."""
     if name in receipt.WHOLES:
         return ""
     module = receipt.op_module(name)
@@ -70,8 +70,7 @@ def _implementations(name: str, arch: str) -> str:
 
 
 def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
-    """Return the smallest and the largest number in the column `ratio` (our speed-ups), followed by the names in the
-    column `name`, which is "peer" or "baseline". "" if no row has a ratio."""
+    """Return the smallest and the largest number in the column `ratio`, followed by the names in the column `name`."""
     ratios = [row[ratio] for row in rows if row.get(ratio) is not None]
     if not ratios:
         return ""
@@ -79,7 +78,7 @@ def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
 
 
 def tables() -> str:
-    """Return a table per arch. Whether entries are too old is judged by the date that the page names."""
+    """The date that the page names decides whether entries are too old."""
     today = datetime.date.fromisoformat(re.search(AS_OF, PATH.read_text(encoding="utf-8"))[1])
     parts = []
     judged = receipt.judged(today)
@@ -93,5 +92,4 @@ def tables() -> str:
 
 
 def dated(text: str) -> str:
-    """Return the page with today's date."""
     return re.sub(AS_OF, f"As of {receipt.now().date()}", text)

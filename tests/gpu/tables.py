@@ -1,8 +1,7 @@
 """Generate the tables of the documents from the GPU receipt (tests/gpu/receipt.py).
 
-A page marks the position of a table with the lines `<!-- table NAME -->` and `<!-- end of NAME -->`. The function
-TABLES[NAME] generates the text between them. To add a table, add an entry to TABLES and put these two lines into a
-page.
+To add a table, add an entry to TABLES. Put the lines `<!-- table NAME -->` and `<!-- end of NAME -->` into a page. The
+function TABLES[NAME] generates the text between them.
 
 usage: python -m tests.generate
 """
@@ -22,21 +21,18 @@ Columns = Mapping[str, Column]
 
 
 def main() -> None:
-    """Write the tables into all pages that have markers for them."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         page.write_text(inserted(text), encoding="utf-8")
 
 
 def inserted(text: str) -> str:
-    """Return a page with today's tables. Raise KeyError for a marker whose table does not exist."""
     for name in markdown.names(text):
         text = markdown.inserted(text, name, TABLES[name]())
     return text
 
 
 def of_entry(name: str, body: Callable[[list[Row]], str]) -> str:
-    """Return where and when an entry was measured, followed by the text that `body` returns for the entry's rows."""
     entry = main_entries().get(name, {"unverified": "no entry"})
     if not entry.get("bench"):
         return f"Not measured on this code: {entry['unverified']}."
@@ -52,7 +48,6 @@ def place(entry: Mapping[str, Any]) -> str:
 
 
 def per(field: str, columns: Columns, rows: list[Row]) -> str:
-    """Return one table of rows for each value of the field, with the value as heading."""
     values = dict.fromkeys(row[field] for row in rows)
     parts = (f"**{value}**\n\n{markdown.table([r for r in rows if r[field] == value], columns)}" for value in values)
     return "\n\n".join(parts)
@@ -62,7 +57,6 @@ def milliseconds(ms: float) -> str:
     return f"{ms:#.3g}".rstrip(".")
 
 
-# Rows of the README's table: (text of the column "op", entry, shape).
 HEADLINES = (
     ("Index scores, FP8", "fp8_mqa_logits", "4096 x 32768, H 64, D 128, causal, cleaned"),
     ("Top-k, exact and deterministic", "topk_indices", "4096 x 8192, k 2048, normal scores"),
@@ -70,13 +64,10 @@ HEADLINES = (
     ("Sparse MLA, decode, FP8 cache", "flash_mla_with_kvcache_sparse", "B 128, 128 heads, s_q 2, k 2048, 32768 keys"),
     ("Sparse MLA, backward", "sparse_mla_attention", "8192 queries, d 576, 128 heads, k 2048"),
 )
-# {name of a peer in the receipt's rows: clearer name for the README's table}
 PEERS = {"deepgemm": "sgl-deep-gemm", "vllm decode": "vLLM top-k", "cuDNN-FE": "cuDNN frontend"}
 
 
 def headlines() -> str:
-    """Return the README's table, with a line per entry of HEADLINES: our time and the best peer's at this shape, and
-    the range of speed-ups over all shapes."""
     entries = main_entries()
     found = []
     for what, name, shape in HEADLINES:
@@ -110,8 +101,8 @@ def _part_of_peers(part: str) -> Column:
 
 
 def _without_glue(row: Row) -> str:
-    """Return the speed-up if the time of the part GLUE is subtracted from the time of the peers' pass. Glue is code
-    that only converts tensors for the peers. Return "" if the row has no peers' pass, or the pass has no glue."""
+    """Return the speed-up over the peers' pass without the time of GLUE, which only converts tensors for the peers. ""
+    if there is none."""
     if row["ratio"] is None or GLUE not in row["peer_parts"]:
         return ""
     return f"{(row['peer_ms'] - row['peer_parts'][GLUE]) / row['ms']:.2f}"
@@ -203,8 +194,8 @@ def _parallel(rows: list[Row]) -> str:
 
 
 def _parallel_computed(rows: list[Row]) -> str:
-    """Return tables of computed times of whole models. `dsa_bench.e2e.computed` computes a time from the measured time
-    of one GPU's part without communication, and from the time of communication that was measured with fewer GPUs."""
+    """The times of `dsa_bench.e2e.computed` come from one GPU's part, and from communication measured with fewer
+    GPUs."""
     measured, silent = ([row for row in rows if ("efficiency" in row) is is_whole] for is_whole in (True, False))
     found = []
     for row in silent:
@@ -227,8 +218,7 @@ def _joined(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _yardstick(row: Row) -> float:
-    """Return the milliseconds of the row's only yardstick: measured code whose results are not compared with the op's
-    (`yardsticks` in dsa_bench/harness/case.py)."""
+    """Return the milliseconds of the row's only yardstick (see `yardsticks` in dsa_bench/harness/case.py)."""
     (found,) = row["yardsticks"].values()
     return found["ms"]
 

@@ -1,5 +1,5 @@
-"""Check `peer_slots.to_slots`, a function of the benchmark of whole passes. In the passes with the peers' (other
-libraries') kernels it converts selected positions to cache slots."""
+"""Check `peer_slots.to_slots`, which the benchmark of whole passes runs with the peers' kernels. It converts selected
+positions to cache slots."""
 
 import pytest
 import torch
@@ -10,8 +10,6 @@ from dsa_bench.e2e import peer_slots
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("rows", "k"), [(1, 2048), (130, 512), (9, 1500)])
 def test_slots_of_a_selection(rows, k, by_row):
-    """Compare the result on the GPU with that on the CPU. Some indices are invalid. The block table is contiguous, or
-    consists of some columns of a wider table."""
     pytest.importorskip("triton")  # included in PyTorch's builds for GPUs
     page_size, pages, sequences = 64, 300, 7 if by_row else rows
     indices = torch.randint(-1, page_size * pages, (rows, k), dtype=torch.int32)

@@ -1,8 +1,8 @@
 """Checks of all ops over their cases (`dsa.cases`).
 
 Results are right if free memory is filled with NaN, and in CUDA graphs that are replayed with new data. They have the
-same bits in repeated runs, on a busy stream, on a second GPU, in functions compiled with torch.compile, for arguments
-with other strides, and if keys are far apart in memory.
+same bits in repeated runs, on a busy stream, on a second GPU, in functions compiled with torch.compile, and for
+arguments with other strides.
 """
 
 from itertools import islice
@@ -22,11 +22,11 @@ CHECKED = [case for case in CASES if case.check is not None]
 by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 
 
-# Ops without kernels are excluded, because their PyTorch code can copy a tensor to the host, which a capture forbids,
-# and can sum in an order that depends on strides.
+# The PyTorch code of ops without kernels can copy a tensor to the host, which a capture forbids. It can also sum in an
+# order that depends on strides.
 WITH_KERNELS = [case for case in CHECKED if case.op in backends.ARCHS]
 SIZED = [(case, sizes) for case in WITH_KERNELS for sizes in ({}, *case.more)]
-# Names of arguments that can contain many keys or scores, and the cases of the ops with these arguments.
+# Arguments that can contain many keys or scores, and the cases of their ops.
 KEYS = "kv", "k_cache", "extra_k_cache", "kv_cache", "cache", "compressed", "scores"
 WITH_KEYS = [*indexer.CASES, *mla.CASES, *mla_windows.CASES, *selection.CASES]
 
@@ -45,8 +45,6 @@ def written(case, arguments):
 
 @torch.no_grad()
 def copy(source, target):
-    """Copy every tensor of the arguments `source` to the same tensor of `target`. no_grad allows this for tensors that
-    require gradients."""
     for x, y in zip(flat([*source.values()]), flat([*target.values()]), strict=True):
         y.copy_(x)
 
@@ -67,7 +65,7 @@ def test_twenty_runs_have_the_same_bits(case):
 
 @pytest.mark.parametrize("case", WITH_KERNELS, ids=lambda case: case.name)
 def test_a_graph_is_replayed_with_new_data(case):
-    case.results(given(case))  # compile the kernels first, because they cannot be compiled in a capture
+    case.results(given(case))  # kernels cannot be compiled in a capture
     held, graph = given(case), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = case.results(held)
@@ -81,8 +79,6 @@ def test_a_graph_is_replayed_with_new_data(case):
 
 @by_case
 def test_a_call_runs_on_the_current_stream(case):
-    """The arguments, at first zeros, get their values on a busy stream just before the call. The call must read these
-    values, not zeros."""
     held, new = given(case), given(case)
     with torch.no_grad():
         for x in flat([*held.values()]):
@@ -103,8 +99,6 @@ def test_arguments_on_another_gpu_than_the_current_one(case):
 
 @pytest.mark.parametrize("case", [x for x in CHECKED if x.op not in NOT_ONE_GRAPH], ids=lambda x: x.name)
 def test_compiled(case, monkeypatch):
-    """A call compiled by torch.compile gives the bits of an eager call, including the bits of gradients if the case has
-    gradients."""
     torch._dynamo.reset()
     expected = case.results(given(case))
     monkeypatch.setattr(dsa, case.op, torch.compile(case.function(), fullgraph=True, backend="aot_eager"))
@@ -113,18 +107,16 @@ def test_compiled(case, monkeypatch):
 
 @pytest.mark.parametrize(("case", "sizes"), SIZED, ids=name_of)
 def test_strides_change_no_bit(case, sizes):
-    """One tensor argument at a time has other strides (see `at_other_strides`): mostly it is a view of a larger tensor
-    with NaN or invalid indices around the view."""
     for name, value in given(case, **sizes).items():
         for place, x in tensors(value) if name not in case.written else ():
-            # For tensors that require gradients only the first pair (wider rows) is tested, because PyTorch, not the
-            # op, copies gradients to other strides.
+            # PyTorch, not the op, copies gradients to other strides. So for tensors that require gradients only the
+            # first pair is tested.
             for pair in islice(at_other_strides(x.detach()), 1 if x.requires_grad else None):
                 plain, strided = (replaced(value, place, y.requires_grad_(x.requires_grad)) for y in pair)
                 try:
                     expected = case.results(given(case, **sizes) | {name: plain})
                     got = case.results(given(case, **sizes) | {name: strided})
-                except ValueError as error:  # some kernels require contiguous tensors
+                except ValueError as error:
                     assert name in str(error)
                     continue
                 assert_same_bits(got, expected)

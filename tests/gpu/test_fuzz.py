@@ -1,5 +1,4 @@
-"""Calls of ops on the GPU with wrong and unusual arguments, such as other strides, CPU tensors among GPU tensors, and
-invalid numbers.
+"""Calls of ops on the GPU with wrong and unusual arguments.
 
 `tests.fuzz` makes the arguments and decides whether a call's result or error is right.
 """

@@ -1,5 +1,5 @@
-"""Generation (`dsa_layers.Generator`) on a GPU, where ops run their kernels. Most tests compare with a CPU, where all
-ops run their references, or with other options of the generator."""
+"""Generation (`dsa_layers.Generator`) on a GPU. Most tests compare with a CPU, where all ops run their references, or
+with other options of the generator."""
 
 from dataclasses import replace
 
@@ -36,16 +36,15 @@ from tests.layers.generation.guesses import Guesses, guess
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
-# {weights: limit}. Where CPU and GPU first choose different tokens, the CPU's logits of these two tokens must differ by
-# less than this. The logits' standard deviation is 2. An e4m3 number that is rounded the other way changes by 1/16 to
-# 1/8 of the number. This can change the experts that a router with random weights chooses.
+# {weights: limit}. Where CPU and GPU first choose different tokens, the CPU's logits of the two must differ by less.
+# The logits' standard deviation is 2. An e4m3 number that is rounded the other way changes by 1/16 to 1/8. This can
+# change the experts that a router with random weights chooses.
 NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 
 @pytest.fixture(scope="module")
 def load_tiny(tmp_path_factory):
-    """Return a function that loads the tiny model of a family. The model has no end token, so sequences have the
-    requested length."""
+    """Return a function that loads the tiny model of a family, without end tokens."""
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         write_tiny_checkpoint(root / family, model=family)
@@ -63,7 +62,7 @@ def without_end(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_the_references(family, load_tiny):
-    """In fp32 without quantisation, the results of CPU and GPU differ only in the last bits, so the tokens agree."""
+    """In fp32 without quantisation, CPU and GPU differ only in the last bits."""
     tokens = []
     for device in ("cpu", "cuda"):
         model = load_tiny(family, device, dtype=torch.float32, dequantize=True)
@@ -75,8 +74,8 @@ def test_greedy_tokens_equal_the_references(family, load_tiny):
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
-    """The model is fp32, so rounding does not change a token. A model with random weights accepts very few drafts, so
-    nearly all drafts are rolled back."""
+    """In fp32, rounding does not change a token. A model with random weights accepts very few drafts, so nearly all are
+    rolled back."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     plain, drafted = (
         [c.tokens for c in Generator(model, cache_tokens=1024, draft_tokens=n).generate(PROMPTS, SamplingParams(24))]
@@ -87,9 +86,8 @@ def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_shared_prefixes(family, load_tiny):
-    """Compare generation with a prefix cache and without it. The model is fp32, so rounding does not change a token.
-    Prompts share prefixes within a call and with the previous call. Some sequences decode while the prompts of others
-    are prefilled in chunks."""
+    """In fp32, rounding does not change a token. Prompts share prefixes within a call and with the previous call. Some
+    sequences decode while the prompts of others are prefilled in chunks."""
     model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     text = [2 + i * i % 2000 for i in range(600)]
     prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
@@ -104,9 +102,8 @@ def test_tokens_of_shared_prefixes(family, load_tiny):
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
-    """In the published mode the checkpoint's FP8 weights stay FP8, and activations and caches are FP8. Passes with CUDA
-    graphs, in which two chains of kernels run at the same time, give the tokens of passes without graphs. `Guesses`
-    makes most drafts right. Drafts and numbers of accepted drafts are equal with graphs and without them, too."""
+    """In the published mode weights, activations and caches are FP8. In a CUDA graph two chains of kernels run at the
+    same time. `Guesses` makes most drafts right."""
     model = load_tiny(family, drafter=True)
     params = SamplingParams(96)
     truth = [c.tokens for c in Generator(model, cache_tokens=1024).generate(PROMPTS, params)]
@@ -125,24 +122,22 @@ def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
-    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone (see
-    `assert_batch_invariant`). Some sequences are longer than the 128 keys that are selected and than V4's window. Most
-    drafts are right, but not all."""
+    """Some sequences are longer than the 128 keys that are selected and than V4's window. Most drafts are right, but
+    not all."""
     model = load_tiny(family, drafter=True, kv_cache=kv_cache)
     assert_batch_invariant(model, monkeypatch)
 
 
-# Family -> (upper limit on the kernels per layer of the tiny model, upper limit on the kernels before and after the
-# layers). Some scales of the tiny model have rows that are not a multiple of 16 bytes. PyTorch pads each tensor of
-# these scales with two kernels. Published models do not need this.
+# Family -> (most kernels per layer of the tiny model, most kernels around the layers). Some scales of the tiny model
+# have rows that are not a multiple of 16 bytes. PyTorch pads each with two kernels. Published models do not need this.
 KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
-    """The graph of a decoding step has no more kernels than KERNELS allows. tests/layers/compilation/test_launches.py
-    counts ops and PyTorch operators without a GPU; here the count is larger, because some of them launch more than one
-    kernel. The step must also run more branches on a second stream than it has layers."""
+    """tests/layers/compilation/test_launches.py counts ops and PyTorch operators without a GPU. Here the count is
+    larger, because some of them launch more than one kernel. The step must also run more branches on a second stream
+    than it has layers."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
@@ -161,8 +156,7 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
 
 
 def mixtures():
-    """Return two MoE layers in bf16. Their shared experts run on another stream, at the same time as the routed
-    experts."""
+    """Return two MoE layers whose shared experts run on another stream, at the same time as the routed experts."""
     torch.manual_seed(0)
     made = [MoE(1024, 512, GroupedSigmoidRouter(1024, 8, 2, dtype=torch.bfloat16), dtype=torch.bfloat16) for _ in "ab"]
     return [moe.cuda() for moe in made]
@@ -170,8 +164,8 @@ def mixtures():
 
 @torch.no_grad()
 def test_branches_of_two_streams_in_one_graph():
-    """Two layers run on two streams in one graph, as for two parts of a batch. Each layer has a branch on a further
-    stream. A branch must not reuse the other layer's memory, even if the first layer's experts are delayed."""
+    """Two layers run on two streams, as for two parts of a batch, and each has a branch on a further stream. A branch
+    must not reuse the other layer's memory, even if the first layer's experts are late."""
     layers, x = mixtures(), torch.randn(16, 1024, device="cuda").bfloat16()
     expected = [layer(x) for layer in layers]
     late = layers[0].experts.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
@@ -192,10 +186,9 @@ def test_branches_of_two_streams_in_one_graph():
 
 
 def test_captured_gradients_of_experts():
-    """If the forward and backward pass are captured in graphs, gradients have the bits of a pass without graphs."""
     layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
-    # Use autograd.grad here. backward() would make the node of x that accumulates gradients, and this node would
-    # remember the current stream. The capture below would then wait for this stream, which is not allowed.
+    # backward() would make the node of x that accumulates gradients, and this node would remember the current stream.
+    # The capture below would then wait for this stream, which is not allowed.
     (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
     captured = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
     for _ in range(5):
@@ -207,9 +200,7 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
-    """Compare captured passes in bf16 and FP8 with the CPU. Rounding can decide between two tokens with similar logits.
-    So where the CPU and the GPU first choose different tokens, the CPU's logits of these two tokens must differ by less
-    than NEAR_TIE."""
+    """Rounding can decide between two tokens with similar logits."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
@@ -217,7 +208,6 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
         model = load_tiny(family, device, dtype=torch.bfloat16, dequantize=weights == "bf16")
         got = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(16))
         tokens.append([c.tokens for c in got])
-    # Both prompts fit into the first pass, so every pass has a row for each prompt.
     for i, (own, other) in enumerate(zip(*tokens)):
         n = next((n for n in range(16) if own[n] != other[n]), None)
         if n is not None:
@@ -229,8 +219,8 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 
 @pytest.mark.parametrize("multi_head", [True, False])
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
-    """In the published mode the checkpoint's FP8 weights stay FP8, index keys are in slots of 132 bytes, and latents in
-    slots of 656 bytes. Prefill in chunks and decoding must run the kernels of the ops listed below."""
+    """In the published mode the checkpoint's FP8 weights stay FP8. Index keys are in slots of 132 bytes, latents in
+    slots of 656 bytes."""
     options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
     def topk_spy(*variant):
@@ -250,13 +240,11 @@ def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch
         *("write_mla_cache", "read_kv_cache", "flash_mla_with_kvcache"),
         *(("mha_varlen_fwd", "selection_bits") if multi_head else ("flash_mla_sparse_fwd",)),
     }
-    # Prefill selects positions among the keys of each token. Decoding selects cache slots, which the top-k kernel
-    # itself looks up in the block table (PAGED).
+    # Decoding selects cache slots, which the top-k kernel itself looks up in the block table (PAGED).
     assert options == {LENGTHS, LENGTHS | PAGED}
 
 
 def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
-    """Every call of topk_indices in a generation gives the result of the reference for the same scores."""
     shapes, topk = set(), dsa.topk_indices
 
     def checked(scores, k, **options):
@@ -267,23 +255,22 @@ def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
 
     monkeypatch.setattr(dsa, "topk_indices", checked)
     model = load_model(checkpoint, device="cuda", progress=False)
-    # Passes run without graphs, because a comparison cannot be captured.
+    # A comparison cannot be captured, so passes run without graphs.
     generator = Generator(model, cache_tokens=1024, prefill_chunk=64, cuda_graphs=False)
     generator.generate([*PROMPTS, list(range(300, 530))], SamplingParams(8))
     assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
 
 
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
-    """Sequences shorter than the indexer's top-k attend to all keys. The cache is bf16. Every call of
-    flash_mla_with_kvcache agrees with the reference, and all layers of a pass share one plan."""
+    """Sequences shorter than the indexer's top-k attend to all keys. All layers of a pass share one plan."""
     calls, plans, decode, plan = [], [], dsa.flash_mla_with_kvcache, flash_mla_with_kvcache._mla_metadata
 
     def checked(q, k_cache, block_table, lengths, *arguments, **options):
         out, lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
         with dsa.use_backend("reference"):
             expected, expected_lse = decode(q, k_cache, block_table, lengths, *arguments, **options)
-        # The kernel rounds softmax weights to bf16. The op's bounds on single numbers assume values of about 0.1, and
-        # the model has larger ones. So only FlashMLA's bound on calc_diff is checked.
+        # The op's bounds on single numbers assume values of about 0.1, and the model has larger ones. So only
+        # FlashMLA's bound on calc_diff is checked.
         assert calc_diff(out, expected) < 5e-6
         assert_close("lse", lse, expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
         calls.append(lengths.tolist())
@@ -301,8 +288,7 @@ def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):
 
 
 def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
-    """The checkpoint's FP8 weights stay FP8 and are multiplied with FP8 activations. Everything else is fp32. Every FP8
-    product is compared with the reference's product, and the logits are compared with those of the CPU."""
+    """The checkpoint's FP8 weights stay FP8 and are multiplied with FP8 activations. Everything else is fp32."""
     products = []
 
     def beside_the_reference(op):
@@ -325,16 +311,14 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
             out = model(tokens, SequenceBatch.without_cache([80], device), all_tokens=True)
         logits.append(out.cpu())
     assert len(set(products)) == 2
-    # A difference in the last bit of fp32 can change the rounding of a value to e4m3, and the rounded value then
-    # changes by 1/16 to 1/8. This can change the experts that a router with random weights chooses. For comparison,
-    # quantisation itself gives the logits a calc_diff of about 0.05.
+    # A difference in the last bit of fp32 can change the rounding of a value to e4m3. The rounded value then changes by
+    # 1/16 to 1/8, which can change the chosen experts. Quantisation itself gives the logits a calc_diff of about 0.05.
     assert calc_diff(*logits) < 4e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypatch):
-    """Run every decoding step twice, with a CUDA graph and then without one, and compare the logits. The second run
-    writes the same to the caches as the first. The sequences end one after another."""
+    """The second run of a step writes the same to the caches. The sequences end one after another."""
     model = load_tiny(family)
     step, replayed = DecodeStep.__call__, []
 
@@ -365,8 +349,8 @@ def test_other_dtypes_over_fp8_caches(family, load_tiny):
 
 
 def test_many_sequences_share_pages_and_slots(checkpoint):
-    """At most 64 of 100 sequences run at a time. In the second generation the sequences get pages that other sequences
-    have used, and their tokens must not change."""
+    """At most 64 of 100 sequences run at a time. In the second generation they get pages that other sequences have
+    used."""
     model = without_end(load_model(checkpoint, device="cuda", progress=False))
     prompts = [[i + 5, *range(10, 10 + i % 37)] for i in range(100)]
     params = [SamplingParams(4 + i % 9) for i in range(100)]
@@ -379,8 +363,6 @@ def test_many_sequences_share_pages_and_slots(checkpoint):
 
 
 def test_sampled_tokens_are_those_of_a_cpu():
-    """A batch has greedy rows, rows sampled from the whole vocabulary, rows sampled from the likeliest tokens, and rows
-    from which no token can be chosen."""
     kinds = ({}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.6, "top_p": 0.95})
     params = [SamplingParams(**kinds[i % 4]) for i in range(44)]
     params += [SamplingParams(temperature=2.0, top_k=3, top_p=0.5), SamplingParams(temperature=1e-3, top_p=0.1)]
@@ -392,7 +374,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
     )
     logits[4:8] = logits[4:8].round()  # makes ties, also across the limit of top_k = 50
     logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
-    drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some of these drafts are accepted
+    drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some are accepted
     found = [
         sample_drafted(x, drafts, params, [RandomStream(seed) for seed in range(len(params))])
         for x in (logits, logits.cuda())
@@ -403,8 +385,7 @@ def test_sampled_tokens_are_those_of_a_cpu():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
-    """A sequence with NaN ends with an error. Sequences that get the pages and the state slot of this sequence later
-    are not affected."""
+    """Later sequences get the pages and the state slot of the sequence with NaN."""
     model = load_tiny(family)
     embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)
     embeddings.data[77] = torch.nan
@@ -418,9 +399,8 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
-    """PyTorch's sync debug mode raises if the host waits for the GPU. In the first pass the two sequences have no
-    earlier tokens; in the second pass they have 150 and 30. One sequence has more keys than are selected, the other has
-    fewer."""
+    """PyTorch's sync debug mode raises if the host waits for the GPU. One sequence has more keys than are selected, the
+    other has fewer."""
     model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]
@@ -432,7 +412,7 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
             chunks = [Chunk(n, before, own, i) for i, (n, before, own) in enumerate(zip(new, earlier, pages))]
             model(tokens, prefill_batch(chunks, cache.page_size, "cuda"), cache)
 
-    run()  # the first run compiles and loads the kernels, and keeps the dequantised weights for later runs
+    run()  # the first run compiles and loads the kernels, and keeps the dequantised weights
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -443,9 +423,8 @@ def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
 @pytest.mark.parametrize("pages", [None, torch.bfloat16, "fp8"], ids=str)
 @pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)], ids=str)
 def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
-    """Compare the two forms of attention. In the multi-head form, keys and values are views of one projection of the
-    latents. In the absorbed form, queries are projected to latents. pages: dtype of the cache's latents; None: no
-    cache"""
+    """In the multi-head form, keys and values are views of one projection of the latents. In the absorbed form, queries
+    are projected to latents. pages: dtype of the cache's latents; None: no cache"""
     nope, rope, value = sizes
     with torch.device("cuda"):
         indexer = LightningIndexer(256, 128, n_heads=64, top_k=128, quantize=True, fp8=True, dtype=torch.bfloat16)
@@ -470,19 +449,17 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
 @pytest.mark.parametrize(("chunk", "passes"), [(1000, [483]), (50, [50] * 5 + [33])])
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_prefill_beside_the_references(kv_cache, chunk, passes, record_property):
-    """Compare prefill with the references (tiny_model.py), in one pass and in chunks. passes: the number of queries of
-    each pass that selects keys. A pass selects keys if some sequence has more keys than the indexer selects."""
+    """passes: the number of queries of each pass in which some sequence has more keys than the indexer selects"""
     run, queries = tiny_model.run_beside_references(kv_cache, chunk, 1, "flash_mla_sparse_fwd", record_property)
     assert queries == [n for n in passes for _ in range(tiny_model.LAYERS)]
     assert run.launched >= tiny_model.PREFILL_OPS
-    # A pass gets the latents of the new tokens from the op that writes them to the cache. It reads pages only if
-    # sequences have earlier chunks.
+    # The op that writes new latents to the cache also returns them. A pass reads pages only if sequences have earlier
+    # chunks.
     assert ("read_kv_cache" in run.launched) == (chunk == 50)
 
 
 @pytest.mark.parametrize("kv_cache", ["model", "fp8"])
 def test_decoding_beside_the_references(kv_cache, record_property):
-    """Generate 24 tokens for each of three sequences, one of which has fewer keys than are selected."""
     run, queries = tiny_model.run_beside_references(kv_cache, 1000, 24, "flash_mla_with_kvcache", record_property)
     assert queries == [3] * 23 * tiny_model.LAYERS
     assert run.launched >= tiny_model.PREFILL_OPS | tiny_model.DECODE_OPS

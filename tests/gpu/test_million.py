@@ -1,5 +1,5 @@
 """Contexts of a million tokens (2^20) on the GPU: every layer selects planted keys ("needles"), the memory of a pass is
-limited, and the ops that these passes call are right."""
+limited, and the ops of these passes are right."""
 
 from functools import partial
 from unittest import mock
@@ -19,12 +19,12 @@ from tests.needles import Haystack, planted
 
 TOKENS = 2**20
 SHARES = (0.0, 0.1, 0.3333, 0.5, 0.77, 0.99, 0.99999)
-SELECT = {"V4-Flash": 2, "GLM-5.2": 1}  # number of layers of the small stack that have an indexer
+SELECT = {"V4-Flash": 2, "GLM-5.2": 1}  # layers with an indexer
 
 
 def small_stack(name):
-    """Return a small stack of layers. First compile the kernels of this file's passes in parallel, because one after
-    another, during the passes, they would take minutes."""
+    """Return a small stack of layers, after compiling the kernels of this file's passes in parallel. One after another
+    they would take minutes."""
     sizes = SMALL | FEWER[name]
     prompts = [(8192, begin) for begin in range(0, TOKENS, 2**17)] + [(8192, TOKENS - 8192), (300, TOKENS - 300)]
     asked = partial(asked_of, skeleton(name, **sizes), [[prompt] for prompt in prompts], [(1, TOKENS)])
@@ -34,13 +34,10 @@ def small_stack(name):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, record_error):
-    """Needles are selected in three kinds of passes: decoding; a short pass over a prompt, which processes its tokens
-    in several parts and writes their scores; and a long pass, which selects keys while it scores them and writes no
-    scores.
+    """A short pass over a prompt writes its scores. A long pass selects keys while it scores them and writes no scores.
 
-    Scores differ from the fp32 formula by about 5e-4 of the scores' root mean square, and a few scores differ by six
-    times as much. The reason is that tensor cores add FP8 products with fewer bits than fp32 has, and that a prompt's
-    scores have fp16 accumulators.
+    Scores differ from the fp32 formula by about 5e-4 of their root mean square, a few by six times as much. Tensor
+    cores add FP8 products with fewer bits than fp32 has, and a prompt's scores have fp16 accumulators.
     """
     model = small_stack(name)
     hay = Haystack(model, TOKENS, "cuda")
@@ -58,9 +55,8 @@ def test_every_layer_finds_needles(name, record_error):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_a_long_context_takes_less_than_half_a_gibibyte(name):
-    """Measure the memory of passes at a million tokens and at three shorter lengths. At the longest of these three, a
-    pass copies the largest number of latents from pages to a workspace: attention over longer contexts reads the pages
-    themselves. The small stack's activations are too small to hide the workspace."""
+    """At the third length a pass copies the largest number of latents from pages to a workspace. Attention over longer
+    contexts reads the pages themselves. The small stack's activations are too small to hide the workspace."""
     model = small_stack(name)
     latents = most_read(model.config.num_attention_heads) // (2 * 576)
     prompt = Prompts(model, 1, TOKENS, 8192)
@@ -79,8 +75,6 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_prefills_over_fp8_pages(heads, record_error):
-    """Compare attention that reads FP8 pages itself (flash_mla_with_kvcache) with flash_mla_sparse_fwd over latents
-    that read_kv_cache has read. There are 8192 queries, as in a pass over a prompt."""
     pages, k = 300, 2048
     cache = torch.empty(pages, 64, 1, 656, dtype=torch.uint8, device="cuda")
     slots = torch.arange(64 * pages, device="cuda")
@@ -100,8 +94,6 @@ def test_prefills_over_fp8_pages(heads, record_error):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_tokens_share_a_list_of_entries(heads):
-    """All queries share one list of entries in memory (a row stride of 0), and each query uses a prefix of the list.
-    The results must have the bits of a call with a separate list per query."""
     queries, entries, window = 1000, 8192, 128
     q, kv, compressed = (
         torch.randn(n, h, 512, device="cuda").bfloat16() for n, h in ((queries, heads), (queries, 1), (entries, 1))
@@ -123,8 +115,7 @@ def test_tokens_share_a_list_of_entries(heads):
 
 @pytest.mark.parametrize("name", ["V3.2", "GLM-5", "GLM-5.2", "V4-Flash"])
 def test_angles_are_those_of_the_cpu(name):
-    """Compare cos and sin with those of the CPU. Another test checks the error of the CPU's numbers at a million
-    tokens."""
+    """Another test checks the error of the CPU's numbers at a million tokens."""
     config = skeleton(name).config
     positions = torch.arange(TOKENS - 8192, TOKENS)
     for rope in {config.rope, getattr(config, "compress_rope", config.rope)}:

@@ -1,5 +1,5 @@
-"""Several GPUs: sums over ranks and their bits, tiny models on two GPUs compared with one GPU, `dsa generate --gpus`,
-and ranks that fail."""
+"""Several GPUs: sums over ranks, tiny models on two GPUs compared with one GPU, `dsa generate --gpus`, and ranks that
+fail."""
 
 import contextlib
 import os
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.several_gpus
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a tiny checkpoint of every family. DeepSeek-V4's checkpoint has FP4 experts."""
     folder = tmp_path_factory.mktemp("models")
     for model in model_types():
         write_tiny_checkpoint(folder / model, model=model)
@@ -30,7 +29,6 @@ def folder(tmp_path_factory):
 
 
 def run(case, folder, ranks=2):
-    """Run a case of tests/gpu/parallel_worker.py on several ranks. Return a list with the result of each rank."""
     done = ended(case, folder, ranks)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"{case}.{rank}", weights_only=False) for rank in range(ranks)]
@@ -44,11 +42,7 @@ def ended(case, folder, ranks=2):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums(folder, ranks):
-    """Sums add in the order of the ranks, are rounded once, and have the same bits on all ranks.
-
-    This holds for direct sums, for sums in a CUDA graph, and for sums of rows that are divided among the ranks. The
-    latter also run at the same time as other work, with peer copies and with NCCL.
-    """
+    """Sums add in the order of the ranks, are rounded once, and have the same bits on all ranks."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
     for found in run("sums", folder, ranks):
@@ -87,16 +81,15 @@ def test_tiny_models(folder):
         assert one["tokens"] == other["tokens"], model
         with_graphs, again, without = one["tokens"]
         assert with_graphs == again == without, model
-        # With two GPUs, each sums over half of the channels, so rounding differs from that on one GPU. So some numbers
-        # are rounded to another FP8 number, and with random weights sometimes another key or expert is chosen.
+        # With two GPUs, each sums over half of the channels, so rounding differs. Some numbers are rounded to another
+        # FP8 number, and with random weights sometimes another key or expert is chosen.
         assert calc_diff(one["logits"], whole["logits"]) < 0.05, model
         apart = (one["logits"] - whole["logits"]).norm(dim=1) / whole["logits"].norm(dim=1)
         assert apart.median() < 0.2, model
 
 
 def test_batch_invariant_tokens(folder):
-    """A sequence in a batch with 71 others, and a sequence with draft tokens, gets the bits that it gets alone (the
-    worker checks this). Both ranks have the same tokens."""
+    """The worker compares with each sequence alone."""
     first, second = run("batch_invariant", folder)
     assert first == second and first.keys() == {*model_types()}
 

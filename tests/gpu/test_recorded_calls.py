@@ -1,5 +1,5 @@
 """An op records the steps of repeated calls with the same signature and replays them. Replayed calls must give the bits
-of calls that are not recorded, whatever their tensors contain."""
+of calls that are not recorded."""
 
 import pytest
 import torch
@@ -11,8 +11,7 @@ from dsa.runtime.recorded_calls import REPEATS
 
 
 def arguments(call, seed):
-    """Return arguments of the case in new memory. Arguments of different seeds have the same signature, but different
-    floats."""
+    """Return arguments in new memory. Different seeds give the same signature, but different floats."""
     maker = Maker("cuda")
     maker.generator.manual_seed(seed)
     return call.make(maker)

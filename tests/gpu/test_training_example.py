@@ -1,5 +1,4 @@
-"""Run examples/train_indexer.py on a GPU with short sequences and few steps. One test compares a pass captured in a
-CUDA graph with an uncaptured pass, the other runs all stages."""
+"""Run examples/train_indexer.py on a GPU with short sequences and few steps."""
 
 import copy
 import csv
@@ -38,11 +37,8 @@ def text(tmp_path_factory):
 
 
 def test_a_captured_pass_is_the_same_as_it_is(text):
-    """Compare the losses and gradients of a captured and an uncaptured pass, call by call.
-
-    Parameters, tokens and the losses' weights differ in every call, so a graph that kept old values would not agree.
-    After each call the captured model's parameters change, and are copied to the other model, so differences do not
-    accumulate.
+    """Parameters, tokens and the losses' weights differ in every call, so a graph that kept old values would not agree.
+    The captured model's parameters are copied to the other model, so differences do not accumulate.
     """
     tokens = Corpus.of(text, train_tokenizer(text.train, PLAN.vocab)).train.cuda()
     models = [build(MODEL, torch.bfloat16).cuda()]
@@ -59,8 +55,7 @@ def test_a_captured_pass_is_the_same_as_it_is(text):
     ]
     generator = torch.Generator("cuda").manual_seed(0)
     for call in range(8):
-        # PyTorch's gradient of an embedding sorts the tokens if there are many, as in 16 sequences. The capture must
-        # support this.
+        # PyTorch's gradient of an embedding sorts the tokens if there are many, as in 16 sequences.
         drawn = draw(tokens, 16, PLAN.length, generator)
         weights = torch.rand(3, generator=generator, device="cuda")
         losses = []

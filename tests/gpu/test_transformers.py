@@ -18,11 +18,10 @@ from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 LENGTH = 330
-# Limit of calc_diff between our bf16 logits and transformers' fp32 logits: FACTOR times the calc_diff between
-# transformers' own bf16 and fp32 logits, plus SLACK. In bf16, both models sometimes select other keys than in fp32.
+# Our bf16 logits may have FACTOR times the calc_diff of transformers' own bf16 logits, plus SLACK. In bf16, both models
+# sometimes select other keys than in fp32.
 FACTOR, SLACK = 2.0, 1e-4
-# With FP8 index scores: bound of calc_diff between our logits or gradients and transformers' fp32 ones. With random
-# weights FP8 scores often select other keys than fp32 scores.
+# Bound of calc_diff with FP8 index scores. With random weights these often select other keys than fp32 scores.
 FP8 = 0.1
 PREFILL = {
     "deepseek_v32": {"fp8_mqa_logits", "topk_indices", "write_mla_cache", "write_indexer_keys"},
@@ -41,7 +40,6 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def exact(family):
-    """Return transformers' model in fp32."""
     return make(family, "cuda")
 
 
@@ -51,8 +49,8 @@ def tokens():
 
 
 def in_bf16(model):
-    """Return a copy in bf16. Some modules stay in fp32, as when transformers loads a model in bf16. But all norms
-    become bf16, because the eager layers of transformers 5.17 do not accept the fp32 result of a norm."""
+    """Return a copy in bf16, in which some modules stay in fp32 as in transformers. But all norms become bf16, because
+    the eager layers of transformers 5.17 do not accept the fp32 result of a norm."""
     rounded = copy.deepcopy(model)
     strict = [kept for kept in model._keep_in_fp32_modules_strict or () if "norm" not in kept] + [
         "indexer.weights_proj"
@@ -65,12 +63,10 @@ def in_bf16(model):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return a set to which the name of every op that runs a kernel in this test is added."""
     return launched_ops(monkeypatch)
 
 
 def in_chunks(model, tokens, chunks):
-    """Return the logits of all tokens, computed with a cache in chunks of these numbers of tokens."""
     cache = DynamicCache(config=model.config)
     return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split(chunks, 1)], 1)
 
@@ -85,8 +81,6 @@ def padded(tokens, lens):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[LENGTH], [200, 90, *[1] * 40]], ids=["prefill", "prefill and decode"])
 def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
-    """The distance (calc_diff) of our bf16 logits from transformers' fp32 logits is less than FACTOR times the distance
-    of transformers' own bf16 logits, plus SLACK."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = calc_diff(in_chunks(accelerate(rounded), tokens, chunks), expected)
@@ -97,8 +91,6 @@ def test_bf16_is_within_rounding(exact, tokens, chunks, record_error):
 
 @torch.no_grad()
 def test_fp8_index_scores(family, exact, tokens, launched):
-    """With FP8 index scores, calc_diff between the logits of kernels and of references is within the bound for bf16
-    rounding (see FACTOR), and calc_diff between the kernels' logits and transformers' fp32 logits is below FP8."""
     expected, rounded = exact(tokens).logits, in_bf16(exact)
     theirs = calc_diff(rounded(tokens).logits, expected)
     ours = accelerate(rounded, fp8_indexer=True)
@@ -118,8 +110,8 @@ def test_fp8_index_scores(family, exact, tokens, launched):
 
 
 def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
-    """Compare the tokens of a sequence in a padded batch with the tokens of the sequence alone. At the first position
-    where they differ, the logits of the two tokens must nearly tie."""
+    """Where the tokens of a sequence in a batch first differ from those of the sequence alone, their logits must nearly
+    tie."""
     ours = accelerate(in_bf16(exact), fp8_indexer=True)
     ids, mask = padded(tokens[:, :200], [200, 37])
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -137,10 +129,6 @@ def test_generate_with_padding_in_bf16(family, exact, tokens, launched):
 
 @pytest.mark.parametrize("fp8_indexer", [False, True])
 def test_gradients(exact, tokens, launched, fp8_indexer):
-    """The distance (calc_diff) of the kernels' bf16 gradients from transformers' fp32 gradients is less than three
-    times the distance of the bf16 gradients of transformers' own attention, plus 1e-3. With FP8 index scores it can be
-    larger by FP8."""
-
     def gradients(model):
         model.zero_grad()
         model(tokens, labels=tokens).loss.backward()

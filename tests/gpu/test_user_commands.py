@@ -1,5 +1,4 @@
-"""Commands of the documents that a user runs first, and every Python block of the documents, each in a separate
-process."""
+"""Commands of the documents that a user runs first, and every Python block of the documents."""
 
 import json
 import os
@@ -16,8 +15,6 @@ README, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/re
 
 
 def dsa_command(line, directory):
-    """Run a command line of `dsa` in the folder `directory`, check that it succeeds, and return the finished
-    process."""
     words = shlex.split(line, comments=True)
     assert words[0] == "dsa"
     command = [sys.executable, "-m", "dsa_layers.command.main", *words[1:]]
@@ -28,7 +25,7 @@ def dsa_command(line, directory):
 
 @pytest.fixture(autouse=True)
 def _this_checkout(monkeypatch):
-    """Make commands use this checkout's code, though they run in another folder."""
+    """Commands use this checkout's code, though they run in another folder."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
 
 
@@ -64,8 +61,8 @@ def test_the_tiny_families(name, tmp_path):
 
 @pytest.mark.parametrize("model", ["", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
 def test_what_is_compiled_in_advance_is_all_that_runs(model, tmp_path, monkeypatch):
-    """`dsa compile` fills a folder with compiled kernels, without a GPU. Generation with this folder as cache then adds
-    no kernel, for prompts of several lengths, alone and together, in one chunk and in many."""
+    """`dsa compile` fills a folder with compiled kernels, without a GPU. Generation with this folder as cache must add
+    no kernel."""
     out = tmp_path / "kernels"
     checkpoint = ".tiny" if model else ""
     if model:

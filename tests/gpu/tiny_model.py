@@ -1,9 +1,8 @@
 """The tiny checkpoint's model on the GPU in bf16: compare generation with kernels and generation with references.
 
 Two runs that differ by rounding diverge, because rounding decides near-ties between keys, experts and tokens. So the
-references run first, and the kernels' run uses the choices (selected keys, experts, tokens) of the references' run. The
-comparisons are:
-- every call of the attention op with the reference on the same arguments, with tolerances of the op's own tests,
+references run first, and the kernels' run uses their choices (selected keys, experts, tokens). The comparisons are:
+- every call of the attention op with the reference on the same arguments,
 - the logits with those of the references' run,
 - the choices that the kernels' run would have made itself, with the choices of the references' run.
 """
@@ -43,14 +42,12 @@ PREFILL_OPS = {
     *("write_mla_cache", "flash_mla_sparse_fwd"),
 }
 DECODE_OPS = {"get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits", "flash_mla_with_kvcache"}
-# Limit of calc_diff of the logits. For comparison, with the same choices: the references in bf16 have a calc_diff of
-# 1e-4 from the references in fp32, and of 6e-4 if their pages are FP8. This is the effect of rounding between the
-# layers, and the kernels change some of these roundings.
+# Limit of calc_diff of the logits. With the same choices, the references in bf16 have a calc_diff of 1e-4 from the
+# references in fp32. If their pages are FP8, it is 6e-4. This is the effect of rounding between the layers.
 LOGITS_TOLERANCE = 1e-3
-# If two tokens' logits differ by less than this, their order can change although calc_diff stays below
-# LOGITS_TOLERANCE. The standard deviation of the logits is 2.
+# Tokens whose logits differ by less than this can change their order. The standard deviation of the logits is 2.
 NEAR_TIE = 0.25
-# {attention op: (tolerance of calc_diff of out, relative tolerance of lse)}, as in the op's cases.
+# {attention op: (tolerance of calc_diff of out, relative tolerance of lse)}
 ATTENTION = {
     name: (out["cos_tol"], lse["rel_tol"])
     for name, (out, lse) in {
@@ -58,19 +55,18 @@ ATTENTION = {
         "flash_mla_with_kvcache": SPARSE_TOLERANCES,
     }.items()
 }
-# A logit of attention is an fp32 sum of 576 products of order 1, so even an LSE near 0 has an absolute error of this
-# size.
+# A logit of attention is an fp32 sum of 576 products of order 1, so even an LSE near 0 has this error.
 LSE_ABS_TOLERANCE = 1e-5
 
 
 @dataclass
 class Run:
-    """The choices and results of a run. Each list is in the order of the calls.
+    """The choices and results of a run, in the order of the calls.
 
-    topk_indices  the indices that the run's own scores give, for every call of topk_indices
-    routes        (experts, weights) that the run's own activations give, for every call of a router
+    topk_indices  the results of every call of topk_indices with the run's own scores
+    routes        (experts, weights) of every call of a router with the run's own activations
     logits        the logits [vocabulary] of every new token
-    tokens        for every pass, the new tokens that the run's own logits give
+    tokens        the new tokens of every pass, by the run's own logits
     launched      the ops that ran their kernels
     """
 
@@ -85,8 +81,8 @@ class Run:
 def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
     """Return the model with bf16 weights and FP8 index keys. The cached latents are FP8 or, with "model", bf16.
 
-    Linear layers are bf16, because FP8 linear layers round activations to e4m3. This would magnify a difference in the
-    last bit of bf16 several times.
+    FP8 linear layers would round activations to e4m3. This would magnify a difference in the last bit of bf16 several
+    times.
     """
     precision = Precision(torch.bfloat16, fp8_linear=False, fp8_indexer=True, kv_cache=kv_cache)
     with tempfile.TemporaryDirectory() as directory:
@@ -105,7 +101,7 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
     """Generate greedy tokens for all PROMPTS together. A pass has at most `chunk` prompt tokens. At the beginning all
     pages contain NaN.
 
-    With `given`, the run uses the choices of `given`, but records the choices that it would have made itself.
+    With `given`, the run uses the choices of `given`, but records its own.
     """
     run = Run()
     followed = given or run
@@ -117,14 +113,13 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
     with pytest.MonkeyPatch.context() as patch:
         run.launched = launched_ops(patch)
-        # The references' run uses the absorbed form of attention. The kernels' run must use this form, too, because it
-        # uses the selections of the references' run, call by call.
+        # The references' run uses the absorbed form of attention. The kernels' run uses its selections call by call.
         patch.setattr(attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
         patch.setattr(GroupedSigmoidRouter, "forward", router)
         patch.setattr(passes, "sample", _following(sample_and_note, run.tokens, followed.tokens))
-        # Passes run as Python, because choices inside a graph cannot be replaced.
+        # Choices inside a graph cannot be replaced.
         generator = Generator(model, cache_tokens=1024, prefill_chunk=chunk, cuda_graphs=False)
         for layer in range(LAYERS):
             pages = generator.cache.layer(layer)
@@ -135,8 +130,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
 
 
 def _following(choose: Callable[..., Any], chosen: list, followed: list) -> Callable[..., Any]:
-    """Return a function in place of `choose`. It appends the result of `choose` to `chosen`, and returns the result
-    that `followed` has for the same call."""
+    """Return a function that appends the result of `choose` to `chosen`, and returns the result in `followed` of the
+    same call."""
 
     def answer(*arguments: Any, **options: Any) -> Any:
         chosen.append(choose(*arguments, **options))
@@ -152,9 +147,8 @@ def run_beside_references(
     attention: str,
     report: Callable[[str, Any], None],
 ) -> tuple[Run, list[int]]:
-    """Run the references, then the kernels, and compare the two runs as this module describes. Return (the kernels'
-    run, the number of queries in each call of the op `attention` by this run). report: called with (name, figure) for
-    each comparison"""
+    """Return (the kernels' run, the number of queries in each call of the op `attention` by this run). report: called
+    with (name, figure) for each comparison"""
     model, op, exact, queries = load(kv_cache), getattr(dsa, attention), getattr(reference, attention), []
     most, lse_rel_tol = ATTENTION[attention]
     with dsa.use_backend("reference"):
@@ -164,8 +158,7 @@ def run_beside_references(
     def checked(q: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         out, *rest = op(q, *arguments, **options)
         expected_out, *expected_rest = exact(q.float(), *arguments, **options)
-        # The op's bounds on single numbers of out assume values of about 0.1. Here values are of order 1, so only
-        # calc_diff is checked.
+        # The op's bounds on single numbers of out assume values of about 0.1. Here values are of order 1.
         assert calc_diff(out, expected_out) < most
         for x, y in zip(rest, expected_rest, strict=True):
             assert_close("lse or max_logits", x, y, abs_tol=LSE_ABS_TOLERANCE, rel_tol=lse_rel_tol)

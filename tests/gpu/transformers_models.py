@@ -1,5 +1,4 @@
-"""Models of transformers whose heads and channels are of sizes that dsa's kernels support. All other sizes are
-small."""
+"""Models of transformers with heads and channels that dsa's kernels support. All other sizes are small."""
 
 import torch
 from torch import nn
@@ -18,8 +17,8 @@ _SMALL = {
     "index_head_dim": 128, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
     "attn_implementation": "eager", "experts_implementation": "eager",
 }  # fmt: skip
-# No layer chooses experts by activations: layers are dense, or (V4) choose experts by token id. Otherwise rounding
-# could change the choice, and this would hide errors of attention.
+# Layers are dense, or (V4) choose experts by token id. Rounding could change a choice by activations, and this would
+# hide errors of attention.
 _DENSE = {"intermediate_size": 256, "n_group": 1, "topk_group": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _YARN = {
     "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1,
@@ -50,8 +49,7 @@ MODELS = {
 
 
 def make(family: str, device: str) -> nn.Module:
-    """Return the model of a family in fp32 with random weights, which are the same in every call and on every
-    device."""
+    """Return the model in fp32 with random weights, which are the same in every call and on every device."""
     torch.manual_seed(0)
     model = MODELS[family]().eval()
     for name, parameter in model.named_parameters():

@@ -1,6 +1,5 @@
-"""write_compressed_kv on the GPU: results for every kind of entry and cache layout, for prompts in chunks, for single
-tokens, and for a gate that is far larger than the others. The bits do not depend on how a sequence is divided into
-passes."""
+"""write_compressed_kv on the GPU: every kind of entry and cache layout, prompts in chunks and single tokens. The bits
+do not depend on how a sequence is divided into passes."""
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ KINDS = [
 ]
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# A pass is one call of the op: (number of new tokens of each sequence, number of earlier tokens of each sequence).
+# A pass is one call of the op: (new tokens of each sequence, earlier tokens of each sequence).
 PASSES = [
     ([300, 5, 131], [0, 0, 0]),
     ([1, 1, 1], [300, 5, 131]),
@@ -34,7 +33,7 @@ PASSES = [
     ([5001], [0]),
     ([2047], [5001]),
 ]
-# Passes with more sequences than a warp has lanes. In the first pass some sequences have no new tokens.
+# Passes with more sequences than a warp has lanes.
 SOME, ONE = [7 * i % 12 for i in range(70)], [1] * 70
 MANY = [(SOME, [0] * 70), (ONE, SOME), ([2] * 70, SOME)]
 # Passes that begin up to three tokens before the end of the previous pass, as after rejected drafts.
@@ -53,8 +52,8 @@ def test_every_pass_is_right(sizes, kind, dtype, record_error):
 
 @by_kind
 def test_one_token_takes_all_the_weight(kind):
-    """One token's gate is so large that the softmax weights of the other tokens underflow to 0. If the kernel did not
-    subtract the largest gate, the exponential of this gate would be infinite."""
+    """The softmax weights of the other tokens underflow to 0. If the kernel did not subtract the largest gate, its
+    exponential would be infinite."""
     m = kind["m"]
     given = CASE.arguments("cuda", lengths=[2 * m], starts=[0], dtype=torch.float32, **kind)
     given["gate"].zero_()
@@ -72,8 +71,7 @@ def test_layouts_change_no_bit(kind, dtype):
 @by_dtype
 @by_kind
 def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
-    """Entries and state of two prompts have the same bits if each prompt is computed in one pass, in passes of 128 or 5
-    tokens, or token by token, and if the two prompts are in one call or in separate calls."""
+    """Compute two prompts in passes of `step` tokens, with `together` prompts in each call."""
     length, found = 300 if kind["m"] == 128 else 75, []
     for step, together in ((length, 2), (length, 1), (128, 2), (5, 2), (1, 2), (1, 1)):
         given = CASE.arguments("cuda", lengths=[length] * 2, starts=[0] * 2, dtype=dtype, **kind)
@@ -94,8 +92,8 @@ def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[5]], ids=str)
 def test_a_graph_follows_new_positions(kind):
-    """Each sequence has one new token, and `starts` decides whether this token completes a block. So a graph that kept
-    the captured starts would write entries for wrong tokens."""
+    """`starts` decides whether a sequence's new token completes a block. A graph that kept the captured starts would
+    write entries for wrong tokens."""
     held, *renewals = (
         CASE.arguments("cuda", step, lengths=[1] * 5, starts=[step + start for start in (5, 1, 2, 3, 4)], **kind)
         for step in range(10)
@@ -107,7 +105,6 @@ def test_a_graph_follows_new_positions(kind):
 @pytest.mark.parametrize("pages", [40, 0])
 @by_kind
 def test_the_state_is_written_without_a_slot(kind, pages):
-    """The state is written even if the entries' slots are beyond the cache, or the cache has no pages."""
     given = CASE.arguments("cuda", lengths=[140, 9, 130], starts=[0, 0, 0], **kind)
     given["slots"][given["slots"] >= 0] = 40 * 64 + 5
     CASE.check_call(given | {"cache": given["cache"][:pages]})

@@ -50,7 +50,6 @@ def test_every_page_size_and_count_is_right(layout, page_size, tokens):
 
 
 def test_every_byte_and_every_scale_of_v4_is_right():
-    """Combine all 256 values of a scale byte (UE8M0), including 2^-127 and NaN, with all 256 values of an e4m3 byte."""
     given = READ.arguments("cuda", layout="v4", shape=(256,), pages=4)
     pages = given["cache"].as_strided((4, 64 * 584), (given["cache"].stride(0), 1))
     rows, scales = pages.split((64 * 576, 64 * 8), 1)
@@ -81,7 +80,7 @@ def test_layouts_of_rows_change_no_bit(layout, tokens):
 @pytest.mark.parametrize("layout", ["v32", "float32"])
 @pytest.mark.parametrize("pages, page_size", [(3, 10), (1, 1)])
 def test_strides_of_pages_change_no_bit(pages, page_size, layout):
-    """With three pages, the rows of different pages alternate in memory. A cache of one page with one row can have any
+    """With three pages, the rows of different pages alternate in memory. A cache with a single row can have any
     strides."""
     given = WRITE.arguments("cuda", layout=layout, tokens=pages * page_size, pages=pages, page_size=page_size)
     expected, cache = written(given, given["kv"]), given["cache"]

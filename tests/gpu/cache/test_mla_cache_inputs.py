@@ -12,7 +12,6 @@ from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_far_pages, c
 from tests.gpu.op_checks import assert_same_bits
 
 CASE = cases_of("mla_cache_inputs")[0]
-# (the cache's layout, d)
 FLOAT_CACHES = [(name, d) for name in ("bfloat16", "float16", "float32") for d in (576, 512)]
 CACHES = [*FLOAT_CACHES, ("v32", 576), ("v4", 512)]
 SOME = [("bfloat16", 576), ("float16", 512), *CACHES[-2:]]
@@ -25,7 +24,7 @@ ROWS = {"outside": (True,), "tokens": (501,), "eps": (1e-5,), "dtype": FLOATS, "
     grid(slot_dtype=(torch.int32,), kept=(False,), use_ue8m0=(True, False), **ROWS),
 )
 def test_every_write_is_right(sizes, layout, d, record_error):
-    # V4's scales are always powers of two, so use_ue8m0 is always True with this layout.
+    # V4's scales are always powers of two.
     verify(CASE, sizes | {"layout": layout, "d": d, "use_ue8m0": sizes["use_ue8m0"] or layout == "v4"}, record_error)
 
 
@@ -56,8 +55,6 @@ def test_nothing_between_the_rows_of_out_is_written():
 @pytest.mark.parametrize(("layout", "d"), CACHES[4:])
 @by_dtype
 def test_numbers_that_are_not_finite_are_those_of_the_reference(dtype, layout, d):
-    """NaN and infinities must be where the reference on the CPU has them. The norm and the rotation can spread a
-    non-finite number over the number's row, but not to other rows."""
     given = CASE.arguments("cuda", layout=layout, d=d, tokens=8, dtype=dtype)
     kv, given["slots"] = given["kv"], torch.arange(8, device="cuda")
     kv[1, 2], kv[2, 300], kv[3, 447], kv[4], kv[5, -1] = torch.nan, torch.inf, -torch.inf, 0.0, torch.nan

@@ -31,9 +31,6 @@ def call(table, bounds, lengths, num_tokens, page_size, ratio=1, ring=False):
     )
 )
 def test_tokens_of_sequences_are_right(sizes, options):
-    """The new tokens are chunks of sequences (CASE) or whole sequences (ALL). Some sequences have no new token, and
-    some are longer than their pages. In the last call the numbers in cache_seqlens are 100 too small, so some are
-    smaller than the sequence's number of new tokens."""
     for case in (CASE, ALL):
         checked(case, case.arguments("cuda", **sizes, **options))
     given = CASE.arguments("cuda", **sizes, **options)
@@ -85,8 +82,7 @@ def garbage(*shape):
 @pytest.mark.parametrize("sequences", [8, 17, 1000])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_numbers_give_the_slots_of_the_definition(seed, sequences, page_size, options):
-    """Arbitrary numbers replace one boundary, some boundaries, all numbers of one index tensor, or all numbers of all
-    three. With 17 or more sequences the kernel first checks whether the boundaries ascend; with 8 it does not."""
+    """With 17 or more sequences the kernel first checks whether the boundaries ascend. With 8 it does not."""
     torch.manual_seed(seed)
     sizes = {"sequences": sequences, "most": 30, "earlier": 370, "pages": 6, "page_size": page_size}
     given = CASE.arguments("cuda", seed, **sizes, **options)

@@ -18,7 +18,6 @@ COUNTS, SHAPES = (1, 62, 213), {"heads": (64, 128), "d": (512, 576), "counted": 
     ("tokens", "keys", "top_k", "invalid"),
     [
         *((tokens, *some, 0.1) for tokens in COUNTS for some in ((128, 128), (592, 128), (1592, 384), (1521, 512))),
-        # top_k is larger than the number of keys.
         *((tokens, *some, 0.4) for tokens in COUNTS for some in ((95, 128), (114, 384))),
         *((1234, 4321, 4096, 0.5), (1024, 64, 8192, 0.5)),
     ],

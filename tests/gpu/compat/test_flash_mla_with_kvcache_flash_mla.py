@@ -16,7 +16,6 @@ DENSE, SPARSE = case_of("flash_mla_with_kvcache dense"), case_of("flash_mla_with
 @pytest.mark.parametrize(("batch", "mean"), [(1, 20), (2, 140), (6, 4096), (64, 140)])
 @by_sizes(grid(s_q=(1, 2, 4), causal=(False, True)))
 def test_dense_decoding_is_right(sizes, batch, mean, heads, kv_heads, record_error):
-    """Use sequences of equal lengths, then of different lengths, some of them 0. Two calls share each plan."""
     some = itertools.cycle((mean, 0, 2 * mean - 1, mean // 3 + sizes["s_q"]))
     for lengths in ([mean] * batch, [next(some) for _ in range(batch)]):
         given = DENSE.arguments("cuda", lengths=lengths, heads=heads, kv_heads=kv_heads, **sizes)

@@ -1,4 +1,4 @@
-"""FP8 products with one matrix, contiguous groups and masked groups, called through DeepGEMM's signatures
+"""FP8 GEMMs with one weight matrix, contiguous groups and masked groups, called through DeepGEMM's signatures
 (`dsa.compat.deep_gemm`) at sizes of DeepGEMM's own tests."""
 
 import random
@@ -17,8 +17,8 @@ EXPERTS = [(6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048)]
 
 
 def column_major(scales):
-    """Return fp32 scales [..., rows, blocks] in column-major order, as DeepGEMM's `get_mn_major_tma_aligned_tensor`
-    does: each column is padded to a multiple of 4 numbers (16 bytes)."""
+    """Return the scales in the layout of DeepGEMM's `get_mn_major_tma_aligned_tensor`: by columns, each padded to a
+    multiple of 16 bytes."""
     *groups, count, blocks = scales.shape
     wide = scales.new_full((*groups, blocks, -(-count // 4) * 4), torch.nan)
     wide[..., :count] = scales.mT
@@ -26,16 +26,16 @@ def column_major(scales):
 
 
 def inputs(sizes, columns, channels, after=0):
-    """Return (arguments, a tensor of NaN for the result). sizes: number of rows of each group. after: number of unused
-    rows after the last group"""
+    """Return (arguments, a tensor of NaN for the result). sizes: rows of each group. after: unused rows after the last
+    group"""
     options = {"columns": columns, "channels": channels, "weighted": False, "after": after}
     given = GROUPED.arguments("cuda", sizes=sizes, **options)
     return given, torch.full((sum(sizes) + after, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
 
 
 def check_groups(given, d, starts, sizes):
-    """Check the rows of d that belong to groups, and that no other row is written. starts, sizes: first row and number
-    of rows of each group. Afterwards all of d is NaN. -> the largest error"""
+    """Check the rows of d that belong to groups. starts, sizes: first row and number of rows of each group. Afterwards
+    all of d is NaN. -> the largest error"""
     rows = int32([row for start, size in zip(starts, sizes, strict=True) for row in range(start, start + size)])
     error = GROUPED.check(given | {"rows": rows, "ends": int32([*accumulate(sizes)])}, [d[rows]])
     d[rows] = torch.nan
@@ -60,7 +60,6 @@ def sizes_of(groups, expected, empty):
     [(2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)],
 )
 def test_one_matrix_is_right(rows, columns, channels, record_error):
-    """`d` can be some columns of a wider tensor, so rows of `d` can have any stride and alignment."""
     given = ONE.arguments("cuda", rows=rows, columns=columns, channels=channels, out_dtype=torch.bfloat16)
     q, s = given["a"]
     for scales, before, after in ((s, 0, 0), (column_major(s), 0, 8), (s, 1, 0)):
@@ -77,9 +76,9 @@ def test_one_matrix_is_right(rows, columns, channels, record_error):
 @pytest.mark.parametrize(("groups", "expected"), [(4, 8192), (8, 4096)])
 @pytest.mark.parametrize(("columns", "channels"), EXPERTS)
 def test_contiguous_groups_are_right(groups, expected, columns, channels, by_ends, record_error):
-    """After the last group there are `expected` unused rows, as in a buffer for the largest possible number of rows."""
+    """As in a buffer for the largest possible number of rows, `expected` rows after the last group are unused."""
     sizes = sizes_of(groups, expected, empty=2)
-    padded = [aligned(size) for size in sizes]  # rows that pad a group are multiplied and checked, too
+    padded = [aligned(size) for size in sizes]
     starts = [end - size for end, size in zip(accumulate(padded), padded)]
     given, d = inputs(padded, columns, channels, after=expected)
     groups_of_rows = [e if row < size else -1 for e, size in enumerate(sizes) for row in range(aligned(size))]

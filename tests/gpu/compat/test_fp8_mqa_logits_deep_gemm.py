@@ -19,10 +19,8 @@ QUERIES, KEYS = 2048, 8192
 def test_logits_are_right(sizes, context_parallel, compressed, record_error):
     """Use the key ranges of DeepGEMM's `generate_ks_ke_tests`. All of them begin at key 0.
 
-    compressed        if True, max_seqlen_k is the largest end of a range, so logits have this many columns, and logits
-                      outside a range are not overwritten with -inf (clean_logits=False)
-    context_parallel  if True, the queries are those of rank 1 of 4 ranks: half of them are early in the sequence, half
-                      are late. If False, they are the last queries of the sequence
+    context_parallel: if True, the queries are those of rank 1 of 4 ranks. Half of them are early in the sequence, half
+    are late. If False, they are the last queries of the sequence.
     """
     given = CASE.arguments("cuda", queries=QUERIES, keys=KEYS, window=KEYS, clean_logits=not compressed, **sizes)
     if context_parallel:

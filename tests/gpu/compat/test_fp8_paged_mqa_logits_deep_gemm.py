@@ -13,8 +13,6 @@ CASE, PAGE = case_of("fp8_paged_mqa_logits"), 64
 
 @by_sizes(grid(logits_dtype=(torch.bfloat16, torch.float32), next_n=(1, 2, 3, 4), heads=(32, 64)))
 def test_logits_are_right(sizes, record_error):
-    """Use 64 sequences of about 4096 keys (2867 to 5323). context_lens has a number of keys for each query, not only
-    for each sequence."""
     lengths = torch.randint(2867, 5324, (64,)).tolist()
     options = {"dim": 128, "page_size": PAGE, "per_query": True, "num_sms": 0, "clean_logits": False}
     given = CASE.arguments("cuda", lengths=lengths, columns=(max(lengths) // PAGE + 2) * PAGE, **options, **sizes)

@@ -8,16 +8,15 @@ from dsa.cases import cases_of
 from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_far_rows, check_layouts, grid, verify
 
 (CASE,) = cases_of("hyper_collapse_norm_cast")
-# Numbers of channels: the largest number that each tile configuration supports, the next larger multiple of 128, and
-# the numbers of channels in models.
+# The largest number of channels of each tile configuration, the next larger multiple of 128, and the numbers of
+# channels in models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 3968, 4096, 4224, 6144, 7168, 8192]
 OPTIONS = [{"iterations": 1}, {"iterations": 3, "hc_eps": 0.1}, {"eps": 0.5}, {"norm_eps": 0.5, "use_ue8m0": False}]
 
 
 @by_sizes(
     grid(tokens=(1, 37), channels=LENGTHS, use_ue8m0=(True, False)),
-    # A CTA gets 1 to 4 tokens, more in calls with more tokens. In some calls the last CTA has fewer tokens than the
-    # others.
+    # A CTA gets 1 to 4 tokens, more in calls with more tokens. In some calls the last CTA has fewer.
     grid(tokens=[2, 8, 132, 1024, 1025, 2047, 2050, 4096, 9001], channels=(256, 4096, 7168)),
     [{"tokens": 50, "channels": 512, **options} for options in OPTIONS],
 )
@@ -34,7 +33,7 @@ def test_layouts_change_no_bit(channels):
 @pytest.mark.parametrize("of", ["streams", "mix"])
 @pytest.mark.parametrize("tokens", [10, 4099])
 def test_special_values_are_where_the_two_ops_have_them(tokens, of, value):
-    """Token 2 is all zeros, so in the second call, with eps and norm_eps 0, both norms divide by 0."""
+    """Token 2 is all zeros, so with eps and norm_eps 0 both norms divide by 0."""
     given = CASE.arguments("cuda", tokens=tokens, channels=256)
     given[of][6].view(-1)[3], given["streams"][2] = value, 0.0
     CASE.check_call(given)

@@ -30,7 +30,6 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     grid(tokens=(9,), channels=(16384,), dtype=FLOATS[:2]),  # in fp32 the kernels accept at most 8192 channels
 )
 def test_every_size_is_right(sizes, record_error):
-    """Also check that the result of hyper_head has the bits of `x`, the first result of hyper_collapse."""
     for case in CASES:
         verify(case, sizes, record_error)
     x, (into, *_) = (case.run(case.arguments("cuda", **sizes)) for case in (HEAD, COLLAPSE))
@@ -56,8 +55,8 @@ def test_large_logits_are_right(size, dtype):
     exact = dsa.reference.hyper_collapse(**given | {"streams": given["streams"].float()})
     assert_close("x", found[0], exact[0], abs_tol=1e-4, rel_tol=max(NEIGHBOUR[dtype], 1e-4), cos_tol=1e-5)
     assert_close("post", found[1], exact[1], abs_tol=1e-4, rel_tol=1e-4)
-    # Logits of 1e4 have an fp32 error of 1e-3. comb contains softmax weights. If two logits nearly tie, their softmax
-    # weights have an error of about 1e-3, too.
+    # Logits of 1e4 have an fp32 error of 1e-3. If two logits nearly tie, their softmax weights have an error of about
+    # 1e-3, too.
     assert_close("comb", found[2], exact[2], abs_tol=5e-3, rel_tol=1e-3, cos_tol=1e-5)
 
 
@@ -67,8 +66,8 @@ def test_zeros_are_right(case):
     for name in {"y", "streams"} & given.keys():
         given[name].zero_()
     assert not case.run(given)[0].any()
-    # The logits are mix / rms(streams). With zero streams and an eps of 1e-6 they are about 1000, and their fp32 error
-    # exceeds the check's tolerance. So eps is 1.
+    # The logits are mix / rms(streams). With zero streams and an eps of 1e-6, their fp32 error exceeds the check's
+    # tolerance.
     case.check_call(given | ({"eps": 1.0} if "eps" in given else {}))
 
 
@@ -102,8 +101,8 @@ def test_a_token_does_not_depend_on_the_others(channels, case):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_captured_projection_follows_the_weights(warm):
-    """The projection uses the fp32 weight as a sum of three bf16 parts. A warm layer has computed the parts before the
-    capture, and loading new weights replaces them. A layer that is not warm computes the parts in the graph."""
+    """A warm layer has computed the weight's three bf16 parts before the capture, and loading new weights replaces
+    them. A layer that is not warm computes the parts in the graph."""
     layer, other = (HyperConnection(512, 4).cuda() for _ in range(2))
     streams, graph = torch.randn(9, 4, 512, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
     for each in (layer, other):

@@ -22,15 +22,15 @@ def two_ops(y, streams, post, comb, parts):
 
 
 @by_sizes(
-    # Numbers of channels for which some slices (see hyper_mix_few_tokens_sm90.py) are empty, have a partial block of 64
-    # channels, or have one or several blocks.
+    # Some slices (see hyper_mix_few_tokens_sm90.py) are empty, have a partial block of 64 channels, or have one or
+    # several blocks.
     grid(tokens=range(1, 10), channels=[8, 64, 72, 264, 512, 832, 1024, 1032, 2056, 4096, 5120, 7168, 16384]),
     grid(tokens=range(1, 10), channels=(4096,), outputs=(1, 4, 13, 100)),
     grid(tokens=(17, 64, 65, 300, 2000), channels=(4096,)),
 )
 def test_every_size_is_right(sizes, record_error):
-    """The fused kernel runs for up to 4 tokens; for more tokens the op runs two kernels. With an odd number of outputs,
-    the last cluster computes one output instead of two."""
+    """The fused kernel runs for up to 4 tokens. With an odd number of outputs, the last cluster computes one output
+    instead of two."""
     verify(CASE, sizes, record_error)
 
 
@@ -50,8 +50,8 @@ def test_what_is_not_finite_is_where_the_two_ops_have_it(of, value):
 
 @pytest.mark.parametrize("tokens, channels, busy", [(1, 4096, False), (8, 4096, False), (8, 7168, True)])
 def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
-    """A kernel can begin before the previous kernel ends (programmatic dependent launch), and CTAs of a cluster send
-    data to each other. If `busy`, matrix products on a second stream occupy SMs, so that some clusters start late."""
+    """A kernel can begin before the previous kernel ends, and CTAs of a cluster send data to each other. If `busy`,
+    matrix products on a second stream occupy SMs, so that some clusters start late."""
     given, a = inputs(tokens, channels), torch.randn(4096, 4096, device="cuda").bfloat16()
     expected = two_ops(*given)
     torch.cuda.synchronize()
@@ -66,8 +66,6 @@ def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens):
-    """A graph contains twelve calls, and each call expands the streams that the previous call wrote. Every replay has
-    new inputs and a new projection matrix."""
     seeds = iter(range(1, 6))
 
     def renew():

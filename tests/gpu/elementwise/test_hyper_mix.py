@@ -24,8 +24,8 @@ def test_every_size_is_right(sizes, record_error):
 
 @pytest.mark.parametrize(("channels", "outputs"), [(256, 24), (832, 24), (4096, 24), (7168, 24), (264, 24), (4096, 4)])
 def test_a_token_does_not_depend_on_the_others(channels, outputs):
-    """Each entry of PARTS is (first token, number of tokens) of a smaller call. The numbers of tokens select all
-    kernels. The first tokens vary, so a token has different positions in a tile."""
+    """The numbers of tokens in PARTS select all kernels. The first tokens vary, so a token has different positions in a
+    tile."""
     given = CASE.arguments("cuda", tokens=4100, channels=channels, outputs=outputs)
     check_rows_alone(CASE.run, given, ("streams",), PARTS)
 

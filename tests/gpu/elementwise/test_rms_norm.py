@@ -23,8 +23,8 @@ from tests.gpu.case_checks import (
 from tests.gpu.op_checks import assert_same_bits
 
 (CASE,) = cases_of("rms_norm")
-# Row lengths: the longest row of each kernel configuration and the next longer one, for dtypes of 2 and of 4 bytes, and
-# the row lengths of models.
+# The longest row of each kernel configuration and the next longer one, and the row lengths of models. The
+# configurations differ between dtypes of 2 and 4 bytes.
 LENGTHS = [8, 64, 72, 128, 136, 256, 264, 512, 520, 1024, 1032, 1536, 2048, 2056, 4096, 4104, 6144, 7168, 8192, 8200]
 
 
@@ -76,7 +76,7 @@ def test_offsets_beyond_32_bits():
 
 @by_dtype
 @pytest.mark.parametrize("weighted", [True, False])
-# For (40, 8192) in fp32, rows are longer than the gradient kernel supports, so PyTorch operators compute the gradients.
+# The gradient kernel does not support rows of 8192 fp32 numbers. PyTorch operators compute these gradients.
 @pytest.mark.parametrize("shape", [(30, 512), (1, 8), (5000, 136), (70001, 64), (9, 5, 1536), (3000, 7168), (40, 8192)])
 def test_gradients_are_right_and_repeatable(shape, weighted, dtype):
     given = CASE.arguments("cuda", shape=shape, dtype=dtype, weighted=weighted)
@@ -88,7 +88,7 @@ def test_gradients_are_right_and_repeatable(shape, weighted, dtype):
     y = rms_normed(exact[0], exact[1] if weighted else None, given["eps"])
     expected = torch.autograd.grad(y, exact, grad.double())
     # The gradient of an element of x is a difference of two terms. If they nearly cancel, the error is relative to the
-    # terms and not to the difference, so the tolerance includes the terms' size.
+    # terms, so the tolerance includes the terms' size.
     size = grad.double().norm(dim=-1, keepdim=True) / exact[0].norm(dim=-1, keepdim=True)
     if weighted:
         size = size * exact[1].abs().max()

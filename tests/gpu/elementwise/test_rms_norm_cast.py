@@ -9,7 +9,7 @@ from tests.gpu.case_checks import FLOATS, by_sizes, check_far_rows, check_layout
 
 CASES = PLAIN, ADDED = cases_of("rms_norm_cast")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Row lengths: the longest row of each kernel configuration and the next longer one, and the row lengths of models.
+# The longest row of each kernel configuration and the next longer one, and the row lengths of models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 4096, 4224, 6144, 7168, 8192]
 
 
@@ -30,7 +30,7 @@ def test_layouts_change_no_bit(case):
 
 @by_case
 def test_special_values_are_where_the_two_ops_have_them(case):
-    """The rows from 30 on are all zeros, so in the second call, with eps 0, the norm divides by 0."""
+    """The rows from 30 on are all zeros, so with eps 0 the norm divides by 0."""
     given = case.arguments("cuda", tokens=40, channels=1536)
     for name in {"x", "residual"} & given.keys():
         given[name][30:], given[name][3, 5], given[name][17, -1] = 0.0, torch.nan, torch.inf

@@ -7,7 +7,6 @@ from dsa.cases import cases_of
 from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid, verify
 
 (CASE,) = cases_of("rms_norm_rotary")
-# (tokens, heads)
 COUNTS = [(1, 1), (1, 64), (7, 3), (300, 64)]
 # (channels, rotated channels): the longest row of each kernel configuration, the next longer one, and V4's query heads
 # (512, 64).

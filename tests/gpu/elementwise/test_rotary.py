@@ -18,7 +18,6 @@ by_kind = pytest.mark.parametrize(
 @by_kind
 @by_sizes(
     grid(shape=[(1, 64), (7, 128), (7, 1, 64), (7, 64, 512), (1, 128, 64), (33, 5, 192), (9, 2, 4, 72)], dtype=FLOATS),
-    # (channels, rotated channels)
     *(
         grid(shape=[(37, 3, channels)], rotated=[rotated], dtype=FLOATS)
         for channels, rotated in [(8, 8), (16, 8), (64, 48), (2, 2), (10, 6), (64, 62), (26, 16), (512, 512)]

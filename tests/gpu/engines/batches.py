@@ -23,19 +23,17 @@ def latent(*shape):
 
 
 def formula(function, *args, **options):
-    """Call the function while ops run their PyTorch references, on the tensors' device."""
     with dsa.use_backend("reference"):
         return function(*args, **options)
 
 
 def written(out):
-    """Copy `out`, which an adapter has written, and fill `out` with 7 again. Return (the copy, `out`)."""
     return out.clone(), out.fill_(7)
 
 
 class Index:
-    """A paged cache of index keys for sequences of these lengths. The pages are in random order. They are not adjacent
-    in memory, as in an engine in which several layers share each block of memory."""
+    """A paged cache of index keys. The pages are in random order. They are not adjacent in memory, as in an engine in
+    which several layers share each block of memory."""
 
     def __init__(self, lengths, heads=64, dim=128):
         pages = [-(-n // PAGE) for n in lengths]
@@ -69,8 +67,7 @@ def v4_cache(rows, page):
 
 
 class Step:
-    """A decoding step of one layer: plan, scores, selection, slots and attention. Plan and selection are written to
-    buffers at fixed addresses, as in vLLM."""
+    """A decoding step of one layer. Plan and selection are written to buffers at fixed addresses, as in vLLM."""
 
     def __init__(self, next_n, heads=16, k=512):
         self.lengths = [3000, 700, 64, 1]

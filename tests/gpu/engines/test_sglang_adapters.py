@@ -24,12 +24,12 @@ from tests.gpu.op_checks import captured
 
 DEVICE = "cuda"
 PREFILL, DECODE = PREFILL_TOLERANCES[0], SPARSE_TOLERANCES[0]
-# Tolerance between our result and FlashMLA's. It is wider than DECODE because both results have an error, and because
-# FlashMLA rounds softmax weights to bf16.
+# Tolerance between our result and FlashMLA's. It is wider than DECODE: both have an error, and FlashMLA rounds softmax
+# weights to bf16.
 BESIDE = {"abs_tol": 4e-3, "rel_tol": 4.02 / 128, "cos_tol": 2e-5}
 LSE = {"abs_tol": 1e-5, "rel_tol": 8.01 / 65536}
 MAX_DIFF = 5e-6  # limit of calc_diff of index scores
-RECALL = 0.98  # SGLang's top-k is not exact. Its selection must contain at least this fraction of the exact top-k
+RECALL = 0.98  # SGLang's top-k is not exact
 HEADS = [8, 16, 32, 64, 128]
 
 
@@ -46,7 +46,6 @@ def latent(*shape):
 
 
 def peer(library):
-    """Return a module that SGLang calls; skip the test if the module is not installed."""
     module = library.load()
     return module if module is not None else pytest.skip(f"{library.name} is not installed")
 
@@ -58,7 +57,6 @@ def operator(name):
 
 
 def formula(function, *args, **options):
-    """Call the function while ops run their PyTorch references, on the GPU."""
     with dsa.use_backend("reference"):
         return function(*args, **options)
 
@@ -67,8 +65,8 @@ def formula(function, *args, **options):
 
 
 def index_cache(lengths):
-    """Return (cache, block table) for index keys of sequences of these lengths, in shuffled pages. The cache is uint8
-    [pages, PAGE, 1, 132]. A page contains PAGE keys of 128 bytes, then their fp32 scales."""
+    """Return (cache, block table) for index keys in shuffled pages. The cache is uint8 [pages, PAGE, 1, 132]. A page
+    contains PAGE keys of 128 bytes, then their fp32 scales."""
     table, pages = batches.paged(lengths, DEVICE)
     k, k_scale = batches.index_keys(pages * PAGE, DEVICE)
     cache = torch.cat([k.view(torch.uint8).view(pages, -1), k_scale.view(pages, PAGE).view(torch.uint8)], 1)
@@ -76,8 +74,7 @@ def index_cache(lengths):
 
 
 def seen(scores, ends, starts=None):
-    """Return the scores with -inf in the columns outside each row's range [start, end). The op leaves these columns
-    unspecified. If `starts` is None, all ranges start at 0."""
+    """Return the scores with -inf outside each row's range [start, end). The op leaves these columns unspecified."""
     column = torch.arange(scores.shape[1], device=DEVICE)
     outside = column >= ends[:, None]
     return scores.masked_fill(outside if starts is None else outside | (column < starts[:, None]), -math.inf)
@@ -86,8 +83,8 @@ def seen(scores, ends, starts=None):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("columns", [0, 8192])
 def test_prefill_scores(heads, columns, record_error):
-    """With columns = 0 the keys that a query sees are a random range, and the result has a column per key. Otherwise
-    all ranges begin at key 0 and max_seqlen_k is `columns`, as for DeepSeek-V4; the result has this many columns."""
+    """With columns = 0 each query sees a random range, and the result has a column per key. Otherwise the ranges begin
+    at key 0 and the result has `columns` columns, as for DeepSeek-V4."""
     queries, keys = 700, 8192 if columns else 5000
     k, k_scale = batches.index_keys(keys, DEVICE)
     q, weights = normal(queries, heads, 128).to(E4M3), normal(queries, heads)
@@ -128,7 +125,6 @@ def test_decode_scores(heads, next_n, record_error):
     if next_n > 2 or heads < 32:
         return  # DeepGEMM supports at most two queries per sequence, and at least 32 heads
     module = peer(gemm_peers.OLD)
-    # The first sequence is empty. DeepGEMM does not get it.
     q, weights, visible, table = q[1:], weights[next_n:], visible[1:].contiguous(), table[1:]
     plan = module.get_paged_mqa_logits_metadata(visible, PAGE, sms)
     assert torch.equal(plan, adapters.get_paged_mqa_logits_metadata(visible, PAGE, sms))
@@ -137,8 +133,7 @@ def test_decode_scores(heads, next_n, record_error):
 
 
 def test_scores_of_a_captured_graph_follow_the_lengths():
-    """Before each replay, make a plan for the new lengths and copy it into the tensor that the graph reads, as SGLang
-    does for every batch."""
+    """SGLang makes a plan for every batch and copies it into the tensor that the graph reads."""
     cache, table = index_cache([4096] * 8)
     q, weights = normal(8, 1, 64, 128).to(E4M3), normal(8, 64)
     lengths = torch.full((8, 1), 5, dtype=INT32, device=DEVICE)
@@ -164,8 +159,8 @@ def test_scores_of_a_captured_graph_follow_the_lengths():
 
 
 def shared(got, theirs):
-    """Return the smallest fraction of any row. The fraction of a row is the part of our selected numbers that `theirs`
-    also selects; it is 1 if the row has no selected number. Negative numbers stand for missing keys."""
+    """Return the fraction of our selected keys that `theirs` also selects, in the worst row. Negative numbers are no
+    keys."""
     shares = []
     for ours, other in zip(got.tolist(), theirs.tolist()):
         ours, other = {n for n in ours if n >= 0}, {n for n in other if n >= 0}
@@ -191,8 +186,7 @@ def test_selection_of_decoding():
 
 @pytest.mark.parametrize("k", [16, 2048])
 def test_selection_of_prefill(k):
-    """Compare the selected positions, columns and slots of several sequences with formulas in Python. SGLang's kernel
-    exists only for k = 2048; for this k also compare the columns with the kernel's."""
+    """SGLang's kernel exists only for k = 2048."""
     scale = 1 if k == 16 else 100
     prefixes, sizes = [0, 30 * scale, 0, 5 * scale], [9, 30 * scale + 40, 0, 5 * scale + 7]
     logits, lengths, starts, metadata, expected = batches.prefill_metadata(prefixes, sizes, DEVICE)
@@ -213,9 +207,8 @@ def test_selection_of_prefill(k):
 
 
 def test_columns_of_a_long_prompt():
-    """The adapter maps positions to columns by a block table whose row b is b, b + 1, and so on. The table has a row
-    per column of the scores. The table's rows overlap in memory; without overlap the table would have more than 2^31
-    numbers."""
+    """The adapter's block table has a row per column of the scores. The rows overlap in memory; without overlap the
+    table would have more than 2^31 numbers."""
     logits, starts = normal(300, 70_000), int32([50_000] * 300)
     lengths = torch.arange(1, 301, dtype=INT32, device=DEVICE) * 60
     got = adapters.topk_ragged(logits, lengths, 2048, starts, starts)
@@ -243,7 +236,7 @@ def test_selection_of_v4(k, with_positions):
 
 
 def padded(q, dim):
-    """Pad dimension `dim`, the heads, with zeros to a multiple of 64, as SGLang does for FlashMLA."""
+    """SGLang pads the heads (dimension `dim`) to a multiple of 64 for FlashMLA."""
     return torch.nn.functional.pad(q, (0, 0, 0, -q.shape[dim] % 64))
 
 
@@ -251,8 +244,7 @@ def padded(q, dim):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_prefill_attention(heads, dim, with_sink, record_error):
-    """Compare out, max_logits and lse with float64 and with FlashMLA. max_logits and lse are in base 2, as SGLang's
-    FlashMLA returns them."""
+    """max_logits and lse are in base 2, as SGLang's FlashMLA returns them."""
     tokens, keys, k = 40, 3000, 512
     q, kv = latent(tokens, heads, dim), latent(keys, 1, dim)
     indices = torch.randint(0, keys, (tokens, 1, k), device=DEVICE).to(INT32)
@@ -277,7 +269,6 @@ def test_prefill_attention(heads, dim, with_sink, record_error):
 @pytest.mark.parametrize("tokens", [1, 3, 130])
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_attention(heads, tokens, record_error):
-    """Use a cache of 656 bytes per key."""
     cache, rows = batches.latent_cache(656, 70, DEVICE)
     q, indices = latent(tokens, 1, heads, 576), torch.randint(0, 70 * PAGE, (tokens, 1, 2048), device=DEVICE).to(INT32)
     indices[0, :, 100:] = -1
@@ -291,8 +282,8 @@ def test_decode_attention(heads, tokens, record_error):
     for out, lse in outs:
         record_error(assert_close("out", out[:, 0], want[0], **DECODE))
         assert_close("lse", lse[:, :, 0], want[2], **LSE)
-    # All queries but the first use all 2048 indices. Batch-invariant decoding must give them the same bits with counts
-    # and without.
+    # All queries but the first use all 2048 indices. Batch-invariant decoding gives them the same bits with counts and
+    # without.
     assert torch.equal(outs[1][0][1:], outs[3][0][1:])
     module = peer(mla_peers.SGL)
     plan, _ = module.get_mla_metadata()
@@ -313,8 +304,7 @@ def test_decode_attention_over_a_bf16_cache(heads):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("with_entries", [False, True])
 def test_v4_attention(heads, tokens, with_entries, record_error):
-    """Use caches of 584 bytes per key, with a second cache if `with_entries`. Call the hook that SGLang's backend
-    calls, with an object in place of the plan of SGLang's FlashMLA."""
+    """Call the hook that SGLang's backend calls, with an object in place of the plan of SGLang's FlashMLA."""
     (window, rows), (entries, more) = (batches.latent_cache(584, pages, DEVICE) for pages in (20, 30))
     q, sink = latent(tokens, 1, heads, 512), normal(heads)
     indices, selected = (
@@ -344,8 +334,7 @@ def test_v4_attention(heads, tokens, with_entries, record_error):
 
 
 def test_attention_of_a_captured_graph_follows_indices_and_lengths():
-    """Decode as in V3.2. Before each replay, copy new placeholders for FlashMLA's plan (`no_plan`) to the captured
-    ones, as SGLang does for every batch."""
+    """Before each replay, new placeholders for FlashMLA's plan (`no_plan`) replace the captured ones, as in SGLang."""
     cache, rows = batches.latent_cache(656, 70, DEVICE)
     q, indices = latent(8, 1, 16, 576), torch.full((8, 1, 2048), -1, dtype=INT32, device=DEVICE)
     lengths = torch.zeros(8, dtype=INT32, device=DEVICE)
@@ -372,7 +361,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_compiles_after_warming_up(model):
-    """Run the check (`warm_up_and_call`) in a new process, which has not loaded any kernel."""
+    """A new process has not loaded any kernel."""
     code = f"from {__name__} import warm_up_and_call; warm_up_and_call({model!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -382,8 +371,8 @@ def warm_up_and_call(name):
     from dsa.runtime import compile_cache
 
     model = MODELS[name]
-    # Below, compiling is an error. The inputs are made before, because the ops that make them here compile kernels. In
-    # SGLang these inputs come from SGLang's kernels.
+    # Below, compiling is an error. The ops that make the inputs here compile kernels. In SGLang these inputs come from
+    # SGLang's kernels.
     index, (cache, _) = index_cache([200, 70]), batches.latent_cache(cache_width(model), 2, DEVICE)
     k, k_scale = batches.index_keys(70, DEVICE)
     rows = latent(90, 1, model.query_dim)

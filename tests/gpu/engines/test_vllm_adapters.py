@@ -33,7 +33,7 @@ from tests.gpu.engines.batches import (
 from tests.gpu.op_checks import assert_same_bits, captured
 
 PREFILL, (DECODE, LSE) = PREFILL_TOLERANCES[0], SPARSE_TOLERANCES
-MAX_DIFF = 5e-6  # limit of calc_diff of index scores
+MAX_DIFF = 5e-6
 HEADS = [8, 16, 32, 64, 128]
 
 
@@ -63,8 +63,8 @@ def test_gather_keys(dtype):
 
 @pytest.mark.parametrize("heads", [32, 64])
 def test_prefill_scores(heads, record_error):
-    """A chunk has two prompts. Column j of a row of scores belongs to the j-th key of the row's prompt, so max_seqlen_k
-    columns are enough. Columns past the last key that the row's token sees are unspecified."""
+    """Column j of a row of scores belongs to the j-th key of the row's prompt, so max_seqlen_k columns are enough.
+    Columns past the last key that the row's token sees are unspecified."""
     tokens, lengths = [130, 77], [1500, 300]
     index, count = Index([1], heads), sum(tokens)
     q, weights = index.queries(count)
@@ -90,7 +90,7 @@ def test_prefill_scores(heads, record_error):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_decode_scores(next_n, heads, record_error):
-    """Copy the plan to a buffer with a row for each SM and one more, as vLLM does. The plan fills the buffer for any
+    """vLLM copies the plan to a buffer with a row for each SM and one more. The plan fills the buffer for any
     next_n."""
     lengths = [4097, 70, 64, 1, 900]
     index = Index(lengths, heads)
@@ -122,8 +122,6 @@ def test_decode_scores(next_n, heads, record_error):
 @pytest.mark.parametrize(("rows", "columns"), [(3, 70000), (200, 5000), (64, 163840)])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_topk(rows, columns, k):
-    """The adapters for prompts and for decoding write to some columns of a wider buffer, as in vLLM, and must not write
-    around them. Compare with the reference and, if it is installed, with vLLM's own kernels."""
     stride = -(-columns // 256) * 256
     logits = normal(rows, stride)[:, :columns]
     lengths = torch.randint(1, columns + 1, (rows,), device=DEVICE).int()
@@ -136,8 +134,7 @@ def test_topk(rows, columns, k):
     adapters.topk_decode(logits, lengths[:, None], 1, part, k)
     decoded, _ = written(part)
     assert (buffer == 7).all() and torch.equal(decoded, expected)
-    # For rows of fewer than k keys, vLLM's kernels write only a part of the result, and vLLM clears the result
-    # beforehand. So only rows of at least k keys are compared.
+    # For rows of fewer than k keys, vLLM's kernels write only a part of the result.
     full = lengths >= k
     values = logits[full].gather(1, expected[full].long()).sort(1).values
     for name, calls in topk.select([(logits, lengths, k)]).calls.items():
@@ -163,8 +160,7 @@ def test_fp8_attention(heads, next_n, record_error):
     assert out.shape == (batch, next_n, heads, 512) and not out[1, 0].any()
     for name, calls in mla_peers.sparse_decode([(q, cache.unsqueeze(2), indices)]).calls.items():
         peer, peer_lse = calls[0]()
-        # For a query without keys FlashMLA returns other values than our op, and vLLM masks them. So compare only the
-        # queries that have keys.
+        # For a query without keys FlashMLA returns other values than our op, and vLLM masks them.
         has = (indices >= 0).any(-1)
         assert_close(name, peer[:, :, :heads][has], expected[has], **DECODE)
         assert_close(name, peer_lse[:, :heads].mT[has], expected_lse.mT[has], **LSE)
@@ -172,8 +168,7 @@ def test_fp8_attention(heads, next_n, record_error):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_bf16_attention(heads, record_error):
-    """vLLM's buffers for q and out can have more heads than the layer. The adapter neither reads nor writes these
-    padding heads."""
+    """vLLM's buffers for q and out can have more heads than the layer."""
     tokens, k, rows, scale, padded = 70, 512, 3000, 576**-0.5, -(-heads // 64) * 64
     kv, q = latent(rows, 576).bfloat16(), torch.full((tokens, padded, 576), torch.nan, device=DEVICE).bfloat16()
     q[:, :heads] = latent(tokens, heads, 576)
@@ -198,7 +193,7 @@ def test_bf16_attention(heads, record_error):
 @pytest.mark.parametrize("entries_page", [None, 64, 2])
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_attention(heads, entries_page, record_error):
-    """The last query is padding without keys, as in a captured graph. Its output must be 0."""
+    """The last query is padding without keys, as in a captured graph."""
     tokens, scale = 9, 512**-0.5
     window, sink = v4_cache(1024, PAGE), normal(heads)
     q = latent(tokens, 1, heads, 512).bfloat16()
@@ -232,8 +227,8 @@ def test_v4_attention(heads, entries_page, record_error):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_v4_prompts(heads, record_error):
-    """The keys are in a workspace like vLLM's, whose unused rows contain NaN. Indices from a query's count on are far
-    outside the workspace, so a kernel that read the keys of these indices would fail."""
+    """Unused rows of vLLM's workspace can contain NaN. Indices from a query's count on are outside the workspace, so a
+    kernel that read their keys would fail."""
     tokens, k, rows, scale = 40, 640, 2000, 512**-0.5
     kv = torch.full((2, rows, 512), torch.nan, device=DEVICE).bfloat16()
     kv[:, : rows // 2] = latent(2, rows // 2, 512)
@@ -272,7 +267,7 @@ MODELS = {"v32": V32, "v4": V4}
     [("v32", 16, "fp8", 2), ("v32", 128, "auto", 0), ("v4", 8, "auto", 1)],
 )
 def test_nothing_compiles_after_the_warm_up(model, heads, cache, speculated):
-    """Run the check (`compile_and_call`) in a new process, which has not loaded any kernel."""
+    """A new process has not loaded any kernel."""
     code = f"from {__name__} import compile_and_call; compile_and_call({model!r}, {heads}, {cache!r}, {speculated})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -282,8 +277,8 @@ def compile_and_call(model, heads, cache, speculated):
     from dsa.runtime import compile_cache
 
     calls = models.calls_of(config(MODELS[model], heads=heads, cache=cache, speculated=speculated, max_model_len=40960))
-    # Below, compiling is an error. The inputs are made before, because the ops that make them here compile kernels. In
-    # vLLM these inputs come from vLLM's kernels.
+    # Below, compiling is an error. The ops that make the inputs here compile kernels. In vLLM these inputs come from
+    # vLLM's kernels.
     index, pages, window = Index([200, 70], calls.index_heads), bytes_cache(PAGE), v4_cache(PAGE, PAGE)
     queries = {n: index.queries(2, n) for n in range(1, calls.next_n + 1)}
     warm_up.warm_up(calls, frozenset({"scores", "topk", "attention"}), DEVICE)

@@ -1,8 +1,8 @@
-"""Helpers for tests of grouped products with invalid `ends`, invalid row numbers, or unused rows.
+"""Helpers for tests of grouped GEMMs with invalid `ends`, invalid row numbers, or unused rows.
 
-Matrix e has the rows from ends[e - 1] (0 for the first matrix) to ends[e] - 1. Unused rows are rows from the last end
-on, which belong to no matrix. A process with only some of a model's experts has unused rows. Their contents affect no
-result, and no kernel writes results for them.
+Matrix e has the rows from ends[e - 1] (0 for the first matrix) to ends[e] - 1. Unused rows are the rows from the last
+end on, as in a process with only some of a model's experts. Their contents affect no result, and no kernel writes
+results for them.
 """
 
 import itertools
@@ -16,8 +16,7 @@ from tests.gpu.op_checks import assert_same_bits, captured, flat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-# Valid and invalid ends of four matrices over 64 rows: (ends, {matrix: (first row, end of rows)}). Only these rows have
-# defined results. A matrix without an entry has no rows.
+# (ends, {matrix: (first row, end of rows)}) of four matrices over 64 rows. Only these rows have defined results.
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
     ([-5, 10, 2**31 - 1, 64], {}),
@@ -30,10 +29,10 @@ ENDS = [
     ([0, 0, 1, 1], {2: (0, 1)}),
     ([0, 0, 0, 0], {}),
 ]
-# Numbers of rows of four matrices, for tests with unused rows.
+# Rows of each of four matrices, for tests with unused rows.
 SIZES = [[0, 0, 0, 0], [5, 0, 0, 0], [3, 40, 0, 0], [0, 0, 1, 0], [130, 0, 300, 77]]
 UNUSED = [1, 63, 1500, 5000]
-# Rows to which `with_unused_rows` gives invalid row numbers, outside the operand a. Every test has at least 64 rows.
+# `with_unused_rows` gives these rows invalid row numbers. Every test has at least 64 rows.
 OUTSIDE = [37, 50, 58, 61]
 
 
@@ -42,24 +41,22 @@ def ends_of(sizes):
 
 
 def name(value):
-    """Return a pytest id for a parameter. The id of a long list consists of the list's length and sum."""
     return f"{len(value)} of {sum(value)}" if isinstance(value, list) and len(value) > 8 else str(value)[:80]
 
 
 def operands(case, rows, matrices, **sizes):
-    """Return (a, b) of a case of grouped products: a with `rows` rows, b with `matrices` matrices."""
     given = case.arguments("cuda", sizes=[rows, *[0] * (matrices - 1)], **sizes)
     return given["a"], given["b"]
 
 
 def rows_of(x, rows):
-    """Return x[rows] bit for bit. x can have any dtype, including FP8."""
+    """Return x[rows] bit for bit, for any dtype."""
     return x.contiguous().view(torch.uint8)[rows].view(x.dtype)
 
 
 def rows_of_matrices(*more_sizes):
-    """Return a list of (ends, {matrix: (first row, end of rows)}, number of rows): first the entries of ENDS, for 64
-    rows, then an entry for each list in SIZES and `more_sizes`, with 300 unused rows after the last matrix."""
+    """Return a list of (ends, {matrix: (first row, end of rows)}, number of rows). The entries of ENDS come first. Then
+    each list in SIZES and `more_sizes` gives an entry with 300 unused rows."""
     cases = [(ends, rows, 64) for ends, rows in ENDS]
     for sizes in (*SIZES, *more_sizes):
         ends = list(itertools.accumulate(sizes))
@@ -69,7 +66,7 @@ def rows_of_matrices(*more_sizes):
 
 
 def untouched(rows, columns, dtype):
-    """Return a tensor filled with bytes of 7, by which a later check recognises memory that was not written."""
+    """A later check recognises memory that was not written by these bytes of 7."""
     return torch.full((rows, columns * dtype.itemsize), 7, dtype=torch.uint8, device="cuda").view(dtype)
 
 
@@ -79,9 +76,9 @@ def with_unused_rows(product, a, b, spans):
     product           (rows of a, one matrix of b, weights of the rows) -> the results of these rows
     spans             {matrix: (first row, end of rows)}
     mixed             the rows of a in another order
-    numbers           for each row of a, its index in mixed; for unused rows and the rows OUTSIDE, a number outside a
+    numbers           index in mixed of each row of a; a number outside a for unused rows and the rows OUTSIDE
     weights           one weight per row of a; NaN in unused rows
-    expected results  what `product` returns, in the rows of each matrix; bytes of 7 in unused rows
+    expected results  results of `product`; bytes of 7 in unused rows
     """
     count, unused = len(a[0]), torch.ones(len(a[0]), dtype=torch.bool, device="cuda")
     weights, order = torch.rand(count, device="cuda") - 0.5, torch.randperm(count, device="cuda")
@@ -101,10 +98,9 @@ def with_unused_rows(product, a, b, spans):
 
 
 def check_written(write, *expected, spare=0, has_outside=False):
-    """Check that write(*results) writes the expected results. It must not write rows that are bytes of 7 in `expected`,
-    and must not write the memory around the results.
+    """Check that write(*results) writes the expected results, except rows that are bytes of 7 in `expected`.
 
-    spare        number of columns between a row of a result and the next row in memory
+    spare        columns between a row of a result and the next row in memory
     has_outside  whether the results of the rows OUTSIDE are undefined
     """
     wholes = [untouched(len(x) + 128, x.shape[1] + spare, x.dtype) for x in expected]
@@ -120,15 +116,13 @@ def check_written(write, *expected, spare=0, has_outside=False):
 
 
 def with_nan_rows(x, count):
-    """Return x followed by `count` rows of NaN."""
     rows = torch.full((count, *x.shape[1:]), torch.nan, device=x.device).to(x.dtype)
     return torch.cat((x.view(torch.uint8), rows.view(torch.uint8))).view(x.dtype)
 
 
 def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
-    """Check that neither unused rows nor expected_rows change a bit of the results of used rows. The values of
-    expected_rows range from far too few to all rows. They decide which kernel runs, so this also compares the
-    kernels."""
+    """Check that neither unused rows nor expected_rows change a bit of the results of used rows. expected_rows decides
+    which kernel runs, so this also compares the kernels."""
     used, ends = sum(sizes), ends_of(sizes)
     count, longer = used + unused, tuple(with_nan_rows(x, unused) for x in a)
     outside = no_keys(used).repeat(unused // 6 + 1)[:unused]
@@ -146,8 +140,8 @@ def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
 
 
 def check_replays_with_fewer_rows(op, a, b, expected_of, keeps_unused=True, **options):
-    """Check that replays of a captured op(a, b, ends) follow new ends of four matrices. With `keeps_unused`, also check
-    that the replays do not write unused rows of the results.
+    """Check that replays of a captured op(a, b, ends) follow new ends. With `keeps_unused`, replays must not write
+    unused rows.
 
     expected_of: (rows of a, sizes) -> results
     """

@@ -1,4 +1,5 @@
-"""Functions that launch an FP8 or FP4 GEMM kernel with a given configuration and write to given result tensors."""
+"""Functions that launch an FP8 or FP4 GEMM kernel with a given configuration. The "few" kernel is the small-M kernel;
+several matrices are "grouped"."""
 
 import torch
 
@@ -13,14 +14,13 @@ from dsa.runtime.checks import dtype_name
 
 
 def weights_and_scales(b):
-    """Return (weights, scales) in the layouts that the grouped kernels expect. FP8 weights [E, N, K] become [E * N, K].
-    In the scales [E, N / 128, K / 128] (numbers of blocks, rounded up), E becomes the last dimension."""
+    """Return (weights, scales) in the layouts of the grouped kernels: weights [E * N, K], scales [N / 128, K / 128, E]
+    (numbers of blocks, rounded up)."""
     w, ws = b
     return w.view(-1, w.shape[-1]), fp8.aligned_scales(ws).permute(1, 2, 0)
 
 
 def write_few(config, a, b, out):
-    """Multiply by one FP8 matrix with the small-M kernel."""
     (q, s), (w, ws) = a, b
     few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
         q, fp8.aligned_scales(s), w, fp8.aligned_scales(ws[None]), out, dsa.num_sms(out.device)
@@ -28,7 +28,6 @@ def write_few(config, a, b, out):
 
 
 def write_one(config, a, b, out, ctas=None):
-    """Multiply by one FP8 matrix with the kernel for many rows."""
     (q, s), (w, ws) = a, b
     scales = fp8.aligned_scales(ws[None]).permute(1, 2, 0)
     kernels.compile_fp8_gemm(dtype_name(out.dtype), config)(
@@ -37,7 +36,6 @@ def write_one(config, a, b, out, ctas=None):
 
 
 def write_few_grouped(config, a, b, ends, out, ctas=None):
-    """Multiply by several FP8 matrices with the small-M kernel."""
     (q, s), (w, ws) = a, b
     few_rows_kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
         *(q, fp8.aligned_scales(s), w.view(-1, w.shape[-1]), fp8.aligned_scales(ws), out, ends),
@@ -46,7 +44,6 @@ def write_few_grouped(config, a, b, ends, out, ctas=None):
 
 
 def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=False, ctas=None):
-    """Multiply by several FP8 matrices with the kernel for many rows."""
     q, s = a
     variant = config, rows is not None, weights is not None, is_dynamic
     kernels.compile_grouped_fp8_gemm(dtype_name(out.dtype), *variant)(
@@ -58,8 +55,6 @@ def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=F
 def write_swiglu(
     config, a, b, ends, q, scale, variant=(torch.bfloat16, True, None), rows=None, is_dynamic=False, ctas=None
 ):
-    """Multiply by several FP8 matrices, then apply SwiGLU and the FP8 cast, in one kernel. variant: (dtype, use_ue8m0,
-    limit)."""
     (x, s), (dtype, use_ue8m0, limit) = a, variant
     kind = use_ue8m0, limit is not None, config, rows is not None, is_dynamic
     kernels.compile_fp8_gemm_swiglu(dtype_name(dtype), *kind)(
@@ -69,7 +64,6 @@ def write_swiglu(
 
 
 def write_fp4(config, a, b, ends, out, rows=None, weights=None):
-    """Multiply by several FP4 matrices with the kernel to which `config` belongs."""
     (q, s), (packed, scale, block_scale) = a, b
     codes = packed.view(torch.uint8).view(-1, packed.shape[-1])
     group_scales, of_blocks = fp4._group_scales(scale), fp8.aligned_scales(block_scale)

@@ -1,5 +1,4 @@
-"""Products with FP4 weights on the GPU have the bits of products with the weights widened to FP8, for both kernels (the
-small-M kernel and the kernel for many rows) and every tile."""
+"""GEMMs with FP4 weights on the GPU have the bits of GEMMs with the weights widened to FP8."""
 
 from functools import partial
 
@@ -19,8 +18,7 @@ from tests.gpu.gemm.launches import write_fp4
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
 # The small-M kernel gathers rows of a itself. The kernel for many rows reads a gathered copy.
 CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
-# Rows per matrix. For every tile height, one matrix has a full last tile, another a last tile of one row, and another
-# a last tile in which a warp has one row.
+# Rows per matrix. Every tile height gets a full last tile, one with a single row, and one with a single row for a warp.
 TAILS = [0, 1, 7, 8, 9, 0, 16, 31, 32, 33, 64, 65, 130, 257, 0]
 
 
@@ -44,7 +42,6 @@ def test_every_shape_is_right(sizes, columns, channels, record_error):
 @pytest.mark.parametrize("weighted, out_dtype", [(False, DTYPES[1]), (True, DTYPES[1]), (True, DTYPES[0])])
 @pytest.mark.parametrize("tokens", [1, 32, 128, 2000])
 def test_gathered_rows_with_weights_are_right(tokens, weighted, out_dtype, record_error):
-    """The result has 6 rows per token, divided at random among 16 matrices."""
     counts = torch.randint(16, (6 * tokens,)).bincount(minlength=16).tolist()
     sizes = {"sizes": counts, "tokens": tokens, "columns": 512, "channels": 1024}
     verify(CASE, sizes | {"weighted": weighted, "out_dtype": out_dtype}, record_error)
@@ -55,14 +52,13 @@ def test_gathered_rows_with_weights_are_right(tokens, weighted, out_dtype, recor
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9], [2] * 300], ids=hostile.name)
 @pytest.mark.parametrize("channels", [512, 160])
 def test_expected_rows_and_unused_rows_change_no_bit(channels, sizes, unused, out_dtype):
-    """The sizes select both kernels and all their tiles."""
     a, b = operands(sum(sizes), len(sizes), 136, channels)
     hostile.check_expected_rows(dsa.grouped_fp8_fp4_gemm_nt, a, b, sizes, unused, out_dtype=out_dtype)
 
 
 def test_every_code_at_every_scale_is_right():
-    """Each row of the weight repeats one FP4 code. A group is 32 channels with one scale. In the last block of 128
-    channels, the exponents of two groups differ by 14, the largest difference that is allowed."""
+    """Each row of the weight repeats one FP4 code. In the last block of 128 channels, the exponents of two scales
+    differ by 14, the largest difference that is allowed."""
     given = CASE.arguments("cuda", sizes=[64], columns=128, channels=512, weighted=False, out_dtype=torch.float32)
     packed, scale, _ = given["b"]
     packed.view(torch.uint8).copy_(torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17)
@@ -72,8 +68,7 @@ def test_every_code_at_every_scale_is_right():
 
 
 def test_ends_of_the_scale_range_are_right():
-    """A group of 32 zeros can have any scale, here the largest. Scales of 2^-127, the smallest, give subnormal
-    products."""
+    """32 zeros can have any scale, here the largest. Scales of 2^-127, the smallest, give subnormal products."""
     a, (packed, scale, _) = operands(64, 2, 128, 256)
     packed[0, 7, :16] = 0
     scale.view(torch.uint8)[0, 7, 0], scale.view(torch.uint8)[1] = 254, 0
@@ -84,7 +79,7 @@ def test_ends_of_the_scale_range_are_right():
 
 @pytest.mark.parametrize("count", [60, 300])
 def test_a_graph_follows_new_ends(count):
-    """One count selects the small-M kernel, the other the kernel for many rows."""
+    """The counts select the small-M kernel and the kernel for many rows."""
     a, b = operands(count, 4, 136, 256)
     wide = dsa.widen_fp4(*b[:2])
     hostile.check_replays_with_fewer_rows(
@@ -99,8 +94,6 @@ def test_a_graph_follows_new_ends(count):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[:-1], 70]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_widened_matrix(ends, rows_of, count, columns, channels, out_dtype):
-    """The calls use both kernels (the small-M kernel only for multiples of 128 channels), rows in order and rows
-    gathered by number, with and without weights. Some ends and row numbers are invalid."""
     a, b = operands(count, len(ends), columns, channels)
 
     def product(own, matrix, weights):

@@ -1,4 +1,4 @@
-"""FP8 products on the GPU, with one matrix and with several matrices (grouped), for every kernel and tile."""
+"""FP8 GEMMs on the GPU, with one weight matrix and with several (grouped), for every kernel and tile."""
 
 import itertools
 from functools import partial
@@ -27,15 +27,12 @@ GROUPS = [
 ]
 # (N, K) of layers of models. With few rows, layers with small N run split-K.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
-# (N, K) of a rank's part of a layer under tensor parallelism, where K counts only the rank's columns of the weight. In
-# order: the output projection of V3.2 on 4 and on 8 GPUs and of V4-Flash on 2; the down projection of the shared expert
-# of V3.2 on 8 GPUs and of V4-Flash on 2; two small sizes.
+# (N, K) of a rank's part of a layer under tensor parallelism. In order: the output projection of V3.2 on 4 and on 8
+# GPUs and of V4-Flash on 2; the down projection of the shared expert of V3.2 on 8 GPUs and of V4-Flash on 2; two small
+# sizes.
 PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
-# Rows per matrix. For every tile height, one matrix has a full last tile, another a last tile of one row, and another
-# a last tile in which a warp has one row.
+# Rows per matrix. Every tile height gets a full last tile, one with a single row, and one with a single row for a warp.
 TAILS = [1, 16, 17, 32, 33, 63, 64, 0, 65, 128, 129, 192, 193, 0, 255, 256, 257, 300]
-# ONE_MATRIX: (launching function, config) of the kernels for one matrix. KINDS: (config, whether rows are gathered,
-# whether scheduling is dynamic) of the kernel for many rows with several matrices.
 ONE_MATRIX = [
     *((write_few, config) for config in few_rows_kernels.CONFIGS),
     *((write_one, config) for config in kernels.ONE_MATRIX_CONFIGS),
@@ -75,9 +72,8 @@ def test_groups_are_right(sizes, groups, record_error):
 )
 @by_sizes(grid(weighted=(False, True), out_dtype=DTYPES[1:], columns=[136], channels=[256]))
 def test_many_rows_of_groups_are_right(sizes, groups, tokens, record_error):
-    """The groups of four matrices have enough rows for dynamic scheduling; those of 1024 matrices have too few rows per
-    matrix. With tokens > 0, rows are gathered by number. The kernel itself gathers at most 4096 rows; more rows are
-    copied before the launch."""
+    """Four matrices have enough rows for dynamic scheduling, 1024 matrices do not. With tokens > 0, rows are gathered.
+    The kernel itself gathers at most 4096 rows; more rows are copied before the launch."""
     verify(GROUPED, sizes | {"sizes": groups, "tokens": tokens}, record_error)
 
 
@@ -86,8 +82,8 @@ def first_rows(a, rows):
 
 
 def columns_of_a_wider_one(b, before, after):
-    """Return b with weight and scales copied into columns of wider tensors. The surrounding columns are NaN. before:
-    blocks of 128 channels before b's columns. after: channels after b's columns"""
+    """Return b in columns of wider tensors, among NaN. before: blocks of 128 channels before b's columns. after:
+    channels after b's columns"""
     w, ws = b
     wide = torch.full((len(w), 128 * before + w.shape[1] + after), 0x7F, dtype=torch.uint8, device="cuda").view(E4M3)
     scales = torch.full((len(ws), before + ws.shape[1] - (-after // 128)), torch.nan, device="cuda")
@@ -101,8 +97,7 @@ def columns_of_a_wider_one(b, before, after):
     ("columns", "channels"), [(136, 7168), (392, 400), (392, 1024), (8, 8192), (576, 1152), (64, 16)]
 )
 def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dtype):
-    """Some tiles begin inside a block of 128 columns that share a scale. In most calls the last tiles end past the last
-    column or row."""
+    """Some tiles begin inside a block of 128 columns that share a scale. Most calls have a partial last tile."""
     a, b = operands(520, columns, channels)
     expected = dsa.fp8_gemm_nt(a, b, out_dtype)
     for (write, config), weight in itertools.product(ONE_MATRIX, (b, columns_of_a_wider_one(b, 4, 512))):
@@ -116,9 +111,8 @@ def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dty
 @pytest.mark.parametrize(("before", "after"), [(0, 512), (4, 0), (2, 128), (1, 16), (8, 400)])
 @pytest.mark.parametrize(("columns", "channels"), [*LAYERS, *PARTS])
 def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns, channels, before, after, out_dtype):
-    """The numbers of rows select the kernel for many rows and the small-M kernel, the latter with tiles of 8 to 64
-    rows, with and without split-K. Calls with 1 and 512 rows are repeated, with the weight alternately at two
-    addresses, so that the op also replays recorded calls."""
+    """The numbers of rows select both kernels, tiles of 8 to 64 rows, and split-K. Repeated calls with the weight at
+    two addresses let the op replay recorded calls."""
     a, b = operands(1200, columns, channels)
     whole, parts = dsa.fp8_gemm_nt(a, b, out_dtype), [columns_of_a_wider_one(b, before, after) for _ in range(2)]
     assert not whole.isnan().any()
@@ -132,7 +126,6 @@ def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns,
 
 
 def test_strides_change_no_bit():
-    """`a` can have more leading dimensions than one, and the rows of the weight can have a stride of 0."""
     (q, s), (w, ws) = operands(72, 136, 512)
     expected = dsa.fp8_gemm_nt((q, s), (w, ws))
     assert torch.equal(dsa.fp8_gemm_nt((q.view(4, 18, 512), s.view(4, 18, 4)), (w, ws)).view(72, 136), expected)
@@ -162,9 +155,6 @@ def matrix_by_matrix(a, b, sizes, out_dtype=torch.float32):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
 def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, count, columns, channels, out_dtype):
-    """Ends and row numbers are valid or invalid. In the kernel for many rows, rows are in order or gathered, products
-    are weighted or not, and scheduling is static or dynamic. Dynamic scheduling and the small-M kernel run with several
-    numbers of CTAs."""
     a, b = operands(count, columns, channels, len(ends))
 
     def product(own, matrix, weights):
@@ -187,8 +177,8 @@ def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, coun
 @pytest.mark.parametrize("unused", [0, *hostile.UNUSED])
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9], [2] * 300], ids=hostile.name)
 def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, out_dtype):
-    """The sizes and expected_rows select the small-M kernel and the kernel for many rows, tiles of all sizes, static
-    and dynamic scheduling, and rows gathered by the kernel or copied before it."""
+    """The sizes and expected_rows select both kernels, all tiles, and static and dynamic scheduling. The kernel gathers
+    the rows, or the op copies them first."""
     a, b = operands(sum(sizes), 392, 400, len(sizes))
     hostile.check_expected_rows(dsa.grouped_fp8_gemm_nt, a, b, sizes, unused, out_dtype=out_dtype)
 

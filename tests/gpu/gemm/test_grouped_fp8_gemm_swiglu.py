@@ -1,5 +1,5 @@
-"""grouped_fp8_gemm_swiglu and grouped_fp8_fp4_gemm_swiglu (gate and up projection of experts, SwiGLU and FP8 cast in
-one op) on the GPU have the bits of the grouped product followed by swiglu_cast_to_fp8."""
+"""grouped_fp8_gemm_swiglu and grouped_fp8_fp4_gemm_swiglu on the GPU have the bits of the grouped GEMM followed by
+swiglu_cast_to_fp8."""
 
 from functools import partial
 
@@ -17,10 +17,8 @@ from tests.gpu.op_checks import assert_same_bits
 
 FP8, FP4 = CASES = cases_of("grouped_fp8_gemm_swiglu")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Rows per matrix. For both tile heights (64 and 128), one matrix has a full last tile, another a last tile of one row,
-# and another a last tile in which a warp has one row.
+# Rows per matrix. Both tile heights get a full last tile, one with a single row, and one with a single row for a warp.
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
-# (config, whether rows are gathered, whether scheduling is dynamic)
 KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
 KINDS.append((kernels.SWIGLU_CONFIGS[-1], False, True))
 
@@ -37,7 +35,6 @@ def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=Non
 )
 @by_sizes(grid(limit=(None, 1.5), use_ue8m0=(False, True), dtype=FLOATS))
 def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, channels, case, record_error):
-    """The result has 3 rows per token, divided at random among 8 experts."""
     counts = torch.randint(8, (3 * tokens,)).bincount(minlength=8).tolist()
     verify(case, sizes | {"sizes": counts, "tokens": tokens, "inner": inner, "channels": channels}, record_error)
 
@@ -45,7 +42,7 @@ def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, chan
 @pytest.mark.parametrize("channels", [1024, 640])
 @pytest.mark.parametrize("count", [1, 8, 300, 2000])
 def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
-    """The numbers of rows (`count`) select every kernel of the grouped ops."""
+    """The counts select every kernel of the grouped ops."""
     (q, s), fp4 = hostile.operands(FP4, 1, 8, channels=channels)
     fp8, ends = dsa.widen_fp4(*fp4[:2]), (torch.rand(8, device="cuda") * count / 8).int().cumsum(0).int()
     ends[-1] = count
@@ -60,7 +57,6 @@ def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
     assert_same_bits(dsa.fp8_gemm_nt(same_rows, one), dsa.fp8_gemm_nt(copies, one))
 
 
-# (dtype, use_ue8m0, limit)
 @pytest.mark.parametrize(
     "variant",
     [(FLOATS[0], True, None), (FLOATS[0], False, 1.5), (FLOATS[1], True, 1.5), (FLOATS[2], False, None)],
@@ -71,7 +67,6 @@ def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
 def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count, inner, channels, variant):
-    """The kernel runs with valid and invalid ends and row numbers."""
     a, b = hostile.operands(FP8, count, len(ends), inner=inner, channels=channels)
     dtype, use_ue8m0, limit = variant
 
@@ -93,8 +88,8 @@ def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count,
 @pytest.mark.parametrize("unused", [0, *hostile.UNUSED])
 @pytest.mark.parametrize("sizes", [*hostile.SIZES, [70, 0, 1300, 9]], ids=str)
 def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit, case):
-    """The sizes and expected_rows select the fused kernel, or (always with FP4 weights) a product followed by a cast
-    that skips unused rows. They also select gathered and copied rows, and static and dynamic scheduling."""
+    """The sizes and expected_rows select the fused kernel, or a GEMM followed by a cast that skips unused rows. FP4
+    weights always select the latter."""
     a, b = hostile.operands(case, sum(sizes), len(sizes), inner=inner, channels=256)
     hostile.check_expected_rows(case.function(), a, b, sizes, unused, weighted=False, limit=limit)
 
@@ -104,12 +99,12 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit
 )
 def test_a_graph_follows_new_ends(case, count, inner):
     """The case "few" runs the fused kernel. The case "many" has dynamic scheduling, for which each replay must zero the
-    tile counter. The case "FP4" runs a product followed by a cast."""
+    tile counter. The case "FP4" runs a GEMM followed by a cast."""
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
     wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
-    # With FP4 weights the product makes padded copies of scales, because K = 256 is not a multiple of 512. The op frees
-    # these copies before it allocates the results, so the results can get their memory. Each replay writes the copies
-    # again. So unused rows of the results need not keep their bytes.
+    # With FP4 weights the GEMM makes padded copies of scales, because K = 256 is not a multiple of 512. The op frees
+    # the copies before it allocates the results, so both can have the same memory. Each replay writes the copies again.
+    # So unused rows of the results need not keep their bytes.
     hostile.check_replays_with_fewer_rows(
         *(case.function(), a, b, lambda own, sizes: product_and_cast(own, wide, hostile.ends_of(sizes))),
         keeps_unused=case is FP8,

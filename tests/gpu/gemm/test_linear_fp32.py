@@ -1,5 +1,5 @@
-"""linear_fp32 on the GPU: exact sums of small integers, comparison with float64, and bits that depend neither on other
-tokens and rows nor on the tile."""
+"""linear_fp32 on the GPU: exact sums of small integers, comparison with float64, and bits that depend only on a token
+and a row."""
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_rows_alo
 
 (CASE,) = cases_of("linear_fp32")
 TOKENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
-# (rows, channels) of the matrix. Some sizes of the first line are those of models: index weights, compressors, routers,
-# and the joint matrix of a V4 layer, which consists of all these matrices. The second line has sizes that leave a part
-# of a tile empty.
+# (rows, channels) of the matrix. Some sizes of the first line are those of models. The second line has sizes that leave
+# a part of a tile empty.
 SHAPES = [
     *((64, 4096), (64, 7168), (256, 7168), (512, 4096), (1024, 4096), (2048, 4096), (2624, 4096), (2624, 7168)),
     *((1, 32), (40, 2048), (999, 2080), (530, 96), (4097, 2048)),
@@ -27,8 +26,8 @@ UNSCALED = {"scale": (1.0,), "scaled_from": (0,)}
 
 @by_sizes(
     *(grid(tokens=TOKENS, rows=[rows], channels=[channels], **UNSCALED) for rows, channels in SHAPES),
-    # Numbers of channels for which slices (see dsa/cute/small_m_product.py) have no k-step, one round of loads, or
-    # several rounds. The numbers of rows select kernels with and without clusters.
+    # Slices (see dsa/cute/small_m_product.py) have no k-step, one round of loads, or several rounds. The numbers of
+    # rows select kernels with and without clusters.
     grid(
         tokens=(3, 12, 50),
         rows=(100, 600),
@@ -56,8 +55,7 @@ def test_sums_are_near_float64(tokens, rows, channels, record_error):
 
 @pytest.mark.parametrize("channels", [2048, 2080, 4096, 7168, 16384])
 def test_bits_do_not_depend_on_other_tokens_and_rows(channels):
-    """The ranges of tokens and rows put a token and a row at different positions in a tile, and select every tile size,
-    with and without clusters."""
+    """The ranges of tokens and rows select every tile size, with and without clusters."""
     given = CASE.arguments("cuda", tokens=64, rows=2624, channels=channels, scale=1.0)
     tokens = [(0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (9, 16), (31, 33), (1, 63)]
     whole, weight = dsa.linear_fp32(**given), given["weight"]

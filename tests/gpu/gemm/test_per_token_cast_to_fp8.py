@@ -1,6 +1,5 @@
-"""The FP8 cast on the GPU has the bits of the reference. If scales are powers of two, the reference runs on the CPU.
-Otherwise it runs on the GPU, because a CPU rounds other scales differently (see `check_token_cast` in
-dsa/cases/gemm.py)."""
+"""The FP8 cast on the GPU has the bits of the reference. If scales are not powers of two, the reference runs on the
+GPU, because a CPU rounds them differently (see `check_token_cast`)."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ def test_nan_stays_in_its_group():
     given = CASE.arguments("cuda", tokens=5, dim=256)
     whole = CASE.run(given)
     given["x"][2, 1, 250] = torch.nan
-    # The NaN is in group 0, in the second 128 channels of the second head: columns 384 to 511 of q, column 3 of scale.
+    # The NaN is in group 0, in the second half of the second head: columns 384 to 511 of q, column 3 of scale.
     for found, right, columns in zip(CASE.run(given), whole, (slice(384, 512), slice(3, 4))):
         differs = bits(found) != bits(right)
         assert differs[2, columns].all() and differs.sum() == differs[2, columns].numel()

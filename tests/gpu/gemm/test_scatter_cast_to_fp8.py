@@ -1,5 +1,5 @@
-"""scatter_cast_to_fp8 on the GPU: each token has k rows in the results (`places`), and all of them get the token's FP8
-values and scales with the bits of per_token_cast_to_fp8."""
+"""scatter_cast_to_fp8 on the GPU: all k rows of a token in the results (`places`) have the bits of
+per_token_cast_to_fp8."""
 
 import pytest
 import torch

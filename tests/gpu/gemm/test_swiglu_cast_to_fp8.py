@@ -32,8 +32,6 @@ def test_every_shape_is_right(sizes, record_error):
 
 @pytest.mark.parametrize("limit", [None, 1.5])
 def test_every_gate_is_right(limit):
-    """Check every finite bf16 gate: in bf16 with up = 1, and in fp32 with up = -0.3. Also check a tensor of one
-    dimension."""
     gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16).view(-1, 128)
     finite = torch.where(gate.isfinite(), gate, 0)
     for x, factor, use_ue8m0 in ((finite, 1.0, False), (finite.float(), -0.3, True), (finite[200], 1.0, True)):
@@ -63,8 +61,8 @@ def test_offsets_beyond_32_bits():
 @pytest.mark.parametrize("channels", [128, 384, 2048])
 @by_sizes(grid(halves=(True,), **KINDS))
 def test_rows_from_the_last_end_on_are_not_written(sizes, channels):
-    """The kernel's variant for results of grouped products writes no row from the last end on. If the last end is
-    negative or larger than the number of rows, this variant writes all rows. The number of CTAs does not matter."""
+    """The kernel's variant for grouped GEMMs writes no row from the last end on. If the last end is negative or larger
+    than the number of rows, this variant writes all rows."""
     given = CASE.arguments("cuda", shape=(700, channels), **sizes)
     expected, limit = CASE.run(given), given["limit"]
     variant = dtype_name(given["gate"].dtype), given["use_ue8m0"], limit is not None

@@ -22,8 +22,8 @@ accumulated = pytest.mark.parametrize("accumulators", [FP32, FP16], ids=str)
 class Op:
     """A case of an op, a check of the results, and options of the call.
 
-    check: (arguments, results) -> the largest error, or None if equal bits are required; raises AssertionError if a
-    result is wrong. options: override arguments that `case` makes
+    check: (arguments, results) -> the largest error, or None if equal bits are required. options: override arguments
+    that `case` makes
     """
 
     case: Case
@@ -35,9 +35,8 @@ class Op:
         return self.case.arguments("cuda", **sizes) | self.options
 
     def pages(self, lengths, kind, **sizes):
-        """Return arguments with sequences of these lengths. By default pages have 64 keys, and schedule_meta is None
-        (num_sms 0), so the op itself divides the keys among SMs. kind: (queries per sequence, accumulators). sizes:
-        override these defaults."""
+        """Return arguments with sequences of these lengths. With num_sms 0 schedule_meta is None, so the op itself
+        divides the keys among SMs. kind: (queries per sequence, accumulators)"""
         next_n, accumulators = kind
         sizes = {"page_size": 64, "columns": max(1, *lengths), "num_sms": 0} | sizes
         return self.arguments(lengths=tuple(lengths), next_n=next_n, accumulators=accumulators, **sizes)
@@ -56,15 +55,12 @@ def packed(lengths):
 
 
 def any_numbers(keys):
-    """Return (starts, ends) with every pair of ten numbers: extreme numbers, numbers near 0, and numbers near
-    `keys`."""
     return zip(*product([INT_MIN, INT_MAX, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30], repeat=2))
 
 
 # name -> (number of keys, (starts, ends) of the queries' key ranges)
 OF_ONE_PIECE = {
-    # All queries are in one block. The ends of some ranges are far below the starts of others, and no query sees the
-    # many key tiles in between.
+    # All queries are in one block. Its ranges are far apart, with key tiles in between that no query sees.
     "far apart in one block": (10000, ([9000, 9100, 9200, 9300, 0, 9990, 0, 9990], [10, 20, 0, 64, 1, 10000, 5, 9991])),
     "packed sequences": (636, packed([1, 63, 64, 65, 440, 3])),
     "beyond the columns": (1000, ([0, 0, 5, 990, 300, 999], [1000, 64, 900, 1000, 2000, 1000])),
@@ -88,8 +84,6 @@ class KeysInOnePiece:
     @pytest.mark.parametrize("heads", [8, 64])
     @pytest.mark.parametrize(("queries", "keys"), RANDOM)
     def test_random_ranges_are_right(self, op, queries, keys, heads, accumulators, record_error):
-        """A range can be empty, end before it starts, or reach beyond the keys. The ranges of a block of queries can be
-        disjoint."""
         op.verify(op.arguments(queries=queries, keys=keys, heads=heads, accumulators=accumulators), record_error)
 
     @accumulated
@@ -130,8 +124,8 @@ class KeysInPages:
         ("batch", "longest"), [*((n, 60000) for n in (1, 3, 33, 100)), *((n, 600) for n in (31, 700, 4096))]
     )
     def test_ragged_batches_are_right(self, op, batch, longest, kind, record_error):
-        """A CTA has many work tiles. With fp16 accumulators, some warpgroups scale the queries of a work tile while
-        others still compute the previous work tile. If these warpgroups raced, scores would be wrong."""
+        """With fp16 accumulators, some warpgroups scale the queries of a work tile while others still compute the
+        previous work tile. If these warpgroups raced, scores would be wrong."""
         lengths = (torch.rand(batch) ** 3 * longest * (torch.rand(batch) < 0.7)).int()
         op.verify(op.pages(lengths.tolist(), kind), record_error)
 
@@ -166,8 +160,6 @@ class KeysInPages:
     @by_kind
     @pytest.mark.parametrize(("length", "per_query"), [(700, False), (2000, True), (40000, False)])
     def test_a_graph_takes_new_lengths_keys_and_pages(self, op, length, per_query, kind):
-        """In every second replay (seeds 1, 3, 5) most scores are 0 and tie. In the last replay all lengths are 0."""
-
         def fresh(seed):
             new = op.pages((length,) * 6, kind, seed=seed, per_query=per_query)
             scales = new["kv_cache"].view(len(new["kv_cache"]), -1)[:, 64 * 128 :].view(FP32)

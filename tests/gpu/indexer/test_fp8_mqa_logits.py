@@ -18,7 +18,6 @@ OPTIONS += [{"logits_dtype": torch.bfloat16, "max_seqlen_k": columns} for column
 
 
 def arguments(queries, keys, accumulators=FP32, **sizes):
-    """Return arguments in which every query sees all keys."""
     given = OP.arguments(queries=queries, keys=keys, accumulators=accumulators, **sizes)
     zeros = torch.zeros_like(given[RANGES[0]])
     return given | dict(zip(RANGES, (zeros, zeros + keys)))
@@ -39,8 +38,6 @@ class TestKeysInOnePiece(KeysInOnePiece):
 
 @accumulated
 def test_what_is_not_finite_stays_where_it_is(accumulators):
-    """A NaN in a key or in a key's scale affects only the key's column. A NaN in a query or an infinite weight affects
-    only the query's row."""
     given = arguments(20, 200, accumulators)
     q, (k, scale), weights = given["q"], given["kv"], given["weights"]
     finite = dsa.fp8_mqa_logits(**given).clone()
@@ -56,8 +53,8 @@ def test_what_is_not_finite_stays_where_it_is(accumulators):
 
 @accumulated
 def test_a_row_of_negative_products_is_exactly_zero(accumulators):
-    """If all products q . k of a row are negative, ReLU makes the row's scores 0. They must be exactly 0, so that they
-    tie and a selection orders them by the keys' indices."""
+    """ReLU makes these scores 0. They must be exactly 0, so that they tie and a selection orders them by the keys'
+    indices."""
     given = arguments(4, 100, accumulators)
     k, scale = given["kv"]
     given |= {"q": (given["q"].float().abs() + 0.1).to(E4M3), "kv": ((-k.float().abs() - 0.1).to(E4M3), scale)}
@@ -72,8 +69,8 @@ def test_fp16_accumulation_of_queries_of_any_size(exponent):
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_fp16_accumulation_of_the_largest_numbers(factor):
-    """Products q . k are up to 2.6e7 (448^2 * 128), and all terms of a score have the same sign. The kernel must scale
-    q and the weights so that no fp16 sum overflows."""
+    """Products q . k are up to 448^2 * 128, and all terms of a score have the same sign. The kernel must scale q and
+    the weights so that no fp16 sum overflows."""
     given = arguments(16, 500, FP16)
     signs = torch.where(torch.rand(500, 1, device="cuda") < 0.5, 448.0, -448.0)
     kv = signs.expand(500, 128).contiguous().to(E4M3), torch.ones(500, device="cuda")
@@ -82,13 +79,12 @@ def test_fp16_accumulation_of_the_largest_numbers(factor):
 
 
 def selected(scores, k=2048):
-    """Return a bool mask of the k highest scores of each row."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k).indices, True)
 
 
 def test_fp16_accumulation_selects_the_same_keys():
-    """Compare the selections by scores with fp16 and with fp32 accumulators. As in a model, the keys are clustered, the
-    heads of a query share a direction, and the weights have both signs."""
+    """As in a model, the keys are clustered, the heads of a query share a direction, and the weights have both
+    signs."""
     basis = torch.randn(24, 128, device="cuda") / 128**0.5
     centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (32768,), device="cuda")]
     k = (centres + torch.randn(32768, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(32768, 128, device="cuda")

@@ -1,5 +1,5 @@
-"""fp8_paged_mqa_logits (paged index scores) and get_paged_mqa_logits_metadata (their plans) on the GPU: the shared
-tests with many options, non-finite numbers, fp16 accumulation, results of more than 2^31 elements, and long runs."""
+"""fp8_paged_mqa_logits and get_paged_mqa_logits_metadata (its plans) on the GPU: the shared tests with many options,
+non-finite numbers, fp16 accumulation, results of more than 2^31 elements, and long runs."""
 
 from itertools import product
 
@@ -45,8 +45,6 @@ def test_scores_beyond_2_to_the_31():
 
 @by_kind
 def test_what_is_not_finite_stays_where_it_is(kind):
-    """A NaN in a key or in a key's scale affects only the key's column, in the rows of the key's sequence. A NaN in a
-    query or an infinite weight affects only the query's row."""
     given, next_n = OP.pages((200,) * 5, kind), kind[0]
     given["context_lens"] = int32([[200] * next_n] * 5)
     cache, weights = given["kv_cache"], given["weights"]
@@ -112,8 +110,8 @@ def test_contiguous_keys_have_the_same_bits(kind):
 
 @pytest.mark.parametrize("next_n", [3, 4])
 def test_fp16_accumulation_of_rows_of_any_size(next_n):
-    """The magnitude of queries varies from head to head, and the magnitude of weights varies from row to row. So the
-    fp16 factor by which the kernel scales a row would give wrong scores in another row."""
+    """Queries vary in size from head to head, and weights from row to row. The fp16 factor by which the kernel scales a
+    row would give wrong scores in another row."""
     given = OP.pages((500, 70), (next_n, FP16))
     powers = torch.exp2(torch.randint(-5, 8, (2, next_n, 64, 1), device="cuda").float())
     q = torch.randn(2, next_n, 64, 128, device="cuda").clamp(-1.7, 1.7) * powers
@@ -126,8 +124,8 @@ def test_fp16_accumulation_of_rows_of_any_size(next_n):
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_fp16_accumulation_of_the_largest_numbers(factor):
-    """Products q . k are up to 2.6e7 (448^2 * 128), and all terms of a score have the same sign. The kernel must scale
-    q and the weights so that no fp16 sum overflows."""
+    """Products q . k are up to 448^2 * 128, and all terms of a score have the same sign. The kernel must scale q and
+    the weights so that no fp16 sum overflows."""
     given = OP.pages((500, 64), (4, FP16))
     cache = given["kv_cache"].view(len(given["kv_cache"]), -1)
     signs = torch.where(torch.rand(len(cache), 64, 1, device="cuda") < 0.5, 448.0, -448.0).expand(-1, -1, 128)

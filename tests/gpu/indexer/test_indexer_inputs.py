@@ -42,8 +42,8 @@ def test_queries_are_right(variant, record_error):
 @pytest.mark.parametrize("tokens", [0, 1, 31, 33, 5000])
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_queries_have_the_bits_of_a_cpu(tokens, heads, dtype):
-    """Compare with the reference on the CPU. Scales are powers of two; for other scales a CPU divides by 448 and a GPU
-    multiplies by 1 / 448, so bits can differ."""
+    """Scales are powers of two. For other scales a CPU divides by 448 and a GPU multiplies by 1 / 448, so bits can
+    differ."""
     poison_free_memory(mebibytes=16)
     given = QUERIES.arguments("cuda", tokens=tokens, heads=heads, dtype=dtype, use_ue8m0=True)
     for got, expected in zip(QUERIES.run(given), on_cpu(given), strict=True):
@@ -60,7 +60,6 @@ def test_queries_that_are_not_numbers():
 
 @pytest.mark.parametrize("sizes", KEY_SIZES, ids=str)
 def test_keys_are_right(sizes, record_error):
-    """Keys with slots outside the cache are not written."""
     given = KEYS.arguments("cuda", **sizes)
     cache, slots = given["cache"], given["slots"]
     outside = [cache.shape[0] * cache.shape[1], *OUTSIDE[slots.dtype]]

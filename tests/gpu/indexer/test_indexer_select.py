@@ -1,5 +1,5 @@
-"""indexer_select on the GPU has the bits of the two separate ops (fp8_mqa_logits, topk_indices), for every number of
-candidate passes (candidate_lists.py) and for many distributions of scores."""
+"""indexer_select on the GPU has the bits of fp8_mqa_logits and topk_indices, for every number of candidate passes
+(candidate_lists.py)."""
 
 import math
 import sys
@@ -20,7 +20,6 @@ CASE = cases_of("indexer_select")[0]
 
 
 def check(given, found):
-    """Require the bits of the two separate ops. The indices must not depend on return_values."""
     require_two_ops(given, found)
     assert torch.equal(dsa.indexer_select(**given | {"return_values": False}), found[0])
 
@@ -29,8 +28,8 @@ OP = Op(CASE, check)
 
 
 def arguments(queries, keys, starts=0, ends=None, top_k=2048, accumulators=FP32, **sizes):
-    """Return arguments in which query t sees the keys from starts[t] to ends[t] - 1. If `starts` or `ends` is a single
-    number, it holds for all queries. By default queries see all keys."""
+    """Return arguments in which query t sees the keys from starts[t] to ends[t] - 1. A single number holds for all
+    queries."""
     given = OP.arguments(queries=queries, keys=keys, top_k=top_k, accumulators=accumulators, **sizes)
     bounds = (int32(x).expand(queries).contiguous() for x in (starts, keys if ends is None else ends))
     return given | dict(zip(RANGES, bounds))
@@ -48,24 +47,22 @@ class TestKeysInOnePiece(KeysInOnePiece):
 @accumulated
 @pytest.mark.parametrize("longest", [6000, 26000])
 def test_more_blocks_than_sms(longest, accumulators):
-    """There are more blocks of queries than SMs, so a CTA computes several blocks. The CTA's ring buffers continue from
-    one block to the next, also after odd numbers of key tiles."""
+    """A CTA computes several blocks of queries. The CTA's ring buffers continue from one block to the next, also after
+    odd numbers of key tiles."""
     starts, lengths = torch.randint(0, longest, (2, 3000), device="cuda", dtype=torch.int32)
     OP.verify(arguments(3000, longest + 400, starts, starts + lengths, 300, accumulators))
 
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_blocks_shared_by_two_sms(heads):
-    """If there are at most half as many blocks of queries as SMs, two CTAs compute each block together; otherwise one
-    CTA does. Most of the larger numbers of blocks are not multiples of the number of SMs."""
+    """Two CTAs compute a block of queries together if the blocks are at most half as many as the SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1
         OP.verify(arguments(queries, 9000, torch.randint(0, 300, (queries,)), top_k=700, heads=heads, dim=32))
 
 
-# Relative frequencies of seven kinds of blocks of queries. Queries of the first two kinds see no key; queries of the
-# other kinds see at most 70, 300, 2100, 9000 and all keys.
+# Relative frequencies of blocks of queries that see at most 0, 0, 70, 300, 2100, 9000 and all keys.
 ODDS = [
     (9, 0, 0, 0, 0, 0, 1),
     (5, 1, 1, 1, 1, 1, 1),
@@ -79,8 +76,7 @@ ODDS = [
 @pytest.mark.parametrize("odds", ODDS, ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(3200, 12000), (2700, 30000)])
 def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
-    """Blocks without keys are before, after and between blocks with few and with many key tiles. A CTA prepares its
-    next block while it computes the current one."""
+    """A CTA prepares its next block while it computes the current one."""
     block = torch.tensor(odds).float().multinomial(queries // 4, replacement=True)
     longest = torch.tensor([0, 0, 70, 300, 2100, 9000, keys])[block]
     lengths = (longest.repeat_interleave(4) * torch.rand(queries)).ceil().int()
@@ -92,8 +88,8 @@ def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
 @pytest.mark.parametrize("length", [CAPACITY + 1, 6000, 9000, 1 / 8, 1 / 4])
 @pytest.mark.parametrize("keys", [30000, 100000, 300000])
 def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
-    """Of each four queries, one sees all keys and three see only `length` keys. The tiles of a pass are chosen for the
-    keys that the whole block sees, so few of the scored keys are visible to the three queries."""
+    """Of each four queries, one sees all keys. The tiles of a pass are chosen for the keys that the whole block sees.
+    Few of these keys are visible to the other three queries."""
     length = int(length * keys) if length < 1 else length
     at = torch.linspace(0, keys - length, 48).int().view(16, 3)
     starts, ends = (torch.nn.functional.pad(x, (1, 0), value=n).flatten() for x, n in ((at, 0), (at + length, keys)))
@@ -102,8 +98,7 @@ def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2000, 2048])
 def test_rows_of_very_different_lengths(top_k):
-    """The queries of a block see very different numbers of keys, such as none, CAPACITY (the largest length of a
-    candidate list), one more than CAPACITY, and all keys."""
+    """CAPACITY is the largest length of a candidate list."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
     for n in (lengths, lengths[torch.randperm(len(lengths))]):
@@ -111,8 +106,7 @@ def test_rows_of_very_different_lengths(top_k):
             OP.verify(arguments(len(n), keys, starts, starts + n, top_k))
 
 
-# Distributions of scores: number of keys -> the keys' scales. All keys are equal except for their scales, so the scales
-# determine the order of a row of scores.
+# Number of keys -> the keys' scales. All keys are equal except for their scales.
 SHAPES = {
     "ascending": lambda n: torch.arange(1, n + 1),
     "descending": lambda n: torch.arange(n, 0, -1),
@@ -125,8 +119,8 @@ SHAPES = {
     "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
     "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
     "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
-    # A bound is based on the scores of the sampled tiles. If these scores are above all others, the bound leaves too
-    # few candidates. If they are below all others, the lists of candidates overflow.
+    # A bound is based on the scores of the sampled tiles. If these are above all others, the bound leaves too few
+    # candidates. If they are below all others, the lists of candidates overflow.
     "large where sampled": lambda n: torch.rand(n) + 2 * _sampled(n),
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
@@ -135,11 +129,11 @@ SHAPES = {
     # sampled tiles apart.
     "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
     "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
-    # Few different scores, so that many scores are equal to the bound and to the k-th largest score.
+    # Many scores are equal to the bound and to the k-th largest score.
     "a few levels": lambda n: torch.randint(1, 9, (n,)),
     "many levels": lambda n: torch.randint(1, n // 700, (n,)),
-    # Ties with the k-th largest score: a warp ranks up to 32 tied keys by key index; among more tied keys, the kernel
-    # searches for the largest index to select.
+    # A warp ranks up to 32 keys that tie with the k-th largest score. Among more tied keys, the kernel searches for the
+    # largest index to select.
     "20 or so of a level": lambda n: torch.randint(1, n // 20, (n,)),
     "31 of a level": lambda n: torch.arange(n) // 31 + 1,
     "32 of a level": lambda n: torch.arange(n) // 32 + 1,
@@ -153,8 +147,8 @@ SHAPES = {
 
 
 def _sampled(keys, stride=4):
-    """Return a mask of the keys in every stride-th key tile (candidate_passes.py), for queries that see all keys. A
-    group is GROUP adjacent keys. Tile r has the groups r, r + tiles, r + 2 tiles, ..., at most PARTS of them."""
+    """Return a mask of the keys in every stride-th key tile (candidate_passes.py). Tile r has the groups r, r + tiles,
+    r + 2 tiles, ... of GROUP adjacent keys, at most PARTS of them."""
     tiles = math.ceil(math.ceil(keys / GROUP) / PARTS)
     return (torch.arange(keys) // GROUP) % tiles % stride == 0
 
@@ -175,12 +169,12 @@ def test_scores_of_any_shape(shape, sign, keys, accumulators):
 
 def _hardly_more_than_the_rank(keys):
     """Return scores for which each list has only a few more than `second_rank` candidates after the second pass. The
-    bound for the last pass is the candidate of this rank in the list.
+    bound for the last pass is the candidate of this rank.
 
-    Then any number slightly below these candidates is a valid bound. The search for the bound ends after one pass, with
-    a digit (a range of scores, see radix_select.py), and the new bound is the beginning of this range. If the new bound
-    were below the list's old bound, results would be wrong: the list does not contain keys with scores between the two
-    bounds, and some of these keys are among the largest 2048.
+    Any number slightly below these candidates is then a valid bound. The search ends after one pass, and the new bound
+    is the beginning of a digit (a range of scores, see radix_select.py). If it were below the list's old bound, results
+    would be wrong. The list does not contain keys with scores between the two bounds, and some of these keys are among
+    the largest 2048.
     """
     strides = pass_strides(keys)
     first_rank, second_rank = bound_ranks(2048, strides)
@@ -195,7 +189,7 @@ def _hardly_more_than_the_rank(keys):
         free[chosen] = False
 
     place(first_rank, first, 1.96, 2.0)
-    # These are more keys than the search's slack, a sixteenth of the rank. So the first bound is among these scores.
+    # More keys than the search's slack, a sixteenth of the rank. So the first bound is among these scores.
     place(first_rank // 8, first, 1.91, 1.92)
     place(second_rank + second_rank // 32 - first_rank, second & ~first, 1.96, 2.0)
     place(500, ~second, 1.96, 2.0)
@@ -206,8 +200,7 @@ def _hardly_more_than_the_rank(keys):
 @accumulated
 @pytest.mark.parametrize("keys", [30000, 50000, 131072])
 def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
-    """Each query's scores are multiplied by another factor, so that digits (see radix_select.py) begin at different
-    positions relative to the scores."""
+    """Each query's scores have another factor, so that digits (see radix_select.py) begin at different positions."""
     given = arguments(96, keys, accumulators=accumulators)
     factors = torch.linspace(0, 1, 97, device="cuda")[:96, None].exp2()
     q, k = given["q"][:1].expand(96, -1, -1).contiguous(), given["kv"][0][:1].expand(keys, -1).contiguous()
@@ -220,8 +213,7 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
     ("starts", "ends", "top_k"), [([0, 30000] * 8, [30000, 60000] * 8, 2048), (0, [60000] * 15 + [30000], 100)]
 )
 def test_some_lists_overflow_and_others_do_not(starts, ends, top_k, accumulators):
-    """Keys 0 to 29999 have scale 0, so their scores tie. The lists of queries that see only these keys overflow. Other
-    queries of the same blocks see only keys 30000 to 59999, whose scores differ, or see all keys."""
+    """Keys 0 to 29999 have scale 0, so their scores tie. The lists of queries that see only these keys overflow."""
     given = arguments(16, 60000, starts, ends, top_k, accumulators)
     given["kv"][1][:30000] = 0.0
     OP.verify(given)
@@ -239,8 +231,8 @@ def test_nan_is_never_selected(keys, accumulators):
 
 @pytest.mark.parametrize("times", [1, 5], ids=["two ops", "lists of candidates"])
 def test_slots(times):
-    """The block table has too few pages for some keys, and two entries are invalid pages. In the last call all scores
-    tie, so the lists of candidates overflow. With times = 1 there are no lists."""
+    """The block table has too few pages for some keys. In the last call all scores tie, so the lists of candidates
+    overflow."""
     starts = times * int32([0] * 25 + [2000] * 25)
     given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
     table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)
@@ -265,7 +257,6 @@ def test_more_queries_than_a_launch_has(monkeypatch):
 
 @accumulated
 def test_long_contexts(accumulators):
-    """Key indices exceed 2^24, and the last keys are more than 2^31 bytes after the first."""
     keys = 2**24 + 2**20
     k = torch.randint(0, 0x78, (keys, 128), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     starts, ends = [0, keys - 5000, 2**20 - 3, 2**24 - 2048] * 2, [keys, keys, 2**20 + 9000, 2**24 + 9000] * 2
@@ -277,7 +268,7 @@ def test_long_contexts(accumulators):
 @pytest.mark.parametrize("keys", [7000, 40000])
 def test_a_graph_takes_new_ranges_and_scores(keys, accumulators):
     """With 40000 keys, lists overflow in some replays and not in others, so the graph must contain the kernels for
-    both. With 7000 keys there are no lists."""
+    both."""
 
     def fresh(seed):
         starts = torch.randint(0, keys // 2, (2, 200))

@@ -1,4 +1,4 @@
-"""paged_indexer_select on the GPU has the bits of the two separate ops (fp8_paged_mqa_logits, topk_indices)."""
+"""paged_indexer_select on the GPU has the bits of fp8_paged_mqa_logits and topk_indices."""
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ OPTIONS = [(1, False), (100, True), (2048, False), (2048, True), (4096, True)]
 
 
 def check(given, found):
-    """Require the bits of the two separate ops. The indices must not depend on return_values."""
     require_two_paged_ops(given, found)
     assert torch.equal(dsa.paged_indexer_select(**given | {"return_values": False}), found[0])
 
@@ -35,8 +34,6 @@ def test_more_columns_than_the_table_has(op):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("share", [1.0, 0.001, 0.0], ids=lambda share: f"{share:.1%} are not zero")
 def test_equal_scores_and_zeros(op, share, sign):
-    """The scores of all queries are the keys' scales times `sign`, and many of them tie. share = 1: all scales are 1.
-    Otherwise this fraction of the scales is random, and the others are 0."""
     given, one = op.pages((50000, 3000, 2048), KINDS[0]), torch.zeros(128, device="cuda")
     one[0], pages = 1.0, given["kv_cache"].view(len(given["kv_cache"]), -1)
     scales = torch.rand(len(pages), 64, device="cuda") * (torch.rand(len(pages), 64, device="cuda") < share)

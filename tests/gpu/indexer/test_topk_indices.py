@@ -24,7 +24,7 @@ CHOOSE = topk_config.choose_config
 
 @pytest.fixture(params=topk_config.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
 def config(request, monkeypatch):
-    """Use each variant in turn, for all shapes that the variant supports. For other shapes the op chooses as usual."""
+    """Use each variant in turn. For shapes that the variant does not support, the op chooses as usual."""
     cfg = request.param
 
     def choose(rows, vectors, k, width, multiprocessors):
@@ -53,7 +53,7 @@ def check(scores, k, **options):
 
 
 def sampled(n):
-    """Return the positions that the kernel samples in a row of n numbers: groups of eight adjacent positions."""
+    """Return the positions that the kernel samples in a row of n numbers."""
     pairs = min(n // 16, SAMPLE) // 8
     i, step = torch.arange(pairs, device="cuda"), n // 8 // pairs
     pair = i * step + (((i * 2654435761) % 2**32) * step >> 32)
@@ -61,7 +61,6 @@ def sampled(n):
 
 
 def neighbours(n, low_bits):
-    """Return numbers (shape n) of at least 1 that differ only in the last `low_bits` bits of the mantissa."""
     return (torch.randint(0, 2**low_bits, n, device="cuda", dtype=torch.int32) + 0x3F800000).view(torch.float32)
 
 
@@ -145,8 +144,6 @@ def test_ragged_rows(config, sorted_, k, dtype):
 @pytest.mark.parametrize("sorted_", [False, True])
 @pytest.mark.parametrize(("rows", "cols"), [*SIZES, (5, 0)])
 def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
-    """`out` is a part of a buffer. The rows of `out` start at multiples of 16 bytes or at other addresses, and the
-    buffer around `out` must not change."""
     scores, lengths = torch.randn(rows, cols, device="cuda"), torch.randint(0, cols + 1, (rows,), device="cuda").int()
     for k, before, after in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
         buffer = torch.full((rows + 2, before + k + after), 77, dtype=torch.int32, device="cuda")
@@ -161,8 +158,6 @@ def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_graph_replay_into_a_part_of_a_buffer(paged):
-    """Replays have new scores and lengths. The results for 128 rows are positions or, if `paged`, slots."""
-
     def renew():
         return torch.randn(128, 20000, device="cuda"), torch.randint(0, 20001, (128,), device="cuda").int()
 
@@ -199,8 +194,8 @@ def test_slots(config, page_size, by_value):
 
 @pytest.mark.parametrize("cols", [9000, 40000])
 def test_calls_that_follow_each_other_closely(cols):
-    """A launch can begin before the previous launch ends (programmatic dependent launch). The later launch must wait
-    before it reads results of the earlier one, and before it overwrites memory that the earlier one still reads."""
+    """A launch can begin before the previous launch ends. It must wait before it reads results of the earlier launch,
+    and before it overwrites memory that the earlier launch still reads."""
 
     def chain(topk):
         scores, picked = first.clone(), []

@@ -1,5 +1,4 @@
-"""Access to caches that `dsa.cases.attention` has filled: used slots, unused slots (filled with NaN), and bytes of the
-FP8 layouts."""
+"""Access to caches that `dsa.cases.attention` has filled. Unused slots are NaN."""
 
 import torch
 
@@ -10,7 +9,7 @@ FEW_LAYOUTS = ["bf16, 576", "fp16, 512", "656 bytes", "584 bytes"]
 
 
 def slots_of(cache):
-    """Return (indices of the slots that contain keys, indices of the slots that contain NaN), both int64."""
+    """Return int64 indices (of slots with keys, of slots with NaN)."""
     unused = all_rows(cache).isnan().any(1)
     return (~unused).nonzero()[:, 0], unused.nonzero()[:, 0]
 
@@ -23,8 +22,7 @@ def v4_planes(cache):
 
 
 def garbage(cache, slots):
-    """Fill these slots with NaN, infinite or extreme values or scales, one kind after another. Yield after each
-    kind."""
+    """Fill these slots with one kind of extreme values or scales after another. Yields after each kind."""
     if cache.dtype != torch.uint8:
         for value in (NAN, INF, -INF, 0.0):
             cache.view(-1, cache.shape[3])[slots] = value

@@ -1,5 +1,5 @@
-"""Tests that every op that attends to lists of selected keys must pass: the class SelectedKeys. The test file of each
-op subclasses it and defines a fixture `op`, which returns an Op."""
+"""Tests that every op that attends to lists of selected keys must pass. The test file of each op subclasses
+SelectedKeys and defines a fixture `op`, which returns an Op."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,13 +43,13 @@ class Op:
 
 
 def with_nan_rows(given):
-    """Return the arguments of prefill with a row of NaN after each row of kv, and all indices doubled."""
+    """Return arguments of prefill with a row of NaN after each row of kv."""
     kv = torch.stack((given["kv"], torch.full_like(given["kv"], NAN)), 1).flatten(0, 1)
     return given | {"kv": kv, "indices": 2 * given["indices"]}
 
 
 def by_query(found):
-    """Return out [T, H, 512] and lse [T, H] from the results of prefill, or of decoding with one query per sequence."""
+    """Return (out [T, H, 512], lse [T, H]) of prefill, or of decoding with one query per sequence."""
     out, *_, lse = found
     return (out[:, 0], lse[..., 0]) if out.dim() == 4 else (out, lse)
 
@@ -60,7 +60,6 @@ def cache_of(given):
 
 
 def size(given):
-    """Return the number of slots of the cache; for prefill, the number of rows of kv."""
     return cache_of(given).shape[0] * cache_of(given).shape[1]
 
 
@@ -68,7 +67,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("lengths", [LENGTHS * 5, *([n] * 5 for n in (0, -5, 1000, 2**31 - 1))], ids=len)
     @pytest.mark.parametrize("top_k", [64, 1000, 1024])
     def test_keys_after_topk_length_are_not_looked_at(self, op, top_k, lengths, record_error):
-        """Indices from topk_length on select keys that are NaN, so a result would be NaN if the op read them."""
+        """Indices from topk_length on select keys that are NaN."""
         given = op.inputs(len(lengths), 3000, top_k) | {"topk_length": int32(lengths)}
         beyond = torch.arange(top_k, device="cuda") >= given["topk_length"][:, None, None]
         given["indices"].masked_fill_(beyond, slots_of(cache_of(given))[1][0].int())
@@ -80,7 +79,7 @@ class SelectedKeys:
         given["indices"][3:4] = given["indices"][4:5, 0, 1:] = -1
         sinks = {"attn_sink": torch.tensor(SINKS, device="cuda").repeat(op.heads // len(SINKS))}
         (out, lse), (plain, plain_lse) = op.checked(given | sinks, record_error), op.run(given)
-        if tokens > 1:  # a single query's keys are split, and a sink can change the rounding when splits are combined
+        if tokens > 1:  # with one query the keys are split, and a sink can change the rounding when splits are combined
             assert_equal((lse, out[:, 0]), (plain_lse, plain[:, 0]))
         assert not out[:, [1, 7]].any() and out[:3, 3].any()
 
@@ -93,8 +92,6 @@ class SelectedKeys:
         assert not out.any() and lse.eq(INF).all()
 
     def test_tiles_without_keys_are_ignored(self, op, record_error):
-        """A list has ten tiles of 64 positions. Each of the eight lists has valid indices only in one position (the
-        last, the first, or 320), only in one tile, or only in every other tile."""
         given, place = op.inputs(8, 4000, 640), torch.arange(640, device="cuda")
         tile = place // 64
         kept = [place == 639, place == 0, place == 320, tile == 9, tile == 0, tile == 5, tile % 2 == 0, tile % 2 == 1]
@@ -109,7 +106,6 @@ class SelectedKeys:
         op.checked(given, record_error)
 
     def test_keys_that_no_query_selects_change_no_bit(self, op):
-        """The slots of these keys, and the pad bytes of the cache, can have any contents."""
         given = op.inputs(30, 2000, 500)
         clean, cache = op.checked(given), cache_of(given)
         for _ in garbage(cache, slots_of(cache)[1]):
@@ -127,16 +123,13 @@ class SelectedKeys:
     @pytest.mark.parametrize(("scale", "least"), [(1e-7, -INF), (0.01, -INF), (0.3, -INF), (10.0, 30), (2400.0, 5e3)])
     @pytest.mark.parametrize(("tokens", "top_k"), [(20, 1000), (1, 6000)])
     def test_logits_of_any_size_do_not_overflow(self, op, tokens, top_k, scale, least, record_error):
-        """With the two large scales few keys dominate the softmax. Their exponentials would overflow if the maximum
-        were not subtracted."""
+        """With the two large scales, exponentials would overflow if the maximum were not subtracted."""
         _, lse = op.checked(op.inputs(tokens, 7000, top_k, scale=scale), record_error)
         assert lse.min() > least
 
     def test_a_maximum_may_rise_from_tile_to_tile(self, op, record_error):
-        """From tile to tile the maximum of a query's logits rises by less or by more than the threshold for rescaling
-        O. The amount differs from head to head, and in half of the heads the maximum falls. The test sets the logits by
-        the rope channels, because these are not part of the values. Some queries have no valid key at the beginning or
-        at the end of their list."""
+        """The maximum of a query's logits rises or falls by another amount in each head. Some amounts exceed the
+        threshold for rescaling O. Rope channels set the logits, because they are not part of the values."""
         given = op.inputs(36, 1024, 1024)
         q, cache = given["q"].view(36, op.heads, -1), cache_of(given)
         if q.shape[2] == D_V or cache.dtype == torch.uint8:
@@ -148,8 +141,8 @@ class SelectedKeys:
         all_keys = cache.view(-1, q.shape[2])
         all_keys[slots, D_V:] = (tile * direction * q.shape[2] ** 0.5 / 64).to(cache.dtype)
         indices = given["indices"] = slots.int().expand(36, 1, -1).clone()
-        # The valid part of these lists begins with the first keys. Otherwise the lse of some heads would be near 0,
-        # where the relative error of fp32 is large.
+        # These lists begin with the first keys. Otherwise the lse of some heads would be near 0, where the relative
+        # error of fp32 is large.
         indices[7::8, :, 700:] = indices[7::8, :, :324]
         indices[7::8, :, :700] = indices[6::8, :, 100:] = -1
         _, lse = op.checked(given, record_error)
@@ -166,8 +159,6 @@ class SelectedKeys:
         assert torch.equal(out, all_rows(cache_of(given))[keys, None, :D_V].expand_as(out).to(out.dtype))
 
     def test_queries_do_not_depend_on_each_other(self, op):
-        """A query's results have the same bits if the queries are in another order, in a call with seven of the
-        queries, and alone."""
         given = op.inputs(300, 3000, 2048, **op.invariant)
         for lengths in (None, torch.randint(-5, 2100, (300,), dtype=torch.int32, device="cuda")):
             given["topk_length"] = lengths
@@ -176,8 +167,7 @@ class SelectedKeys:
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])
     def test_a_part_of_a_tensor_is_written(self, op, tokens, invariant):
-        """`out` is a part of a larger tensor. If the cache has no keys, the op writes zeros to `out` and does not write
-        the rest of the tensor."""
+        """If the cache has no keys, the op writes zeros to `out` and does not write the rest of the tensor."""
         given = op.inputs(tokens, 3000, 1000, sink=True, invariant=invariant)
         whole = assert_writes_a_part(op.case, given)
         out, name = whole[..., 1 : 1 + op.heads, :], "kv" if "kv" in given else "k_cache"

@@ -1,5 +1,5 @@
-"""flash_mla_sparse_fwd (sparse MLA prefill) on the GPU: numbers of heads, queries and keys, the shared tests of ops
-with selected keys, and calls without keys."""
+"""flash_mla_sparse_fwd (sparse MLA prefill) on the GPU: many sizes, the shared tests of ops with selected keys, and
+calls without keys."""
 
 from itertools import product
 
@@ -13,8 +13,7 @@ CASE = case_of("flash_mla_sparse_fwd")
 PLAIN = {"counted": False, "sink": False, "invalid": 0.0}
 SIZES = [
     *((33, h, 3000, 320, {"sink": True, "invalid": 0.1}) for h in (1, 8, 16, 32, 64, 80, 128)),
-    # Fewer queries than an H200's 132 SMs, about as many, and more. In the first line queries select 2048 keys, as in
-    # V3.2.
+    # Fewer queries than an H200's 132 SMs, about as many, and more. 2048 selected keys are those of V3.2.
     *((t, h, 8192, 2048, {}) for t, h in ((1, 1), (1, 128), (20, 64), (131, 64), (133, 128))),
     (1500, 128, 8192, 512, {}),
     *((7, h, 5000, k, {}) for h in (16, 64, 128) for k in (1, 2, 63, 64, 65, 128, 192, 512, 1000, 2047, 2048)),

@@ -1,6 +1,6 @@
-"""flash_mla_sparse_fwd on the GPU with at most 16 heads, where the kernels compute a group of 4 or 8 adjacent queries
-together if these queries have many keys in common. The tests check which groups selection_union_sm90.py chooses, the
-unions of keys that it lists, and the results."""
+"""flash_mla_sparse_fwd on the GPU with at most 16 heads. The kernels compute 4 or 8 adjacent queries together if these
+have many keys in common. The tests check which groups selection_union_sm90.py chooses, the unions of keys that it
+lists, and the results."""
 
 import pytest
 import torch
@@ -22,8 +22,7 @@ by_size = pytest.mark.parametrize("size", [4, 8])
 
 @pytest.fixture(autouse=True)
 def all_calls_may_share(monkeypatch):
-    """Let the op use the kernels for shared keys for any number of queries and indices. Use empty stores of recorded
-    calls, because calls recorded in other tests can use other kernels."""
+    """Calls recorded in other tests can use other kernels, so the stores of recorded calls are empty."""
     monkeypatch.setattr(shared, "may_share", lambda *_: True)
     for op in (bridge._sparse_mla_prefill, bridge._sparse_mla_prefill.into):
         monkeypatch.setattr(op, "known", KnownCalls())
@@ -34,8 +33,8 @@ def distinct(queries, n, k):
 
 
 def overlapping(queries, keys, k, pool):
-    """Return int32 [queries, 1, k]: for each query, k different keys in random order. Each 16 adjacent queries select
-    from the same `pool` random keys."""
+    """Return int32 [queries, 1, k] with k different keys per query. Each 16 adjacent queries select from the same
+    `pool` random keys."""
     pools = distinct(-(-queries // 16), keys, pool).repeat_interleave(16, 0)[:queries]
     return pools.gather(1, distinct(queries, pool, k).long())[:, None].contiguous()
 
@@ -57,8 +56,8 @@ class TestSelectedKeys(SelectedKeys):
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     @pytest.mark.parametrize("place", [0, 300, 575])
     def test_nan_reaches_the_query_that_selects_it_alone(self, op, place, bad):
-        """The results of the group's other queries can change by rounding: if the output of a query is not finite,
-        another kernel computes the group's queries one by one."""
+        """If the output of a query is not finite, another kernel computes the group's queries one by one. This can
+        change the rounding of the other queries' results."""
         given = op.inputs(65, 3000, 500, pool=550)
         given["indices"] %= 5998
         clean, affected = op.run(given), torch.arange(65, device="cuda") % 62 == 2
@@ -70,8 +69,7 @@ class TestSelectedKeys(SelectedKeys):
 
 
 def union(indices, size, s_kv, lengths=None):
-    """Run the kernel of selection_union_sm90.py. -> (lists of keys per group, their lengths, groups whose queries are
-    computed together, queries that are computed alone)"""
+    """Run the kernel. -> (keys per group, their numbers, groups computed together, queries computed alone)"""
     s_q, _, k = indices.shape
     groups = -(-s_q // size)
     lists = int32([[[-1] * max(1, min(size * k * MOST_UNION[0] // MOST_UNION[1], s_kv))]] * groups)
@@ -86,7 +84,7 @@ def union(indices, size, s_kv, lengths=None):
 
 
 def check_union(indices, size, s_kv, lengths=None):
-    """Check the results of `union`. -> the groups whose queries are computed together, in order"""
+    """-> the groups whose queries are computed together, in order"""
     lists, found, groups, alone = union(indices, size, s_kv, lengths)
     s_q, _, k = indices.shape
     rows = indices[:, 0].tolist()
@@ -106,8 +104,8 @@ def check_union(indices, size, s_kv, lengths=None):
             got = {entry & (2**MEMBER_SHIFT - 1): (entry & 2**32 - 1) >> MEMBER_SHIFT for entry in entries}
             assert len(entries) == len(expected) and got == expected
         elif not repeats:
-            # The kernel first estimates the union's size from a sample of the keys, so it can reject unions slightly
-            # below the limit. Groups that select fewer than 2000 keys in all are not checked.
+            # The kernel first estimates the union's size from a sample, so it can reject unions slightly below the
+            # limit.
             assert len(expected) * MOST_UNION[1] > 0.8 * total * MOST_UNION[0] or total < 2000
     return sorted(groups)
 
@@ -116,8 +114,7 @@ def check_union(indices, size, s_kv, lengths=None):
 @pytest.mark.parametrize("s_kv", [3000, 70000, 140000, 300000])
 @pytest.mark.parametrize("k", [1, 31, 512, 700, 2048])
 def test_lists_are_unions_of_selections(k, s_kv, size):
-    """If kv has many keys, the kernel needs several rounds (ranges of keys). The last group has fewer queries than the
-    others."""
+    """If kv has many keys, the kernel needs several rounds (ranges of keys). The last group has fewer queries."""
     indices = overlapping(37, s_kv, k, k + k // 4)
     assert check_union(indices, size, s_kv) or k == 1
     changed = torch.where(torch.rand(indices.shape, device="cuda") < 0.1, int32(-1), indices)
@@ -125,15 +122,13 @@ def test_lists_are_unions_of_selections(k, s_kv, size):
     check_union(changed, size, s_kv)
     lengths = torch.randint(-5, k + 100, (37,), dtype=torch.int32, device="cuda")
     lengths[8:16] = 0
-    # Queries 8 to 15 have no keys. The queries of their groups are computed together, because an empty union is below
-    # the limit.
+    # The queries of groups without keys are computed together, because an empty union is below the limit.
     assert 8 // size in check_union(changed, size, s_kv, lengths)
 
 
 @by_size
 def test_keys_of_every_round_are_found(size):
-    """kv has MOST_KEYS keys, the largest number for which queries are grouped. At first every query selects the last
-    key. Then queries 8 and up get random keys, and their groups are no longer formed."""
+    """kv has MOST_KEYS keys, the largest number for which queries are grouped."""
     s_kv = shared.MOST_KEYS
     indices = overlapping(40, s_kv - 1, 2048, 2500)
     indices[:, 0, 100] = s_kv - 1
@@ -167,8 +162,7 @@ def test_queries_and_keys_of_any_number_are_right(op, queries, k, record_error):
 
 @pytest.mark.parametrize("pool", [700, 800, 1200, 3000])
 def test_queries_with_more_and_with_less_in_common_are_right(op, pool, record_error):
-    """Two adjacent queries have about the fraction 700 / `pool` (1 to 0.23) of their keys in common. In the first call
-    this holds for all queries, in the second call only for the last 80 queries."""
+    """Two adjacent queries have about the fraction 700 / `pool` of their keys in common."""
     op.checked(op.inputs(61, 3000, 700, pool=pool), record_error)
     given = op.inputs(200, 3000, 700)
     given["indices"][40:77] = 2 * distinct(37, 3000, 700)[:, None]
@@ -177,22 +171,20 @@ def test_queries_with_more_and_with_less_in_common_are_right(op, pool, record_er
 
 
 def test_selections_without_a_key_in_common_are_right(op, record_error):
-    """In the first call only one of 8 adjacent queries has keys, in the second call all queries have different keys."""
     given, query = op.inputs(64, 3000, 200, pool=200), torch.arange(64, device="cuda")[:, None, None]
     op.checked(given | {"indices": given["indices"].where(query % 8 == 3, -1)}, record_error)
     op.checked(given | {"indices": (80 * query + torch.arange(0, 80, 2, device="cuda")).int()}, record_error)
 
 
 def test_a_result_follows_from_its_group(op):
-    """The bits of a query's results do not depend on other groups of queries, and repeated runs give the same bits."""
     given = op.inputs(600, 3000, 700)
     assert_runs_have_the_same_bits(op.run, given)
     assert_rows_stand_alone(op.run, given, PER_QUERY, [slice(64, 128), slice(592, 600), slice(0, 8)])
 
 
 def test_a_batch_invariant_result_does_not_depend_on_the_group(op, record_error):
-    """With enable_batch_invariant the bits of a query's results do not depend on the query's position in the call or on
-    the selections of other queries. Without it they depend on both."""
+    """Without enable_batch_invariant the bits depend on the query's position in the call and on the selections of other
+    queries."""
     given, later = op.inputs(600, 3000, 700), slice(3, None)
     invariant, others = given | {"enable_batch_invariant": True}, given["indices"].clone()
     others[1::2] = 2 * distinct(300, 3000, 700)[:, None]

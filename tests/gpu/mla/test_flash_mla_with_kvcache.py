@@ -46,7 +46,6 @@ def test_splits_and_many_sequences_are_right(lengths, heads, invariant, record_e
 
 
 def keys_of(given, b):
-    """Return the slots of a sequence's keys in a cache with one KV head."""
     page, position = given["k_cache"].shape[1], torch.arange(int(given["cache_seqlens"][b]), device="cuda")
     return given["block_table"][b, position // page].long() * page + position % page
 
@@ -54,14 +53,14 @@ def keys_of(given, b):
 @pytest.mark.parametrize("scale", [10.0, 2400.0])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_large_logits_do_not_overflow(heads, scale, record_error):
-    """Few keys dominate the softmax. Their exponentials would overflow if the maximum were not subtracted."""
+    """Exponentials would overflow if the maximum were not subtracted."""
     _, lse = checked(CASE, inputs([500, 65, 3000], 2, heads, causal=True, scale=scale), record_error)
     assert lse.max() > 5 * scale
 
 
 def test_a_maximum_that_rises_from_tile_to_tile(record_error):
-    """From tile to tile the maximum of a sequence's logits rises by less or by more than the threshold for rescaling O;
-    in one sequence it falls."""
+    """The maximum of a sequence's logits rises from tile to tile by less or by more than the threshold for rescaling O.
+    In one sequence it falls."""
     given = inputs([1024] * 6, 1, 64)
     rows, tile = given["k_cache"].view(-1, 576), torch.arange(1024, device="cuda")[:, None] // 64
     for b, step in enumerate((0.5, 3.0, 6.0, 20.0, -6.0, 0.0)):
@@ -89,9 +88,8 @@ def test_pages_outside_the_cache_and_its_block_table_hold_no_keys():
 def test_plans_of_both_styles_are_right():
     given = inputs([700, 0, 5000, 64], 2, scale=0.1, causal=True)
     meta, nothing = dsa.get_mla_metadata()
-    # The other plans depend on an upper limit of the lengths, which is known from the width of the block table.
-    # `old_plan` does not use the block table. So this plan can split the sequences at other keys, and only results with
-    # the other plans must have equal bits.
+    # The other plans know an upper limit of the lengths from the width of the block table. `old_plan` does not, so it
+    # can split the sequences at other keys, and its bits can differ.
     plans = [old_plan(given).values(), (meta, nothing), (meta, None), (None, None)]
     names = "tile_scheduler_metadata", "num_splits"
     got = [checked(CASE, given | dict(zip(names, plan))) for plan in plans]
@@ -100,12 +98,10 @@ def test_plans_of_both_styles_are_right():
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_a_batch_invariant_result_does_not_depend_on_other_sequences(heads):
-    """With enable_batch_invariant a sequence's results have the same bits in a batch, in a batch of another order, and
-    alone. Without it the bits can depend on the other sequences, and here they do."""
+    """Without enable_batch_invariant the bits can depend on the other sequences, and here they do."""
     given = inputs([2500, 64, 9000, 0, 40_000, 2048, 2049], 2, heads, causal=True, invariant=True)
     parts = [torch.randperm(7).cuda(), *(slice(b, b + 1) for b in range(7))]
     whole = assert_rows_stand_alone(CASE.run, given, SEQUENCE, parts)
-    # A wider block table must not change the results.
     wide = torch.nn.functional.pad(given["block_table"], (0, 5000), value=-1)
     assert_same_bits(CASE.run(given | {"block_table": wide}), whole)
     planned = given | {"enable_batch_invariant": False}
@@ -123,8 +119,6 @@ def test_two_hundred_runs_have_the_same_bits(heads):
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (16, 1), (126, 2), (128, 1)])
 def test_a_part_of_a_tensor_is_written(heads, kv_heads, s_q, dtype):
-    """A call that writes to `out`, a part of a larger tensor, gives the bits of a call without `out`. The plan splits
-    some sequences and not others."""
     given = inputs([700, *BOUNDARIES, 9000], s_q, heads, kv_heads=kv_heads, dtype=dtype)
     for options in ({"causal": True}, {"enable_batch_invariant": True}):
         assert_writes_a_part(CASE, given | options)
@@ -134,8 +128,6 @@ def test_a_part_of_a_tensor_is_written(heads, kv_heads, s_q, dtype):
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_graph_of_short_sequences_is_replayed_for_long_and_empty_ones(heads, into, style):
-    """The captured call has sequences of up to 60 keys. into: write to the caller's `out`, which is a part of a tensor
-    with more heads."""
     lengths = [[5, 60, 0, 1], [3000, 64, 9000, 0], [0, 0, 0, 0], [1, 4000, 65, 20_000]]
     given = inputs([max(column) for column in zip(*lengths)], 2, heads, causal=True)
     given["cache_seqlens"].copy_(int32(lengths[0]))
@@ -154,10 +146,10 @@ def test_a_graph_of_short_sequences_is_replayed_for_long_and_empty_ones(heads, i
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
-    """A plan made in a capture contains no numbers until the graph is replayed. So a call outside the graph, or in
-    another graph, must not use the plan that `meta` has from this capture."""
+    """A plan made in a capture contains no numbers until the graph is replayed. Calls outside the graph, or in another
+    graph, must not use this plan."""
     given, (meta, _) = inputs([700, 64, 20_000], 2, 16, causal=True), dsa.get_mla_metadata()
-    CASE.run(given)  # compile outside of a capture
+    CASE.run(given)
     given["tile_scheduler_metadata"] = meta
     graphs, got = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], []
     for graph in graphs:
@@ -173,8 +165,7 @@ def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
 
 
 def test_the_host_does_not_wait_for_the_gpu_when_it_makes_plans():
-    """Make plans in a capture. There, PyTorch raises an error if the host waits for the GPU or copies from pageable
-    host memory."""
+    """In a capture PyTorch raises an error if the host waits for the GPU or copies from pageable host memory."""
     lengths = int32([700, 64, 0, 2000])
     requests = ((lengths, 16, 1), (lengths, 16, 1, 16, True, 2048))
 
@@ -194,9 +185,8 @@ PLANNED.append([i * i * 8 % 50_000 for i in range(77)])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("rows", "kv_heads"), [(16, 1), (128, 1), (1024, 8)])
 def test_parts_of_a_plan_are_full_up_to_the_mean_and_one_overhead(lengths, rows, kv_heads, known):
-    """Every key tile belongs to exactly one part of the plan. The cost of a part is the number of key tiles in the
-    part, plus an overhead for each sequence in the part. No part costs more than the mean plus one overhead. known:
-    whether the call passes the largest length, on which the number of parts and the overhead depend"""
+    """A part costs its key tiles plus an overhead for each sequence. No part costs more than the mean plus one
+    overhead. known: whether the call passes the largest length, on which the number of parts and the overhead depend"""
     poison_free_memory(mebibytes=8)
     most = max(lengths) if known else 0
     _, overhead = _parts(int32(lengths), rows, kv_heads, most)

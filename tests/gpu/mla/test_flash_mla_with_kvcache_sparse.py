@@ -41,8 +41,7 @@ def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
 
 
 def nan_after_counts(given):
-    """Return the arguments with changed lists. From topk_length on (in the second list: from extra_topk_length on), all
-    entries of a list become the index of a key that is NaN."""
+    """Return the arguments, where the indices from topk_length (extra_topk_length) on select a key that is NaN."""
     changed = {}
     for cache, indices, counts in (FIRST, SECOND):
         if given[counts] is not None:
@@ -124,17 +123,16 @@ def test_indices_that_are_no_keys_of_either_cache_are_ignored(layout, invalid, r
 
 
 def of_one_key_each(layout, cache, slots, heads):
-    """Return (arguments in which query t selects only the key in slots[t], the values of these keys)."""
     given = inputs(layout, len(slots), 1, heads, 1, 64)
     rows = dsa.reference.read_kv_cache(cache, slots)[:, None, None, :D_V].expand(-1, 1, heads, -1)
     return given | {"k_cache": cache, "indices": slots.int().view(-1, 1, 1)}, rows
 
 
 def assert_rounded(out, expected, left_out=0.0):
-    """Require that `out` is `expected` up to two roundings, first to fp16 (11 bits), then to bf16 (8 bits). For fp16
-    the allowed error is 9/8 times that of rounding to nearest.
+    """Require `expected` up to two roundings, first to fp16 (11 bits), then to bf16 (8 bits). For fp16 the allowed
+    error is 9/8 times that of rounding to nearest.
 
-    left_out: absolute error that is allowed in addition to that of the roundings
+    left_out: absolute error that is allowed in addition
     """
     error = (out.double() - expected.double()).abs()
     assert (error <= expected.double().abs() * (2**-8 + 9 / 8 * 2**-11) + left_out).all()
@@ -142,7 +140,7 @@ def assert_rounded(out, expected, left_out=0.0):
 
 @by_heads
 def test_one_key_with_any_scales_gives_its_rounded_value(heads):
-    """The kernel rounds the product of an e4m3 number and its scale to fp16, before the result is rounded to bf16."""
+    """The kernel rounds the product of an e4m3 number and its scale to fp16."""
     layout = "656 bytes, any scales"
     given, expected = of_one_key_each(layout, *filled_cache(maker(), layout, 30, 64), heads)
     assert_rounded(checked(CASE, given)[0], expected)
@@ -151,7 +149,7 @@ def test_one_key_with_any_scales_gives_its_rounded_value(heads):
 @pytest.mark.parametrize("layout", BYTES)
 def test_bytes_of_every_value_are_exact(layout):
     """Each key contains all e4m3 numbers except NaN. The scale of a key is a power of two; with "any scales" it is up
-    to twice this power. All q are 0, and each query selects one key."""
+    to twice this power."""
     cache, slots = filled_cache(maker(), layout, 254, 64)
     bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
     number = torch.arange(254, device="cuda")
@@ -168,8 +166,8 @@ def test_bytes_of_every_value_are_exact(layout):
         page, offset = slots // 64, slots % 64
         rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
-        # The rope channels get the magnitude of the other channels, because the kernel scales all channels of a key by
-        # one power of two before it converts them to fp16.
+        # The kernel scales all channels of a key by one power of two before it converts them to fp16. So the rope
+        # channels must be as large as the others.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
         rows[page, offset, 448:] = rope.bfloat16().view(torch.uint8)
     given, expected = of_one_key_each(layout, cache, slots, 16)
@@ -184,10 +182,12 @@ def test_bytes_of_every_value_are_exact(layout):
 @pytest.mark.parametrize("heads", [16, 32, 128])
 @pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart_lose_little(layout, heads):
-    """Let S be the largest scale of a key, rounded down to a power of two. The absolute error that fp16 causes is at
-    most 2^-22 S. With 656 bytes the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. With 584 bytes all groups
-    of a key have the same scale, 2^-7 to 2^-36, and the rope channels are larger. There, the kernel treats the largest
-    rope channel, rounded down to a power of two and divided by 2^9, as another scale, and S includes this scale."""
+    """fp16 causes an absolute error of at most 2^-22 S. S is the largest scale of a key, rounded down to a power of
+    two.
+
+    With 656 bytes the scales of groups 1 to 3 are multiplied by 2^0 to 2^-29. With 584 bytes the scales of a key are
+    all 2^-7 to all 2^-36, and the rope channels are larger. There, S can also be the largest rope channel, rounded down
+    to a power of two and divided by 2^9."""
     cache, slots = filled_cache(maker(), layout, 60, 64)
     apart = torch.arange(60, device="cuda") // 2.0
     if "656" in layout:
@@ -208,8 +208,7 @@ def test_scales_that_are_far_apart_lose_little(layout, heads):
 
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes", "bf16, 512"])
 def test_plans_of_both_styles_are_right(layout):
-    """The first call with the plan object `new` fills it. The plan is then valid for calls of the same shapes with any
-    selection, and calls of other shapes raise an error."""
+    """The first call with `new` makes the plan. It is then valid for calls of the same shapes with any selection."""
     given = inputs(layout, 3, 2, 64, 1000)
     old = dsa.get_mla_metadata(int32([9, 0, 5000]), 128, 1, 64, given["is_fp8_kvcache"], 1000)
     new, nothing = dsa.get_mla_metadata()
@@ -225,8 +224,7 @@ def test_plans_of_both_styles_are_right(layout):
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
 @few_layouts
 def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries(layout, heads):
-    """A query's results have the same bits however many queries of the sequence are in the call. The call has no
-    topk_length, so the second list always begins at the same tile."""
+    """The call has no topk_length, so the second list always begins at the same tile."""
     given = inputs(layout, 8, 4, heads, 128, extra=(200, 16), invariant=True)
     visible = 59 + torch.arange(8, device="cuda")[:, None] + torch.arange(4, device="cuda")
     given["indices"] = given["indices"].where(torch.arange(128, device="cuda") < visible[..., None], -1)
@@ -240,8 +238,7 @@ def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
-    """The number of queries decides how many heads a CTA computes. The bits of a query's results must not depend on
-    this number of heads."""
+    """The number of queries decides how many heads a CTA computes."""
     given = inputs(layout, 300, 1, heads, k, 1000, invalid=0.0)
     parts = [slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)]
     assert_rows_stand_alone(CASE.run, given, ("q", "indices"), parts)
@@ -261,9 +258,6 @@ def test_bytes_by_other_names_give_the_same_bits(layout, dtype):
     ("layout", "batch", "heads"), [("656 bytes", 3, 128), ("584 bytes", 40, 16), ("bf16, 576", 1, 64)]
 )
 def test_a_graph_takes_new_data(layout, batch, heads, into, style, record_error):
-    """Replays have new queries, keys, selections and list lengths (0, some, all). into: write to the caller's `out`,
-    which is a part of a tensor with more heads."""
-
     def fresh(seed, low, high):
         options = {"invalid": 0.1, "sink": True, "seed": seed}
         counts = torch.randint(low, high, (2, batch), dtype=torch.int32, device="cuda")

@@ -37,7 +37,6 @@ def test_sinks_of_every_size_scale_the_output_alone():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", range(4))
 def test_a_branch_alone_is_kept_exactly(dtype, place):
-    """The branch is the only one in the call, or all other branches are empty (their LSE is inf or -inf)."""
     given, logs = inputs(4, (200, 16, 512), dtype), 100 * torch.randn(200, 16, device="cuda")
     values = given["outs"][place] = torch.randn(200, 16, 512, device="cuda").to(dtype)
     lses = [torch.full_like(logs, -INF if i % 2 else INF) for i in range(4)]

@@ -32,7 +32,6 @@ def call(dims, heads, kv_heads, queries, keys, **options):
 
 
 def in_sequences(results, cu_q):
-    """Return out and lse of the queries that belong to a sequence."""
     rows = slice(int(cu_q[0]), int(cu_q[-1]))
     return results[0][rows], results[1][:, rows]
 
@@ -53,7 +52,6 @@ def test_all_keys_are_right(dims, case, causal, record_error):
 @by_case
 @by_dims
 def test_selected_keys_are_right(dims, case, top_k, record_error):
-    """Some queries see none of the keys that they select. They must get the results of a query without keys."""
     given = call(dims, *case, top_k=top_k)
     checked(CASE, given, record_error)
     checked(CASE, given | {"causal": False}, record_error)
@@ -62,8 +60,7 @@ def test_selected_keys_are_right(dims, case, top_k, record_error):
 @pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 640, 1000])
 @by_dims
 def test_the_last_query_reads_its_own_bits(dims, tokens):
-    """The tensors end with the last sequence, so a read past that sequence's queries or selection bits would be out of
-    bounds."""
+    """A read past the last sequence's queries or selection bits would be out of bounds."""
     given = call(dims, 4, 4, [30, tokens], [30, tokens], top_k=max(tokens, 30) // 2, more=0)
     checked(CASE, given)
     checked(CASE, given | {"causal": False})
@@ -73,7 +70,7 @@ def test_the_last_query_reads_its_own_bits(dims, tokens):
 @pytest.mark.parametrize("dense_keys", [0, 1, 100, 640, 10**6])
 def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
     """For queries that see at most dense_keys keys, the op may ignore the selection. Here the bits select all keys of
-    these queries, so the results must have the bits of a call with dense_keys = 0."""
+    these queries."""
     given = call(dims, 4, 4, [700, 300], [900, 300], top_k=300) | {"dense_keys": dense_keys}
     seen = torch.cat((torch.arange(201, 901), torch.arange(1, 301))).cuda()
     given["selected"][:1000][seen <= dense_keys] = -1
@@ -83,8 +80,8 @@ def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
 
 @pytest.mark.parametrize("dims", ROPE_DIMS, ids=str)
 def test_rope_channels_apart_give_the_same_bits(dims):
-    """Two calls must agree in every bit. One has the rope channels in k_rope, and k and v are views of one tensor, as a
-    projection of latents gives them. The other has whole keys in k, with the rope channels."""
+    """In `parts` the rope channels are in k_rope. There k and v are views of one tensor, as a projection of latents
+    gives them."""
     rope, given = ROPE_DIMS[dims], call(dims, 4, 4, [513, 100], [700, 100], rope=ROPE_DIMS[dims], top_k=100)
     both = torch.cat((given["k"], given["v"]), -1)
     parts = {"k": both[..., : dims[0] - rope], "v": both[..., dims[0] - rope :]}
@@ -96,8 +93,7 @@ def test_rope_channels_apart_give_the_same_bits(dims):
 
 @pytest.mark.parametrize("options", [*OPTIONS, *BETWEEN], ids=str)
 def test_fp16_large_scores_and_other_channels_are_right(options, record_error):
-    """The kernels do not support the numbers of channels in BETWEEN, so the op pads the channels. In the second call
-    the heads of v have a stride of 0."""
+    """The kernels do not support the numbers of channels in BETWEEN, so the op pads the channels."""
     given = call(heads=4, kv_heads=2, queries=[513, 100], keys=[700, 400], **options)
     checked(CASE, given, record_error)
     one_head = given["v"][:, :1].expand(given["v"].shape)
@@ -113,8 +109,6 @@ def test_all_bits_are_no_selection(dims):
 
 @by_dims
 def test_a_query_depends_on_no_other(dims):
-    """Compute a sequence alone, and its last queries as a chunk after a prefix. The results must have the bits of the
-    call with all sequences."""
     given = call(dims, 4, 2, [300, 700], [300, 700], top_k=200)
     out, lse = CASE.run(given)
     for first in (300, 301, 555, 999):

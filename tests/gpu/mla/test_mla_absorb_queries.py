@@ -1,5 +1,5 @@
-"""mla_absorb_queries on the GPU: the products of queries and W_UK (the rows of kv_b for keys) are near torch.bmm with
-dequantised weights, and the rope channels have the bits of apply_rotary."""
+"""mla_absorb_queries on the GPU. Products of queries and W_UK (the rows of kv_b for keys) are near torch.bmm. The rope
+channels have the bits of apply_rotary."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.gpu.attention import case_of, checked
 from tests.gpu.op_checks import assert_rows_stand_alone, assert_same_bits, replays
 
 CASE = case_of("mla_absorb_queries")
-# (heads, channels without rope, rows of kv_b per head): V3.2, GLM-5, the heads of both on one of 8 GPUs, and sizes for
-# which heads begin at rows that are multiples of 32 but not of 64 or 128.
+# (heads, channels without rope, rows of kv_b per head): V3.2, GLM-5, both on one of 8 GPUs. In the last two, heads
+# begin at rows that are multiples of 32 but not of 64 or 128.
 HEADS = [(128, 128, 256), (64, 192, 448), (16, 128, 256), (8, 192, 448), (5, 128, 160), (3, 192, 224)]
 
 
@@ -34,15 +34,14 @@ def test_latent_queries_are_the_products_and_rope_is_rotated(tokens, heads, nope
     if tokens == 32:
         by_bmm = torch.bmm(given["q_nope"].transpose(0, 1), weights(given)).transpose(0, 1)
         assert_close("q", got[..., :512], by_bmm, abs_tol=1e-3, rel_tol=2**-7, cos_tol=5e-6)
-        # The kernel and bmm add in different orders. So results differ where a sum is near the middle between two bf16
-        # numbers.
+        # The kernel and bmm add in different orders. A sum near the middle between two bf16 numbers can round either
+        # way.
         assert (got[..., :512] != by_bmm).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("value", [2.0**-9, 0.0, 448.0, -448.0, 1.125 * 2.0**-6])
 def test_every_weight_is_what_dequantising_gives(value):
-    """One channel of each token's q_nope is 1 and the others are 0, so each result must equal a dequantised weight.
-    Every seventh weight is `value`, such as a subnormal or the largest e4m3 number."""
+    """One channel of each token's q_nope is 1 and the others are 0, so each result must equal a dequantised weight."""
     given = inputs(32, 4, 128, 256)
     weight, q_nope = given["kv_b"][0], given["q_nope"]
     weight.view(-1)[::7] = torch.tensor(value, device="cuda").to(weight.dtype)

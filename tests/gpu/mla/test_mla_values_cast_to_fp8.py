@@ -1,5 +1,5 @@
 """mla_values_cast_to_fp8 on the GPU: attended latents times W_UV (the rows of kv_b for values), cast to FP8. Nearly all
-bytes equal those of torch.bmm with dequantised weights followed by the cast."""
+bytes are those of torch.bmm followed by the cast."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from tests.gpu.attention import case_of, checked
 from tests.gpu.op_checks import assert_equal, assert_rows_stand_alone, assert_same_bits, replays
 
 CASE = case_of("mla_values_cast_to_fp8")
-# (heads, value channels, rows of kv_b per head): V3.2, GLM-5, the heads of both on one of 8 GPUs, and sizes for which
-# heads begin at rows that are multiples of 32 but not of 64 or 128.
+# (heads, value channels, rows of kv_b per head): V3.2, GLM-5, both on one of 8 GPUs. In the last two, heads begin at
+# rows that are multiples of 32 but not of 64 or 128.
 HEADS = [(128, 128, 256), (64, 256, 448), (16, 128, 256), (8, 256, 448), (5, 128, 160), (3, 256, 288)]
 by_scales = pytest.mark.parametrize("use_ue8m0", [True, False])
 
@@ -48,8 +48,7 @@ def test_nearly_all_bytes_are_those_of_bmm_and_the_cast(heads, v_dim, rows, use_
 @by_scales
 @pytest.mark.parametrize("value", [2.0**-9, 0.0, 448.0, -448.0])
 def test_the_cast_of_a_single_weight_is_exact(value, use_ue8m0):
-    """One latent channel of each token is 1 and the others are 0, so the values must equal the dequantised weights of
-    this channel, and the result must equal the cast of these weights."""
+    """One latent channel of each token is 1 and the others are 0, so the values must equal dequantised weights."""
     given = inputs(64, 4, 128, 256, use_ue8m0)
     weight, attended = given["kv_b"][0], given["attended"]
     weight.view(-1)[::7] = torch.tensor(value, device="cuda").to(weight.dtype)

@@ -15,7 +15,6 @@ BOUNDS = "cu_seqlens_q", "cu_seqlens_k"
 
 
 def inputs(case, **sizes):
-    """Return arguments of the case, by default with windows of 128 keys."""
     return case.arguments("cuda", **{"window": 128} | sizes)
 
 
@@ -34,8 +33,7 @@ def test_heads_are_right(case, heads, d, dtype, record_error):
 @pytest.mark.parametrize("heads", [8, 128])
 @pytest.mark.parametrize("window", [1, 7, 63, 64, 65, 128, 1000, 10**9])
 def test_windows_of_any_size_are_right(window, heads, d, record_error):
-    """Two kinds of queries have no keys: queries before the first key of their sequence, and queries that belong to no
-    sequence. They have output 0 and LSE inf."""
+    """Queries before the first key of their sequence, and queries of no sequence, have no keys."""
     given = inputs(ALONE, heads=heads, d=d, window=window)
     found, without = checked(ALONE, given, record_error), window_list(given | {"window": 1}).eq(-1).all(1)
     assert 7 < int(without.sum()) < 20 and empty(found, without)
@@ -56,7 +54,7 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 @pytest.mark.parametrize("length", [131, 133, 3000])
 @by_op
 def test_a_chunk_is_right(case, length, heads, record_error):
-    """Use V4's sizes. The sequence has 131 or 133 queries (an H200 has 132 SMs), or 3000 queries."""
+    """V4's sizes. An H200 has 132 SMs."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
     checked(case, inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes), record_error)
 
@@ -87,8 +85,6 @@ def test_keys_that_no_query_attends_to_change_no_bit(case, heads):
 @pytest.mark.parametrize("seed", range(10))
 @by_op
 def test_whatever_cu_seqlens_hold_results_are_between_the_keys(case, seed):
-    """With any numbers in cu_seqlens_q and cu_seqlens_k, a query attends to some keys of kv or to none, but never to
-    the NaN around kv."""
     torch.manual_seed(seed)
     memory = torch.full((900, 1, 512), NAN, dtype=BF16, device="cuda")
     given = inputs(case, sequences=((198, 298),), seed=seed)
@@ -122,8 +118,6 @@ def test_without_any_keys_results_are_zero():
 )
 @pytest.mark.parametrize("layout", ["bf16, 576", "bf16, 512", "fp16, 512", "656 bytes", "584 bytes"])
 def test_decoding_is_sparse_attention_to_the_windows_slots(layout, window, s_q, heads, page, ring, record_error):
-    """sliding_window_decode has the bits of flash_mla_with_kvcache with the windows' slots as indices. The cache is
-    paged, with some invalid pages in the second call, or has a ring buffer per sequence."""
     page = max(page, window + s_q - 1) if ring else page
     sizes = {"layout": layout, "lengths": LENGTHS, "s_q": s_q, "heads": heads, "page": page, "ring": ring}
     given = inputs(DECODE, window=window, **sizes)
@@ -142,8 +136,8 @@ def test_decoding_is_sparse_attention_to_the_windows_slots(layout, window, s_q, 
 @pytest.mark.parametrize("heads", [16, 128])
 @by_op
 def test_a_graph_takes_new_bounds(case, heads, record_error):
-    """The captured call has cu_seqlens of 0, so a graph that kept these numbers would give every query the results of a
-    query without keys."""
+    """The captured call has cu_seqlens of 0. A graph that kept them would give every query the results of a query
+    without keys."""
 
     def fresh(seed, queries=200, keys=900):
         bounds = (int32(torch.randint(0, most + 1, (9,)).sort().values) for most in (queries, keys))
@@ -159,8 +153,7 @@ def test_a_graph_takes_new_bounds(case, heads, record_error):
     ("layout", "batch", "heads"), [("584 bytes", 40, 64), ("bf16, 512", 3, 16), ("656 bytes", 1, 128)]
 )
 def test_decoding_in_a_graph_takes_new_lengths(layout, batch, heads, ring, record_error):
-    """In the replays all sequences but the first have no, few or many keys. The first sequence is always long, so the
-    block table keeps its shape."""
+    """The first sequence is always long, so the block table keeps its shape."""
     sizes = {"layout": layout, "s_q": 2, "heads": heads, "window": 100, "page": 128 if ring else 48, "ring": ring}
 
     def fresh(low, high):

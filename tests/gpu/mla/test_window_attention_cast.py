@@ -1,5 +1,5 @@
-"""window_attention_cast_to_fp8 on the GPU has the bits of attention, rotation and cast as three separate ops (see
-`apart`), except with at most 32 heads."""
+"""window_attention_cast_to_fp8 on the GPU has the bits of attention, rotation and cast as three separate ops, except
+with at most 32 heads."""
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ WINDOW = 128
 
 
 def inputs(heads=64, groups=8, sequences=SEQUENCES, **options):
-    """Return arguments of the case, in which the keys have magnitudes from 0.01 to 10 times the usual one."""
     sizes = {"heads": heads, "groups": groups, "sequences": tuple(sequences), "window": WINDOW}
     given = CASE.arguments("cuda", **sizes, **options)
     count = len(given["kv"])
@@ -29,7 +28,6 @@ def alone(given):
 
 
 def apart(given):
-    """Return the results of attention, apply_rotary and per_token_cast_to_fp8 as separate ops."""
     packed = [given[name] for name in ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window")]
     softmax = (given["softmax_scale"], 512, given["attn_sink"])
     if given["compressed"] is None:
@@ -43,7 +41,6 @@ def apart(given):
 
 
 def check(given, record_error=None):
-    """Compare the op with float64, and bit for bit with the three separate ops."""
     assert_equal(checked(CASE, given, record_error), apart(given))
 
 
@@ -65,8 +62,7 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
     blocks = expected.float().unflatten(1, (-1, 128)) * scales[..., None]
     got = cast.float().unflatten(1, (-1, 128)) * scale[..., None]
     step = torch.maximum(scale, scales)[..., None]
-    # A bf16 result can have a relative difference of 2^-7, so the e4m3 value sometimes differs by one step, at most 1/8
-    # of the value.
+    # If a bf16 result differs by 2^-7, the e4m3 value sometimes differs by one step, at most 1/8 of the value.
     assert ((got - blocks).abs() <= blocks.abs() / 7 + step * 4).all()
     assert calc_diff(got, blocks) < 2e-3
 
@@ -74,7 +70,7 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("length", [131, 133, 3000])
 def test_a_chunk_has_the_same_bits(length, heads):
-    """Use V4's sizes. The sequence has 131 or 133 queries (an H200 has 132 SMs), or 3000 queries."""
+    """V4's sizes. An H200 has 132 SMs."""
     given = inputs(heads, 8, [(length, length + 5000)], entries=1250, top_k=512)
     check(given)
     assert_equal(CASE.run(given | {"window_indices": window_list(given)}), apart(given))
@@ -100,7 +96,6 @@ def test_nan_stays_in_its_rows():
 
 
 def test_offsets_beyond_32_bits():
-    """The results have more than 2^31 bytes."""
     tokens = 2**31 // (128 * 512) + 40
     given = alone(inputs(128, 16, [(tokens, tokens)]))
     cast, scale = CASE.run(given)

@@ -16,8 +16,6 @@ LENGTHS = [0, 1, 2, 3, 5, 47, 48, 49, 63, 64, 65, 127, 128, 129, 500, 1001, 3000
 
 
 def boundaries(sequences, most, first=0):
-    """Return int32 [sequences + 1]: `first`, followed by the ends of `sequences` packed sequences of 0 to `most`
-    tokens."""
     lengths = torch.randint(0, most + 1, (sequences,)) * (torch.rand(sequences) > 0.2)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).add(first).int()
 
@@ -27,7 +25,6 @@ def garbage(*shape):
 
 
 def check_indices(cu_q, cu_k, total_q, window):
-    """Compare window_indices with the reference on the CPU, for any numbers in cu_q and cu_k."""
     poison_free_memory(mebibytes=64)
     got = dsa.window_indices(cu_q.cuda(), cu_k.cuda(), total_q, window)
     assert torch.equal(got.cpu(), dsa.reference.window_indices(cu_q, cu_k, total_q, window))
@@ -41,8 +38,8 @@ def check_slots(table, lengths, s_q, page_size, window):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sequences", [1, 2, 31, 32, 33, 500])
 def test_lists_of_packed_keys_are_right(sequences, window):
-    """Lengths are random, some of them 0. There are far more keys than queries (as for a chunk of a long sequence),
-    about as many, or fewer. In the last call queries and keys have the same boundaries, which begin at 5."""
+    """There are far more keys than queries (as for a chunk of a long sequence), about as many, or fewer. In the last
+    call the boundaries begin at 5."""
     for most_q, most_k in ((9, 400), (60, 60), (40, 3)):
         lengths = [torch.randint(0, most + 1, (sequences,)).tolist() for most in (most_q, most_k)]
         checked(INDICES, INDICES.arguments("cuda", sequences=tuple(zip(*lengths)), window=window))

@@ -41,8 +41,8 @@ def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
 @pytest.mark.parametrize("weighted", [False, True])
 @by_dtype
 def test_rows_that_no_token_names_are_not_read(dtype, weighted):
-    """Rows of y from ends[-1] on belong to no expert of this process. They can contain anything, because a grouped
-    product does not write them."""
+    """Rows of y from ends[-1] on belong to no expert of this process. They can contain anything, because a grouped GEMM
+    does not write them."""
     experts = torch.rand(90, 24, device="cuda").argsort(-1)[:, :8]
     for first, count in ((8, 8), (0, 5), (20, 4), (40, 3)):
         _, rows, ends = dsa.sort_by_expert(experts - first, count)
@@ -72,7 +72,7 @@ def test_layouts_change_no_bit(tokens):
 
 def test_offsets_beyond_32_bits():
     given = CASE.arguments("cuda", tokens=3, k=3, channels=7168)
-    far = torch.zeros(340_000, 7168, device="cuda", dtype=torch.bfloat16)  # 2.4e9 elements
+    far = torch.zeros(340_000, 7168, device="cuda", dtype=torch.bfloat16)
     far[-9:] = given["y"]
     rows = torch.where(given["rows"] < 0, -1, given["rows"] + len(far) - 9)
     assert torch.equal(dsa.combine_experts(**given | {"y": far, "rows": rows}), dsa.combine_experts(**given))

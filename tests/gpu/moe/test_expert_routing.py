@@ -49,8 +49,7 @@ def test_infinities_and_nan_stay_in_their_rows(sizes):
 
 @pytest.mark.parametrize(("scores", "logit"), [("sigmoid", -46.0), ("sqrtsoftplus", -86.0)])
 def test_1e_20_is_added_to_the_sum(scores, logit):
-    """The gate adds 1e-20 to the sum of scores by which it divides. This is visible only if the scores are about that
-    small, as here."""
+    """The 1e-20 is visible only if the scores are about that small."""
     given = torch.full((3, 256), logit, device="cuda"), torch.zeros(256, device="cuda"), 8
     weights, expected = (f.moe_gate(*given, scores=scores, scale=2.5)[1] for f in (dsa, dsa.reference))
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)

@@ -19,7 +19,6 @@ TABLES = [(256, 6), (384, 6), (40, 3), (512, 32), (6, 1)]
     *(grid(tokens=TOKENS, experts=[experts], top_k=[top_k]) for experts, top_k in TABLES),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])
-        # first_expert and count
         for first, count in [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]
     ),
 )
@@ -30,7 +29,6 @@ def test_every_table_is_right(sizes, record_error):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("experts, top_k", TABLES[:2])
 def test_the_same_experts_have_the_bits_of_the_gate(experts, top_k, tokens):
-    """Row t of the table contains the experts that route_to_experts chooses for token t."""
     x, weight = torch.randn(tokens, 4096, device="cuda"), torch.randn(experts, 4096, device="cuda") / 40
     given, bias = (x.bfloat16(), weight.bfloat16()), torch.randn(experts, device="cuda")
     expected = dsa.route_to_experts(*given, bias, top_k, scores="sqrtsoftplus", scale=1.5)

@@ -1,6 +1,5 @@
-"""route_to_experts (router, gate and sort in one op) on the GPU. If the router's logits are exact (sums of small
-integers times a power of two), the results have the bits of the three separate kernels; otherwise they agree within
-rounding."""
+"""route_to_experts (router, gate and sort in one op) on the GPU. If the router's logits are exact, the results have the
+bits of the three separate kernels. Otherwise they agree within rounding."""
 
 import pytest
 import torch
@@ -31,12 +30,10 @@ def test_every_variant_has_the_bits_of_the_three_kernels(tokens, variant, record
 
 
 @by_sizes(
-    # Numbers of channels for which slices (see dsa/cute/small_m_product.py) have no k-step, one round of loads, or
-    # several rounds.
+    # Slices (see dsa/cute/small_m_product.py) have no k-step, one round of loads, or several rounds.
     grid(tokens=(3, 50), channels=[32, 96, 2048, 2080, 6144, 7168, 8192, 16384], dtype=(torch.bfloat16, torch.float16)),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])
-        # first_expert and count
         for first, count in [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]
     ),
 )
@@ -51,8 +48,6 @@ def gaussian(tokens, channels, variant):
 
 
 def check_experts(experts, by_expert, count):
-    """Check that a token's experts exist and differ from each other, and that by_expert is the result of
-    sort_by_expert."""
     assert_same_bits(by_expert, dsa.sort_by_expert(experts, count))
     assert ((experts >= 0) & (experts < count)).all() and experts.sort(1).values.diff(dim=1).all()
 
@@ -64,8 +59,8 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
     experts, weights, *by_expert = CASE.run(given)
     check_experts(experts, by_expert, variant["experts"])
     expected, expected_weights, *_ = dsa.reference.route_to_experts(**given)
-    # A token's choice is `sure` if it stays the same when random numbers of up to 4e-5 are added to the biases, and
-    # when they are subtracted. If two experts nearly tie, the addition or the subtraction exchanges them.
+    # A token's choice is `sure` if it stays the same when the biases change by up to 4e-5 in either direction. Experts
+    # that nearly tie change places.
     shake, sure = 4e-5 * torch.rand_like(given["bias"]), torch.ones(tokens, dtype=torch.bool, device="cuda")
     for bias in (given["bias"] + shake, given["bias"] - shake):
         sure &= (dsa.reference.route_to_experts(**given | {"bias": bias})[0] == expected).all(1)
@@ -78,8 +73,8 @@ def test_choices_further_apart_than_rounding_are_right(variant, tokens, record_e
 
 @pytest.mark.parametrize("channels", [2080, 4096, 7168])
 def test_a_token_does_not_depend_on_the_others(channels):
-    """Each entry of `parts` is (first token, number of tokens) of a smaller call. The numbers of tokens select every
-    tile. The first tokens vary, so a token has different positions in a tile."""
+    """The numbers of tokens in `parts` select every tile. The first tokens vary, so a token has different positions in
+    a tile."""
     parts = [(0, 1), (5, 1), (63, 1), (3, 8), (40, 9), (31, 33), (1, 63)]
     check_rows_alone(lambda given: CASE.run(given)[:2], gaussian(64, channels, VARIANTS[0]), ("x",), parts)
 

@@ -1,5 +1,4 @@
-"""indexer_warmup_attention (the warm-up stage of training) on the GPU, compared with float64: attention, loss, and the
-gradients of both."""
+"""indexer_warmup_attention (the warm-up stage of training) and its gradients on the GPU, compared with float64."""
 
 from dataclasses import replace
 
@@ -28,7 +27,7 @@ def arguments(lengths=LENGTHS, **sizes):
 
 
 def gradients(kl, given, weights):
-    """Return the gradients of the indexer's tensors. weights [Tq]: the upstream gradient of kl (the tokens' losses)"""
+    """Return the gradients of the indexer's tensors. weights [Tq]: the upstream gradient of kl"""
     return torch.autograd.grad(kl, [given[name] for name in INDEXER], weights, retain_graph=True)
 
 
@@ -46,7 +45,7 @@ def assert_near(found, expected, most):
     grid(lengths=[LENGTHS[2:6]], dims=DIMS, heads=(1, 4, 64)),
     *(grid(lengths=[LENGTHS[2:6]], dims=DIMS[:3], heads=[heads], key_heads=[of]) for heads, of in ((6, 3), (5, 5))),
     [{"lengths": [(1 + i % 5, 1 + i % 7) for i in range(700)]}],
-    # around: (number of rows before the sequences, number of rows after them). These rows belong to no sequence.
+    # around: numbers of rows before and after the sequences. They belong to no sequence.
     grid(lengths=[((200, 200), (5, 60))], dims=DIMS, index=[(4, 64)], leaves=[LEAVES], around=[(3, 130)]),
 )
 def test_every_size_is_right(sizes, record_error):
@@ -58,10 +57,9 @@ def test_every_size_is_right(sizes, record_error):
     [*((dims, 1, 4) for dims in DIMS), ((192, 128), 4, 3), ((128, 128), 2, 3), ((64, 64), 1, 3)],
 )
 def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, most_together, record_error):
-    """With most_together = 4, one call of PyTorch's flash attention computes the gradients of all four heads. With 3,
-    MOST_NUMBERS is patched so that a call can have at most three heads. If G heads share keys, a call then gets a
-    multiple of G heads (3 heads if G = 1, 2 heads if G = 2), or a divisor of G (2 heads if G = 4). For 576 channels the
-    backward pass of sparse MLA attention computes the gradients instead."""
+    """With 3, a call of PyTorch's flash attention has at most three of the four heads. If G heads share keys, it gets a
+    multiple or a divisor of G heads. For 576 channels the backward pass of sparse MLA attention computes the gradients
+    instead."""
     if most_together < 4:
         monkeypatch.setattr(_packed_attention, "MOST_NUMBERS", (most_together + 1) * (261 + 512) * dims[0])
     sizes = {"lengths": ((200, 200), (60, 130), (1, 1)), "key_heads": key_heads, "dims": dims, "leaves": ATTENTION}
@@ -69,19 +67,19 @@ def test_attentions_gradients_are_right(monkeypatch, dims, key_heads, most_toget
 
 
 def test_chunks_are_right(monkeypatch, record_error):
-    """The workspace is limited to three q tiles of 128 queries, so the op computes the loss in chunks. The workspace of
-    a q tile has 5 key tiles of 128 keys (for at most 513 keys), and a score takes 5 bytes: an fp32 number, and a bit
-    for each of 8 heads."""
+    """The op computes the loss in chunks of three q tiles. The workspace of a q tile has 5 key tiles of 128 keys. A
+    score takes 5 bytes: an fp32 number, and a bit for each of 8 heads."""
     monkeypatch.setattr(_warmup_sum, "LEAST_WORKSPACE", 3 * 5 * 128 * 128 * 5)
     monkeypatch.setattr(_warmup_sum, "SHARE", 0)
     verify(CASE, {}, record_error)
 
 
 def test_kept_gradients_are_those_computed_again():
-    """The forward pass stores the gradients for weights of 1. The gradients of q_idx and w_idx are scaled per token, so
-    they serve for any weights. The gradient of k_idx is a sum over tokens: if the weights differ, the backward pass
-    computes it again. The host knows that weights are equal only if their stride is 0. Otherwise it launches the
-    kernels, which do nothing if the weights are equal on the device. All results must agree."""
+    """The forward pass stores the gradients for weights of 1. Those of q_idx and w_idx are scaled per token. The
+    gradient of k_idx is a sum over tokens: if the weights differ, the backward pass computes it again.
+
+    The host knows that weights are equal only if their stride is 0. Otherwise it launches the kernels, which do nothing
+    if the weights are equal on the device."""
     given = arguments()
     _, _, kl = dsa.indexer_warmup_attention(**given)
     one = torch.ones(1, device="cuda").expand(len(kl)) / len(kl)
@@ -115,8 +113,8 @@ def test_layouts_change_no_bit():
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_gradients_of_strided_tensors_are_right(odd):
-    """All heads of k and of q_idx are equal. Unless `odd`, they have a stride of 0. If `odd`, most rows of every tensor
-    start at addresses that are not multiples of 16 bytes."""
+    """If `odd`, most rows start at addresses that are not multiples of 16 bytes. Otherwise all heads of k and of q_idx
+    have a stride of 0."""
     given = arguments(((200, 200), (60, 130)), key_heads=4, index=(4, 64), leaves=LEAVES)
     for name in LEAVES:
         x = given[name].detach()
@@ -155,8 +153,7 @@ def test_nan_stays_in_its_sequence():
 
 @pytest.mark.parametrize("index", [(8, 64), (64, 128)])
 def test_nan_of_a_key_without_attention_reaches_its_queries(index):
-    """The target of key 50 is 0 and the key's score is NaN, so the loss and all gradients of the queries that see the
-    key are NaN."""
+    """The target of key 50 is 0 and the key's score is NaN."""
     given = arguments(((200, 200),), index=index)
     given["q"].fill_(4.0)
     given["k"].zero_()
@@ -165,15 +162,12 @@ def test_nan_of_a_key_without_attention_reaches_its_queries(index):
         given["k_idx"][50] = NAN
     _, _, kl, dq, dk, dw = CASE.results(given)
     assert kl[:50].isfinite().all() and all(x[50:].isnan().all() for x in (kl, dq, dw))
-    # Two exceptions. Key 50: ReLU passes no gradient to the NaN key itself. The last 10 keys: only a few queries see
-    # each of them. If ReLU gives 0 for all heads of these queries, the key's gradient is 0.
+    # ReLU passes no gradient to the NaN key itself. Only a few queries see each of the last 10 keys. If ReLU gives 0
+    # for all heads of these queries, the key's gradient is 0.
     assert dk[:50].isnan().all() and dk[51:190].isnan().all()
 
 
 def test_a_sequence_longer_than_said_is_nan():
-    """max_seqlen_q and max_seqlen_k are 128, and the first sequence has 300 tokens. So the losses of tokens 128 to 299
-    are NaN, and the gradients of these tokens' q are 0. The second sequence gets the results of a call with right
-    numbers."""
     given = arguments(((300, 300), (128, 128)), leaves=("q", *INDEXER))
     short = given | {"max_seqlen_q": 128, "max_seqlen_k": 128}
     (out, _, *whole), (got_out, _, *got) = CASE.results(given), CASE.results(short)

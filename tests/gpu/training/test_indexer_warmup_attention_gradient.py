@@ -1,5 +1,4 @@
-"""The kernels of the indexer in the warm-up stage of training, called directly and compared with float64: index scores,
-active bits (active_bits.py), and gradients of queries, keys and weights."""
+"""The kernels of the indexer in the warm-up stage of training, called directly and compared with float64."""
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ TILE = 128
 
 
 def unpack(active, heads):
-    """Unpack the words of active bits to bool [S, N, 128 (query), 128 (key), H], for S q tiles, N key tiles per q tile
-    and H heads. See active_bits.py for the layout."""
+    """Unpack active bits (see active_bits.py) to bool [q tiles, key tiles per q tile, 128 queries, 128 keys, heads]."""
     q_tiles, groups, blocks, _ = active.shape
     words = active.view(q_tiles, groups, blocks, 4, 4, 4, 2)  # dims 3 to 6: warp, then a, c, b of `word_place`
     bits = torch.stack([((words >> i) & 1).byte() for i in range(32)], -1)
@@ -25,8 +23,8 @@ def unpack(active, heads):
 
 
 class Problem:
-    """Random inputs, random gradients di [Tq, Tk] of the scores, and the kernels' workspaces. order: (number of q
-    tiles) -> the indices of the q tiles in the order that they get in the plan."""
+    """Random inputs, random gradients di [Tq, Tk] of the scores, and the kernels' workspaces. order: number of q tiles
+    -> indices of the plan's q tiles in their new order"""
 
     def __init__(self, heads, dim, lens_q, lens_k, causal, order=range):
         tokens, keys = sum(lens_q), sum(lens_k)
@@ -43,8 +41,7 @@ class Problem:
         self.active = poisoned(ops.active_shape(len(self.q_tiles), heads, n), torch.int32, "cuda")
 
     def tiles(self):
-        """Yield ((index of q tile, index of key tile), slice of the queries, slice of the keys) of each tile that has
-        keys."""
+        """Yield ((q tile, key tile), slice of the queries, slice of the keys) of each tile that has keys."""
         for s, (first_q, rows, first_k, keys, _, _, count, _) in enumerate(self.q_tiles.tolist()):
             for low in range(0, TILE * count, TILE):
                 yield (
@@ -54,8 +51,7 @@ class Problem:
                 )
 
     def run_scores(self):
-        """Return the scores, fp32 [Tq, Tk], and the active heads, bool [Tq, Tk, H]. Both are valid only where the query
-        sees the key (`visible`)."""
+        """Return the scores [Tq, Tk] and the active heads [Tq, Tk, H]. Both are valid only where `visible`."""
         ops.index_scores(self.q, -self.k, self.w, self.q_tiles, self.scores, self.active)
         bits = unpack(self.active, self.q.shape[1])
         scores = torch.zeros(self.visible.shape, device="cuda")
@@ -66,8 +62,7 @@ class Problem:
         return scores, active
 
     def run_gradients(self):
-        """Return dq, dw and dk for di. di is written to the memory of the scores. In a tile that is not full, the
-        unused rows and columns get zeros. Unused tiles contain NaN."""
+        """Return dq, dw and dk for di. di is written to the memory of the scores."""
         self.scores.view(torch.bfloat16).fill_(torch.nan)
         for place, queries, keys in self.tiles():
             tile = torch.zeros(TILE, TILE, dtype=torch.bfloat16, device="cuda")
@@ -82,7 +77,6 @@ class Problem:
         return dq, dw, dk
 
     def errors(self, active):
-        """Return the relative errors of dq, dw and dk, compared with float64. active: bool [Tq, Tk, H]"""
         q, k, w, di = (x.double() for x in (self.q, self.k, self.w[..., None], self.di[..., None]))
         g = torch.einsum("tjh,jd->thd", di * active, k)
         expected = w * g, (q * g).sum(-1), torch.einsum("tjh,thd->jd", di * active, w * q)
@@ -93,7 +87,7 @@ class Problem:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "sequences",
-    [  # (numbers of queries, numbers of keys) of the sequences
+    [  # (queries, keys) of each sequence
         ([300, 1, 0, 128, 200], [300, 1, 7, 128, 200]),
         ([70, 130, 64, 5], [400, 131, 64, 3]),
     ],
@@ -110,7 +104,7 @@ def test_scores_and_gradients_are_right(heads, dim, sequences, causal, record_er
     assert (dots * (active != (dots > 0)))[problem.visible].abs().max() < 1e-4
     errors = problem.errors(active)
     record_error(max(errors))
-    # dq is rounded to bf16, and dw is not. The product dI w, from which the kernel computes dk, is rounded to bf16.
+    # dq and the product dI w, from which the kernel computes dk, are rounded to bf16.
     assert errors[0] < 2.5e-3 and errors[1] < 1e-5 and errors[2] < 2.5e-3, errors
 
 
@@ -122,8 +116,8 @@ def test_a_product_of_zero_is_not_active():
 
 
 def test_many_short_sequences_with_unused_q_tiles_between_are_right():
-    """There are 1050 sequences with a q tile each, more than the 1024 of one launch of the key gradient. The plan's
-    last two q tiles, which are unused, are moved to the beginning and between used ones."""
+    """1050 q tiles are more than the 1024 of one launch of the key gradient. The plan's last two q tiles are unused.
+    They are moved to the beginning and between used ones."""
     lengths = [3, 1, 2] * 350
     problem = Problem(8, 64, lengths, lengths, True, lambda n: [n - 1, *range(5), n - 2, *range(5, n - 2)])
     _, active = problem.run_scores()

@@ -1,5 +1,4 @@
-"""sparse_indexer_loss (the loss of the sparse stage of training) and its gradients on the GPU, compared with
-float64."""
+"""sparse_indexer_loss (the sparse stage of training) and its gradients on the GPU, compared with float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,8 +42,7 @@ def small(tokens, keys, k, **sizes):
     [{"tokens": 140, "keys": 3000, "deterministic": x, **sizes} for sizes in MODELS for x in (False, True)],
 )
 def test_every_size_is_right(sizes, record_error):
-    """joint: the given `lse` exceeds the LSE of the selected keys by up to this number, as if a window and a sink had
-    taken part in the softmax. So the selected keys get a fraction of a head's attention between e^-joint and 1."""
+    """joint: the given `lse` exceeds the LSE of the selected keys by up to this number, as with a window and a sink."""
     verify(CASE, sizes, record_error)
 
 
@@ -104,8 +102,7 @@ def test_nan_stays_in_its_query():
     given = small(12, 200, 64)
     given["q"][3, 2, 5] = NAN
     # The gradient of k_idx is a sum over all queries. With `deterministic` the sums are integers, which cannot
-    # represent NaN. So if d_scores (the gradients of the scores) contains NaN, the kernel must fill the gradient of
-    # k_idx with NaN.
+    # represent NaN. So the kernel must fill the whole gradient with NaN.
     assert CASE.results(given | {"deterministic": True})[2].isnan().all()
     with torch.no_grad():
         given["q_idx"][7, 1, 9] = NAN
@@ -115,7 +112,6 @@ def test_nan_stays_in_its_query():
 
 
 def test_layouts_change_no_bit():
-    """The layouts of arguments and of the upstream gradient do not change a bit."""
     sizes = SMALL | {"tokens": 30, "keys": 200, "k": 128, "d": 576, "heads": 64, "deterministic": True}
     check_layouts(CASE, ("q", "kv", "q_idx", "k_idx", "w_idx", "indices"), **sizes)
     given = CASE.arguments("cuda", **sizes)
@@ -143,7 +139,6 @@ def test_deterministic_sums_of_every_size_are_right(size):
 
 
 def test_offsets_beyond_32_bits():
-    """kv has 2.3e9 elements, and the indices select only the last rows."""
     given, first = arguments(20, 300, 128, heads=16, index_heads=8, di=64, deterministic=True), 4_000_000 - 300
     far = {"indices": given["indices"] + first}
     for name in ("kv", "k_idx"):

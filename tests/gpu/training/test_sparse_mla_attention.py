@@ -1,5 +1,4 @@
-"""sparse_mla_attention (attention of the sparse stage of training) and its gradients on the GPU, compared with
-float64."""
+"""sparse_mla_attention (the sparse stage of training) and its gradients on the GPU, compared with float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,11 +15,11 @@ from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_same_bits
 
 (DETERMINISTIC,) = cases_of("sparse_mla_attention")
-# most=INF: over the grids of sizes, `check_attention` only requires that a relative error is at most twice that of the
-# formula in 16 bits, and at most 1e-2.
+# most=INF: `check_attention` then only requires at most twice the relative error of the formula in 16 bits, and at most
+# 1e-2.
 CASE = replace(DETERMINISTIC, check=partial(check_attention, most=INF), sizes={"tokens": 5})
 LEAVES = ("q", "kv", "attn_sink")
-BOTH, OUT, LSE = ((0, 1),), ((0,),), ((1,),)  # (out, lse): indices of the results through which gradients flow
+BOTH, OUT, LSE = ((0, 1),), ((0,),), ((1,),)  # indices of the results (out, lse) through which gradients flow
 
 
 def arguments(**sizes):
@@ -49,8 +48,7 @@ def test_every_size_is_right(sizes, record_error):
 
 
 def test_gradients_of_the_lse_of_queries_without_keys_reach_nothing():
-    """Queries 3 to 8 have no keys, and their upstream gradients of lse are NaN or inf. For queries from 20 on, one key
-    tile of the list has no valid key."""
+    """Queries 3 to 8 have no keys. For queries from 20 on, one key tile of the list has no valid key."""
     given = arguments(tokens=40, k=200, deterministic=True)
     given["indices"][3:9], given["indices"][20:, :, 64:128] = -1, 300
     results, dlse = dsa.sparse_mla_attention(**given), torch.randn(64, 40, device="cuda")
@@ -97,7 +95,6 @@ def test_gradients_with_an_extreme_sink_are_those_of_the_reference(value):
 
 @pytest.mark.parametrize("d", [576, 512])
 def test_layouts_change_no_bit(d):
-    """The layouts of arguments and of upstream gradients do not change a bit."""
     sizes = {"tokens": 30, "keys": 200, "d": d, "deterministic": True}
     check_layouts(CASE, (*LEAVES, "indices"), **sizes)
     given = arguments(**sizes)
@@ -119,8 +116,7 @@ def test_only_the_order_of_kvs_gradient_is_free(monkeypatch):
 @pytest.mark.parametrize("share", [4, 1 / 20])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_queries_gradients_do_not_depend_on_the_number_of_ctas(monkeypatch, share, deterministic):
-    """The number of CTAs is the number of SMs times `share`. With 1/20 each CTA has many queries. With 4 some CTAs
-    start when no query is left."""
+    """With a share of 1/20 each CTA has many queries. With 4 some CTAs start when no query is left."""
     given = arguments(tokens=700, heads=80, keys=400, k=200, deterministic=deterministic)
     out, _ = dsa.sparse_mla_attention(**given)
     dout = torch.randn_like(out)
@@ -133,7 +129,6 @@ def test_queries_gradients_do_not_depend_on_the_number_of_ctas(monkeypatch, shar
 
 
 def test_deterministic_parts_of_more_than_2_31_numbers():
-    """Lists are so long that the partial sums of dkv in one launch need 64-bit offsets."""
     tokens = torch.cuda.get_device_properties(0).multi_processor_count
     given = arguments(tokens=tokens, heads=16, k=2**31 // 576 // tokens + 64, sink=False, deterministic=True)
     fixed, free = CASE.results(given), CASE.results(given | {"deterministic": False})
