@@ -77,7 +77,7 @@ def threads(cubin: bytes) -> list[int]:
 
 
 def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield each kernel's value, in bytes, of the .nv.info attribute whose number is `wanted`."""
+    """Yield each kernel's value of the .nv.info attribute numbered `wanted`."""
     for name, _, content in _sections(cubin):
         at = 0
         while name.startswith(".nv.info") and at < len(content):
@@ -88,8 +88,8 @@ def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def launcher(object_file: bytes) -> bytes:
-    """Return the code of the host functions that launch kernels: their instructions, the vector constants that they
-    load, and the index of each launch's kernel."""
+    """Return the code of the host functions that launch kernels: instructions, vector constants, and the index of each
+    launch's kernel."""
     sections = [*_sections(object_file)]
     contents = {name: content for name, _, content in sections}
     symbols = [
@@ -136,9 +136,8 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """Return a key that depends on the source of the family, the source of dsa/cute, and the compiler's options.
-    Kernels import nothing else of this project. Comments and docstrings do not affect the key, so rewording them needs
-    no compiler and no GPU."""
+    """Return a key of the family's source, the source of dsa/cute and the compiler's options. Kernels import nothing
+    else of this project. The key ignores comments and docstrings, so rewording them needs no compiler and no GPU."""
     from dsa.runtime.compile_cache import OPTIONS
 
     digest = hashlib.sha256(OPTIONS.encode())
@@ -150,8 +149,8 @@ def key_of(family: str) -> str:
 
 
 def without_names(variant: str) -> str:
-    """Return the arguments in a variant's name (`name_of`), without the names of functions, configurations and their
-    fields, because these names may change."""
+    """Return the arguments in a variant's name. The names of functions, configurations and their fields are left out,
+    because they may change."""
     return re.sub(r"\w+=|\w+(?=\()", "", variant[variant.index("(") :])
 
 
@@ -182,8 +181,8 @@ def changed_families() -> list[str]:
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """Compile the variants that these families ship, on all cores, unless the compile cache has them. Return {family:
-    {variant: digest}}."""
+    """Compile these families' variants on all cores, unless the compile cache has them. Return {family: {variant:
+    digest}}."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build
@@ -202,8 +201,8 @@ def compiled(names: Iterable[str]) -> dict[str, Digests]:
 
 
 def current() -> Digests:
-    """Return {name: digest} of every variant of today's source. Families whose source differs from the recorded one are
-    compiled. The digests of the others are those in the record."""
+    """Return {name: digest} of today's variants. Only families whose source differs from the recorded one are
+    compiled."""
     there = recorded()["families"]
     changed = changed_families()
     digests = compiled(changed) if changed else {}
@@ -213,9 +212,8 @@ def current() -> Digests:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
-    """Return three lists of lines, one line per variant: the names of variants that are changed or gone, the names of
-    those that are changed or new, and "old name -> new name" for renamed variants. A variant that keeps its name does
-    not count as renamed, even if another variant now has its code."""
+    """Return (names that changed or are gone, names that changed or are new, "old name -> new name" of renamed
+    variants). A variant that keeps its name is not renamed, even if another variant now has its code."""
     unmatched = defaultdict(list)
     for name, code in after.items():
         if before.get(name) != code:

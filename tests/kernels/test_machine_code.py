@@ -50,8 +50,8 @@ def _fill_with_other_names(out: cute.Tensor, count: cutlass.Constexpr, number: c
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """Return a function (launching function, rows, value) -> bytes of the compiled object file. The kernel fills 32
-    columns of `rows` rows with `value`. For `_fill_twice`, `rows` is the order of the launches."""
+    """Return a function (launching function, rows, value) -> object file. The kernel fills `rows` rows of 32 columns
+    with `value`. For `_fill_twice`, `rows` is the order of the launches."""
     path = tmp_path_factory.mktemp("filled") / "object.o"
 
     def compiled(function, rows, value):
@@ -114,7 +114,7 @@ def test_registers_are_those_of_the_kernel(code):
         ),
         # Two variants that exchange their code count as changed.
         ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, (["a", "b"], ["a", "b"], [])),
-        # If two old names had the code of one new name, only one of them counts as renamed.
+        # Of two old names with the code of one new name, only one counts as renamed.
         ({"a": "1", "b": "1"}, {"c": "1"}, (["b"], [], ["a -> c"])),
     ],
 )
@@ -163,8 +163,7 @@ def test_a_record_that_is_damaged_says_how_to_renew_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", machine_code.families())
 def test_machine_code_is_that_on_record(family, request):
-    """A family whose source has the recorded key is assumed to have the recorded code. All other families are compiled,
-    and with --all every family."""
+    """A family whose source has the recorded key is compiled only with --all."""
     there = machine_code.recorded()
     assert family in there["families"], RENEW
     own = there["families"][family]
