@@ -15,9 +15,8 @@ from tests.kernels.variants import assert_counts, shipped
 def test_sass(sass, arguments):
     _, ranks = arguments
     # LDG: the turn (the number of the sum), this rank's first place, and the next place. Per rank, a packet and the
-    # flag turns[2]. Both are loaded twice: in a first check, and in a waiting loop.
-    #  STG: a packet to each rank, the result, turns[0] and turns[1]. Per rank, turns[2], and `lost` if a thread stops
-    # waiting.
+    # flag turns[2]. Both are loaded twice: in a first check, and in a waiting loop. STG: a packet to each rank, the
+    # result, turns[0] and turns[1]. Per rank, turns[2], and `lost` if a thread stops waiting.
     assert_counts(sass, LDG=3 + 4 * ranks, ATOMG=1, STG=ranks + 1 + 2 + 2 * ranks)
     assert sass.registers <= 64
 
