@@ -39,8 +39,8 @@ def tables():
 
 @pytest.fixture(scope="module")
 def ops(tables):
-    """Return {short name: op} for three ops of these tests. The launch function of "scale" appends its arguments to
-    `launched`. Results of launch functions differ from those of the references."""
+    """Return {short name: op}. "scale" appends its arguments to `launched`. The launch functions and the references
+    return different results."""
 
     @op(
         arguments=SCALE_ROWS,
@@ -128,8 +128,8 @@ def test_a_valid_call_is_checked_once(ops, kernel_path, other):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Return the list of the arguments of recorded calls. `record` is replaced, because these ops launch no kernels.
-    Recorded steps return "steps"."""
+    """Return the arguments of recorded calls. These ops launch no kernels, so `record` is replaced, and recorded steps
+    return "steps"."""
     found = []
 
     def record(call, arguments):
@@ -236,8 +236,8 @@ def test_another_gpu_has_no_kernel(ops, monkeypatch):
 
 @pytest.fixture(scope="module")
 def doubling(ops):
-    """Return an op whose kernels accept only float32 and have a backward pass. The kernels' gradient is 20, and the
-    reference's is 2. The op's public function has another name than the op."""
+    """Return an op whose kernels accept only float32. Their gradient is 20, and the reference's is 2. The public
+    function has another name than the op."""
     arguments = Arguments(x=Tensor("T", (torch.float32, torch.float64)))
 
     @op(arguments=arguments, reference=lambda x: 2 * x, results=lambda x: torch.empty_like(x), public="test_add_to")
@@ -364,8 +364,7 @@ def test_another_arch_has_its_launch(ops, kernel_path, monkeypatch):
 
 
 def test_outputs_of_the_caller(ops, request):
-    """Both the reference and the kernels write to an output of the caller. In torch, a separate op is registered for
-    calls with an output."""
+    """In torch, a separate op is registered for calls with an output."""
     x, y, total = torch.tensor([1.0, 2]), torch.tensor([3.0, 5]), torch.zeros(2)
     sums = ops["sums"]
     assert [found.tolist() for found in sums(x, y)] == [[4, 7], [-2, -3]]

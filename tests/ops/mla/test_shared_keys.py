@@ -56,8 +56,8 @@ def test_where_queries_may_share(named_launches, s_q, heads, k, s_kv, shares, in
 
 @pytest.mark.parametrize("size", GROUP_SIZES.values())
 def test_keys_that_a_list_can_have(size):
-    """An entry of a list has enough bits for every key number. The kernel samples one key out of SAMPLE, and its table
-    has an entry for every sampled key."""
+    """An entry of a list has enough bits for every key number. The kernel's table has an entry for every key that it
+    samples (one out of SAMPLE)."""
     assert shared.MOST_KEYS <= 2**MEMBER_SHIFT
     table = selection_union_sm90.SelectionUnionSm90(size).range
     assert shared.MOST_KEYS <= table * selection_union_sm90.SAMPLE
