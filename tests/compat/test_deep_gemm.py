@@ -135,7 +135,6 @@ def test_masked_groups(groups, most, rows, columns, channels):
 
 
 def row_scaled(rows, channels):
-    """Return (e4m3 values with an fp32 scale per row and block of 128 channels, the same numbers in float64)."""
     a = activations(Maker(seed=rows), rows, channels)
     return a, dequantised(*a)
 
@@ -260,7 +259,6 @@ def test_masked_groups_without_channels_are_zero(kernels, request):
 
 
 def test_scales_of_masked_groups_are_aligned_once(named_launches):
-    """The kernels receive the groups' scales as parts of one tensor."""
     (q, s), b = operands(3 * 16, 256, 384, 3)
     a, d = (q.view(3, 16, -1), column_major(s.view(3, 16, -1))), zeros(3, 16, 256, dtype=BF16)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, i32([16] * 3), 16)

@@ -97,7 +97,6 @@ def test_paged(logits_dtype, next_n, heads, varlen):
 
 
 def paged_call(queries=1):
-    """Return q and the other positional arguments of `fp8_paged_mqa_logits` for three sequences."""
     context = i32([[5], [6], [0]]).repeat(1, queries)
     rest = zeros(4, 64, 1, 36, dtype=BYTE), zeros(3 * queries, 8), context, i32([[0]] * 3), None, 64
     return zeros(3, queries, 8, 32, dtype=E4M3), rest

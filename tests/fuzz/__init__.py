@@ -32,7 +32,7 @@ def numbers(shard: int, shards: int, count: int) -> list[int]:
 class Mutation:
     call: Case
     arguments: dict[str, Any]
-    changes: dict[str, Change]  # argument name -> its change
+    changes: dict[str, Change]
 
     def __str__(self) -> str:
         return f"{self.call.name} with " + ", ".join(f"{name}: {x.what}" for name, x in self.changes.items())
@@ -48,8 +48,6 @@ def make_mutation(number: int, device: str) -> Mutation:
 
 
 def failures(wanted: Iterable[int], device: str) -> list[str]:
-    """Return a line for each fuzz case that fails: the environment variables that repeat it, the case and the
-    problem."""
     found = []
     for number in wanted:
         case = make_mutation(number, device)

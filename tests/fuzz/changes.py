@@ -146,7 +146,6 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Return the same numbers with other strides, or the first slice expanded along a dimension."""
     if x.dim() == 0:
         return _rank(rng, x, device)
     way = rng.choice(("every second", "wider rows", "transposed", "shifted", "expanded"))

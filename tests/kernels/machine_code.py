@@ -67,12 +67,10 @@ def code_sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
 
 
 def registers(cubin: bytes) -> list[int]:
-    """Return the registers per thread of each kernel."""
     return [struct.unpack("<II", value)[1] for value in _attributes(cubin, _REGISTERS)]
 
 
 def threads(cubin: bytes) -> list[int]:
-    """Return the threads per CTA of each kernel."""
     return [math.prod(struct.unpack("<III", value)) for value in _attributes(cubin, _BLOCK)]
 
 
@@ -127,7 +125,6 @@ def _text(strings: bytes, at: int) -> str:
 
 
 def name_of(compile_function: Any, arguments: tuple) -> str:
-    """Return a variant's name in the record: module, compile function and arguments."""
     return f"{compile_function.__module__.rpartition('.')[2]}.{compile_function.__name__}{arguments!r}"
 
 
@@ -156,7 +153,7 @@ def without_names(variant: str) -> str:
 
 @functools.cache
 def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
-    """Return {name: (compile function, arguments)} of the variants that a family's modules ship."""
+    """Return {name: (compile function, arguments)} of the family's shipped variants."""
     package = f"{dsa.kernels.__name__}.{family}"
     modules = [importlib.import_module(m.name) for m in pkgutil.iter_modules([str(FAMILIES / family)], f"{package}.")]
     variants = [variant for module in modules for variant in getattr(module, "shipped_variants", list)()]
@@ -175,7 +172,6 @@ def recorded() -> dict[str, Any]:
 
 
 def changed_families() -> list[str]:
-    """Return the families that are not in the record, or whose source differs from the recorded one."""
     there = recorded()["families"]
     return [f for f in families() if f not in there or there[f]["key"] != key_of(f)]
 

@@ -74,7 +74,6 @@ def _fill_twice(x: cute.Tensor, order: cutlass.Constexpr, value: cutlass.Constex
     [
         (1, [(_fill, 3, 1.0), (_fill_with_other_names, 3, 1.0)]),  # other names in the source
         (3, [(_fill, 3, 1.0), (_fill, 3, 2.0), (_fill, 4, 1.0)]),  # another constant, another grid
-        # other orders of launches
         (4, [(_fill_twice, order, 1.0) for order in ((0, 1), (1, 0), (0, 1, 0), (0, 1, 1))]),
     ],
 )

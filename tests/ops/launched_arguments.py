@@ -40,7 +40,6 @@ ARCH = "sm_90"
 
 @functools.cache
 def launched() -> dict[str, Any]:
-    """Run `main` in a subprocess, and return the JSON that it prints."""
     command = [sys.executable, "-m", "tests.ops.launched_arguments"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -177,12 +176,10 @@ class Memory:
     numbers, although the addresses differ."""
 
     def __init__(self, contents: bool = False) -> None:
-        """contents: whether descriptions also contain the contents of tensors."""
         self._seen: list[tuple[torch.UntypedStorage, int]] = []
         self._contents = contents
 
     def described(self, x: Any) -> Any:
-        """Return a description of an argument or result that does not depend on addresses."""
         if isinstance(x, torch.Tensor):
             what = tuple(x.shape), x.stride(), x.dtype, self._place(x)
             return (*what, contents_of(x)) if self._contents else what

@@ -32,7 +32,6 @@ def every(*alternatives, **options):
 
 
 def by_name(*names, of):
-    """Return a list of dicts {name: value}, one per group of values in `of`."""
     return [dict(zip(names, values)) for values in of]
 
 

@@ -65,7 +65,6 @@ SPECS = {
     "bounds": Arguments(cu_seqlens=Tensor("B+1", INT32), starts=Tensor("B", INT32)),
     # The shape "R/2" does not determine R, but it must be the same number everywhere.
     "angles": Arguments(x=Tensor("T ... D", FLOATS), cos=Tensor("T R/2", F32), sin=Tensor("T R/2", F32)),
-    # A rule runs after the checks of the specs.
     "rule": Arguments(rule=at_most_the_length, x=Tensor("T", F32), k=Int()),
     "lengths": Arguments(q=Tensor("B T D", F32), lengths=Tensor("B | B T", INT32), more=Tensor("T", F32)),
     "lengths alone": Arguments(lengths=Tensor("B | B T", INT32)),

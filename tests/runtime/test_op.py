@@ -32,7 +32,6 @@ ADD_TO = Arguments(
 
 @pytest.fixture(scope="module", autouse=True)
 def tables():
-    """Restore the tables of ops and archs after these tests."""
     with mock.patch.dict(declaration.OPS), mock.patch.dict(backends.ARCHS):
         yield
 

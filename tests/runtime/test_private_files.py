@@ -13,7 +13,6 @@ pytestmark = pytest.mark.usefixtures("directory")
 
 
 def owned_by_another(monkeypatch):
-    """Make files seem to belong to another user."""
     fstat = os.fstat
 
     def of_another(handle):

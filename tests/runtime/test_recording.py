@@ -43,8 +43,6 @@ def assert_replayed(call, first, other):
 
 
 def added_to(compute, by=1):
-    """Return a function that launches `add` on the result of `compute` and returns it."""
-
     def call(*arguments):
         out = compute(*arguments)
         add([out], by)

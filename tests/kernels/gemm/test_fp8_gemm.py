@@ -104,7 +104,6 @@ def test_every_shape_gets_one_of_the_allowed_tiles(matrices, among):
         sizes = rows, columns, channels, matrices, sms
         assert configs.choose_config(*sizes, among) in among
         assert configs.choose_dynamic_config(*sizes) in configs.DYNAMIC_CONFIGS
-    # A tile is chosen even if every allowed tile has more rows than a matrix.
     assert configs.choose_config(matrices, 4096, 7168, matrices, 132, among[-1:]) is among[-1]
 
 

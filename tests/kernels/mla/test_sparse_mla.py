@@ -95,7 +95,6 @@ def test_selection_union_sass(sass, arguments):
 @shipped(fp8_kv.compile_sparse_mla_fp8_kv)
 def test_fp8_kv_sass(sass, arguments):
     head_dim, head_tile, _ = arguments
-    # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16)
     # UBLKCP: one in the code for keys, and one for each stage of rows of Q (two with 64 heads, else one). Only the
     # layout of 512 channels has separate scales, which cp.async loads.

@@ -113,7 +113,6 @@ def test_a_process_with_some_of_the_experts(fp4, begin, end):
 
 
 def padded(scales):
-    """Return scales whose rows are padded to multiples of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
@@ -133,7 +132,7 @@ def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)
-        rows[-1] = -7  # outside q, so it is clamped
+        rows[-1] = -7
         dsa.grouped_fp8_gemm_swiglu((q, s), b, ends, rows=rows)
         _, variant, arguments = named_launches.pop()
         assert variant[-2:] == (gathered, is_dynamic)

@@ -15,7 +15,6 @@ ROWS = torch.tensor([4, 0, 0, 3], dtype=torch.int32)
 
 
 def operands(columns=256, channels=384):
-    """Return a, with five tokens, and b, with three weight matrices."""
     a = torch.randn(5, channels).to(torch.float8_e4m3fn), torch.rand(5, -(-channels // 128))
     packed = torch.randint(-128, 128, (3, columns, channels // 2), dtype=torch.int8)
     scale = torch.randint(120, 128, (3, columns, channels // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)

@@ -21,7 +21,6 @@ LAYERS = (2112, 7168), (4096, 8192), (6144, 2048), (7168, 2048), (12288, 6144), 
 
 
 def operands(rows=6, columns=136, channels=256, matrices=None, leading=()):
-    """Return a and b. If `matrices` is None, b is one matrix."""
     many = () if matrices is None else (matrices,)
     groups = -(-channels // 128)
     a = torch.randn(*leading, rows, channels).to(E4M3), torch.rand(*leading, rows, groups)
@@ -33,7 +32,6 @@ def same(x, y):
 
 
 def padded(scales):
-    """Return scales whose rows are padded to multiples of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 

@@ -55,7 +55,7 @@ def test_only_shipped_variants_are_chosen():
     cluster of 8 CTAs computes it."""
     assert {tile for _, tile in ROUND} == set(TILE_TOKENS) and {ctas for ctas, _ in ROUND} == {1, 8}
     assert ROWS == small_m_product.ROWS
-    assert LEAST_CHANNELS == slices.SLICES * small_m_product.STEP  # no slice is empty
+    assert LEAST_CHANNELS == slices.SLICES * small_m_product.STEP
     for tokens in range(1, MAX_TOKENS + 1):
         for rows in (1, 64, 256, 512, 2048):
             for channels in (32, LEAST_CHANNELS, 7168):

@@ -23,5 +23,4 @@ def kv_b(rows, columns):
 
 
 def row(x, count):
-    """Return `count` rows, all of which are the first row of x."""
     return x[:1].expand(count, *x.shape[1:])

@@ -129,10 +129,9 @@ SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The number of key tiles for which the block table has room determines the number of parts. Two row tiles leave 66
-    parts for 132 SMs. Up to HALVED * 66 key tiles, there is a part per tile, but at most 33 parts. Above that, there
-    are 66 parts. If a part has few tiles, CTAs do not form clusters. A plan from get_mla_metadata(lengths, ...), which
-    does not know the block table, has 66 parts."""
+    """The room of the block table in key tiles determines the number of parts. Up to HALVED * 66 tiles, there is a part
+    per tile, but at most 33 parts. Above that there are 66, because two row tiles share 132 SMs. CTAs form no clusters
+    if a part has few tiles. get_mla_metadata(lengths, ...) does not know the block table, so it makes 66 parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches

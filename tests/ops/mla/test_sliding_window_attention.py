@@ -29,7 +29,6 @@ def joined():
 
 
 def decode(layout="bf16, 576", window=6, **sizes):
-    """Return arguments for three cached sequences, one of which is empty."""
     return DECODE.arguments(layout=layout, lengths=(24, 0, 9), heads=4, page=8, window=window, **sizes)
 
 

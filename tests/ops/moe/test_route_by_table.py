@@ -29,7 +29,6 @@ def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
 
 
 def test_what_ships():
-    """bf16 ships, with each pair (experts, top_k) of the variants of `moe_gate` for the scores "sqrtsoftplus"."""
     from dsa.kernels.moe import moe_gate_sm90
 
     gates = {arguments[:2] for _, arguments in moe_gate_sm90.shipped_variants() if arguments[2] == "sqrtsoftplus"}

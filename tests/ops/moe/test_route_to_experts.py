@@ -29,7 +29,6 @@ def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
 
 
 def test_what_ships():
-    """bf16 ships, with the arguments of each variant of `moe_gate`."""
     from dsa.kernels.moe import moe_gate_sm90
 
     gates = {arguments for _, arguments in moe_gate_sm90.shipped_variants()}

@@ -108,8 +108,6 @@ def test_a_second_backward_pass_is_an_error(name, compiled, launches):
 
 
 class Called(TorchDispatchMode):
-    """Record the ops of dsa that torch calls: (op, arguments, results)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[Any, tuple[Any, ...], Any]] = []

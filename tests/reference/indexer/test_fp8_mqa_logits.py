@@ -12,7 +12,6 @@ CASE, _, _ = cases_of("fp8_mqa_logits")
 
 
 def scored(starts, ends, keys, **options):
-    """Return arguments in which query t sees the keys starts[t] to ends[t] - 1."""
     given = CASE.arguments(queries=len(starts), keys=keys, heads=4, dim=16, **options)
     return given | {"cu_seq_len_k_start": i32(starts), "cu_seq_len_k_end": i32(ends)}
 
