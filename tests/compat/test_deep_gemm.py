@@ -275,8 +275,8 @@ def test_kernels_write_to_a_copy_of_a_result_that_they_do_not_take(rows, named_l
     d = torch.full((rows, 265), 3.0, dtype=BF16)[:, 1:]
     deep_gemm.fp8_gemm_nt(*operands(rows, 264, 128), d)
     out = named_launches[0][2][4]
-    # The copy begins with the numbers of d, because grouped products, which use the same code, do not write all rows.
-    # No kernel runs here, and afterwards the copy is written back to d. So d must still be 3.
+    # Grouped products, which use the same code, do not write all rows. So the copy begins with the numbers of d. No
+    # kernel runs here, and the copy is written back to d. So d must still be 3.
     assert out.is_contiguous() and out.shape == d.shape and (d == 3).all()
 
 

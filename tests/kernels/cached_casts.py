@@ -63,7 +63,7 @@ def suffixes(directory):
 
 
 def with_a_flipped_bit(content):
-    """Such an object file can load without an error, but its code is wrong."""
+    """An object file with one flipped bit can load without an error, but its code is wrong."""
     half = len(content) // 2
     return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 

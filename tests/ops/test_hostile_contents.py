@@ -1,5 +1,5 @@
-"""Whatever an index tensor contains, a reference either raises a ValueError that names the tensor, or returns the right
-results in all rows that the wrong entries do not concern."""
+"""An index tensor may contain anything. A reference either raises a ValueError that names the tensor, or returns the
+right results in all rows that the wrong entries do not concern."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""If the kernels of an op do not accept an argument, the op raises an error that names it, before it launches
-anything."""
+"""If an op's kernels do not accept an argument, the op raises an error that names it before any launch."""
 
 import math
 

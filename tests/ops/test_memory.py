@@ -196,7 +196,7 @@ def single(x: Any) -> Any:
 
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in SINGLE], ids=lambda call: call.name)
 def test_strides_of_single_elements_mean_nothing(call, launches):
-    """The kernels read 16 bytes at a time, so the op replaces strides of dimensions of size 1 by multiples of 16
+    """The kernels read 16 bytes at a time. So the op replaces strides of dimensions of size 1 by multiples of 16
     bytes."""
     arguments = call.arguments()
     arguments |= {name: single(arguments[name]) for name in SINGLE[call.name].split()}

@@ -1,8 +1,8 @@
 """The references are compared with the float64 formulas of `dsa.cases`: at the cases' own sizes, with many combinations
 of options, and for several chunk sizes.
 
-For some references, further tests check that strides of the arguments do not change the results, that results are
-rounded once, and that every differentiable argument gets a gradient.
+Further tests cover some references. Strides of the arguments do not change the results. Results are rounded once. Every
+differentiable argument gets a gradient.
 """
 
 import importlib

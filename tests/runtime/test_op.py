@@ -1,5 +1,5 @@
-"""The parts of an op that are made from the op's declaration: the choice between reference and kernels, the custom op
-with its gradients, and the checks, which run once per signature of a call."""
+"""The parts of an op that are made from its declaration: the choice between reference and kernels, the custom op with
+gradients, and the checks. A signature of a call is checked once."""
 
 from unittest import mock
 

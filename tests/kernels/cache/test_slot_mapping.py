@@ -6,7 +6,7 @@ from tests.kernels.variants import assert_counts, shipped
 
 @shipped(kernels.compile_slot_mapping)
 def test_slots(sass):
-    # The barrier is the vote on whether the boundaries ascend.
+    # BAR: the threads' vote on whether the boundaries ascend.
     assert_counts(sass, STG=1, BAR=1)
     # The scan loads the first boundary, and AT_ONCE boundaries per step. The other 3 loads: the sequence's end, its
     # length or start, and the page.

@@ -1,5 +1,5 @@
-"""hyper_collapse_norm_cast: all loads of a token's streams are in flight at the same time. The squares of the streams,
-and the squares for the norm, are added in the same order as in the separate kernels, so the bits are equal."""
+"""hyper_collapse_norm_cast: all loads of a token's streams are in flight at the same time. Squares are added in the
+order of the separate kernels, so the bits are equal."""
 
 from itertools import groupby
 
@@ -13,8 +13,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_hyper_collapse_norm_cast)
 def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
     _, lanes, vectors, use_ue8m0 = arguments
-    # LDG: mix and base (24 numbers each, four per load), 3 scales, the vectors of four streams, and two loads of fp32
-    # norm weights per vector.
+    # LDG: mix and base (24 numbers each, four per load), 3 scales, and the vectors of four streams. The fp32 norm
+    # weights need two loads per vector.
     assert_counts(sass, LDG=2 * 6 + 3 + 4 * vectors + 2 * vectors, BAR=2 + (lanes > 32))
     # STG: per vector the norm, its e4m3 values and a scale; one for post and four for comb.
     assert_counts(sass, STG=3 * vectors + 5)

@@ -1,5 +1,5 @@
-"""SASS of the expansion with projection: a warp loads all operands of `at_once` tokens before it computes their new
-streams, and no fence waits for the stores of the new streams."""
+"""SASS of the expansion with projection. A warp loads all operands of `at_once` tokens before it computes their new
+streams. No fence waits for the stores of the new streams."""
 
 from dsa.kernels.elementwise import hyper_expand_mix_sm90 as kernels
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90
@@ -10,8 +10,8 @@ from tests.kernels.variants import assert_counts, shipped
 def test_no_load_waits_for_another(sass, in_order, arguments):
     at_once = min(*arguments, kernels.AT_ONCE)
     assert_counts(sass, LDG=at_once * (5 + 5), LDGSTS=3 * kernels.OWN_OUTPUTS, STG=at_once + 2)
-    # A warp multiplies 4 blocks of 64 channels at a time. Each needs 4 steps of 16 channels, with three bf16 parts of
-    # the matrix.
+    # A warp multiplies 4 blocks of 64 channels at a time. Each block needs 4 steps of 16 channels, with three bf16
+    # parts of the matrix.
     assert_counts(sass, HMMA=4 * 4 * 3)
     # A thread sends its partial sums to another CTA by st.async (STAS). A cluster barrier would need a fence (MEMBAR),
     # which also waits for the stores of the new streams.

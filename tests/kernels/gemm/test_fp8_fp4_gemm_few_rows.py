@@ -17,8 +17,9 @@ def test_sass(sass, arguments):
     assert_counts(sass, QGMMA=steps, UTMALDG=kernels.BOXES)
     # One multiply-add per accumulator of a stage's four blocks: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=config.rows // 2 * kernels.BLOCKS)
-    # WARPGROUP per stage: one start per block, a wait before each reuse of a buffer of widened weights, and a wait at
-    # the end. More would mean that the compiler has serialised the wgmma.
+    # WARPGROUP per stage: one start per block, and a wait before each reuse of a buffer of widened weights. The 2
+    # others: a wait for the next stage's first block, and a wait at the end. More would mean that the compiler has
+    # serialised the wgmma.
     buffers = kernels.BLOCKS if config.resident <= 2 and config.rows <= 16 else 2
     assert_counts(sass, WARPGROUP=kernels.BLOCKS + kernels.BLOCKS - buffers + 2)
     # A lane has two words of codes per wgmma. The code before the mainloop widens the first block. An LDSM loads four

@@ -1,5 +1,5 @@
-"""SASS of products with fp32 results: all loads of a round (some k-steps, see small_m_product.py) come before its mma
-instructions, and registers allow two CTAs per SM."""
+"""SASS of products with fp32 results. All loads of a round (small_m_product.py) come before its mma instructions.
+Registers allow two CTAs per SM."""
 
 from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels

@@ -1,5 +1,5 @@
-"""SASS of the sparse MLA attention kernels: the assembler adds no waits between wgmma, cp.async gathers the keys, and
-the registers of all warp roles together fit the register file."""
+"""SASS of the sparse MLA attention kernels. The assembler adds no waits between wgmma. cp.async gathers the keys. The
+registers of all warp roles together fit the register file."""
 
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
@@ -54,8 +54,8 @@ def test_swap_ab_sass(sass, arguments):
 
 
 def check_roles(sass, score_warpgroups, roles):
-    """Check that the assembler has not added a wait after every wgmma, and that the launch allocates enough registers
-    for all roles."""
+    """Check that the assembler has not added a wait after every wgmma. The launch must allocate enough registers for
+    all roles."""
     warpgroups = score_warpgroups + 3
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert score_warpgroups * roles.score + 2 * roles.output + roles.load <= sass.registers * warpgroups
@@ -69,8 +69,8 @@ def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments)
     # One vote per query of the group finds the warp's keys that the query selects. One more finds out whether all sums
     # are finite.
     assert_counts(sass, VOTE=single.instructions["VOTE"] + size + 1)
-    # If a sum is not finite, two atomics mark the group and queue it for sparse_mla_queued_sm90.py, which computes its
-    # queries one by one.
+    # If a sum is not finite, two atomics mark the group and queue it. sparse_mla_queued_sm90.py computes its queries
+    # one by one.
     assert_counts(sass, ATOMG=2)
 
 

@@ -121,8 +121,8 @@ def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch
     assert whole == (-(-batch // parts) <= most // each)
 
 
-# (pages of 16 keys per sequence in the block table, parts of the plan, fixed cost per sequence in key tiles, whether a
-# part has few tiles). There are three sequences, 132 SMs and two row tiles (128 rows).
+# (pages per sequence in the block table, parts of the plan, fixed cost per sequence in key tiles, whether a part has
+# few tiles). There are three sequences, pages of 16 keys, 132 SMs, and two row tiles (128 rows).
 SHORT = [(1, 3, 0, True), (40, 30, 0, True), (44, 33, 0, True), (176, 33, 0, True), (180, 66, 5, True)]
 SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 

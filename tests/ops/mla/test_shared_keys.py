@@ -71,7 +71,7 @@ def test_what_is_launched(named_launches):
     assert (of_union, of_groups, of_queued) == ((4,), ("bfloat16", 576, 4), ("bfloat16", 576))
     index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
     assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
-    # A list has room for 7/10 of the indices of the group's four queries, but at most for all 5000 keys of the cache.
+    # A list has room for 7/10 of the indices of four queries, but at most for all 5000 keys of the cache.
     assert lists.shape == (513, 1, 5000) and found.shape == group_queue.shape == (513,)
     assert query_queue.shape == (2050,) and numbers.tolist() == [0, 0]
     assert groups[2] is lists and groups[3] is found and groups[-4:] == (132, numbers, group_queue, query_queue)
