@@ -48,8 +48,8 @@ def launched() -> dict[str, Any]:
 
 
 def differences(arguments: Sequence[Any], fakes: Sequence[Any]) -> Iterator[str]:
-    """Yield the differences between a launch's arguments and the fake arguments of its kernel. The last fake argument
-    is the stream, which launches do not pass."""
+    """Yield the differences between a launch's arguments and the kernel's fake arguments. The last fake argument is the
+    stream, which launches do not pass."""
     expected = fakes[:-1]
     if len(arguments) != len(expected):
         yield f"{len(arguments)} arguments for {len(expected)}"

@@ -23,8 +23,8 @@ def test_sass(sass, arguments):
     # Per block: a, and b's codes for each converter warp. 3 more per SCALES blocks: the scales of a, and both kinds of
     # scales of b.
     assert_counts(sass, UTMALDG=SCALES * (1 + kernels.CONVERTERS) + 3)
-    # A unit has four words of codes. It needs four permutations per word, and one for the offset of its table. Up to 40
-    # more compute the offsets from the scales.
+    # A unit has four words of codes. It needs four permutations per word, and one for a table offset. Up to 40 more
+    # compute the offsets from the scales.
     permutations = SCALES * kernels.UNITS * (4 * 4 + 1)
     assert permutations <= sass.instructions["PRMT"] <= permutations + 40
     consumers, converters, producer = kernels.REGISTERS[config.groups]

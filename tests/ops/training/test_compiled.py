@@ -121,7 +121,7 @@ class Called(TorchDispatchMode):
 
 
 def called(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple, Any]]:
-    """Return (op, arguments, results) of the registered ops that run in a call and in its backward pass."""
+    """Return (op, arguments, results) of the registered ops that run in a call and in the call's backward pass."""
     with monkeypatch.context() as patch, Called() as mode:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         with_gradients(CALL[name].function(), name, given)
