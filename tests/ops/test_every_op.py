@@ -1,5 +1,5 @@
 """Properties of all ops, tested with the calls in CASES. For example, an op works under torch.compile, and runs the
-reference if there is no GPU."""
+reference without a GPU."""
 
 import inspect
 import warnings
