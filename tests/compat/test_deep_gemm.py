@@ -19,22 +19,20 @@ MAX_DIFF = 1e-3  # as in DeepGEMM's tests
 
 
 def operands(rows, columns, channels, *groups):
-    """Return (a, b), each (e4m3 values, scales). a has a scale per row and block of 128 channels, and b has a scale per
-    block of 128 x 128. groups: the number of matrices of b, or nothing for one matrix without this dimension."""
+    """Return (a, b), each (e4m3 values, scales). a has a scale per row and block of 128 channels. b has a scale per
+    block of 128 x 128, and the leading dimension `groups`, if given."""
     new = Maker()
     b = new.e4m3(*groups, columns, channels), new.positive(*groups, blocks(columns), blocks(channels))
     return activations(new, rows, channels), b
 
 
 def assert_product(d, a, b, rows=slice(None), group=...):
-    """Require that d is the product of these rows of a with this group of b."""
     expected = dequantised(*(x[rows] for x in a)) @ matrix([x[group] for x in b]).T
     assert d.numel() == 0 or calc_diff(d, expected) < MAX_DIFF
 
 
 def column_major(scales):
-    """Return the scales in the layout of `get_mn_major_tma_aligned_tensor`: column-major, each column padded to a
-    multiple of 4 rows."""
+    """Return the scales column-major, with columns padded to a multiple of 4 rows."""
     rows, columns = scales.shape[-2:]
     wide = scales.new_full((*scales.shape[:-2], columns, -(-rows // 4) * 4), NAN)
     wide[..., :rows] = scales.mT
@@ -46,8 +44,8 @@ def aligned(sizes):
 
 
 def m_indices_of(sizes, filled=False):
-    """Return the group of each row. Each group is padded to a multiple of 128 rows. Rows of padding have -1, or the
-    number of their group if `filled` is true. Callers of DeepGEMM use both forms."""
+    """Return the group of each row. Groups are padded to multiples of 128 rows. Rows of padding have -1, or with
+    `filled` their group's number. Callers of DeepGEMM use both forms."""
     groups = torch.arange(len(sizes)).repeat_interleave(i32(aligned(sizes)))
     rows = torch.cat([torch.arange(rows) for rows in aligned(sizes)])
     return groups.where((rows < i32(sizes)[groups]) | filled, -1).int()
@@ -100,7 +98,7 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
         ([-1, -1], [0, 0, 0, 0]),
         ([3, 3], [0, 0, 0, 2]),
         ([0, -1, -1, 0, 1], [4, 5, 5, 5]),
-        # For wrong group numbers too, the ends do not decrease, and the last one is at most the number of rows.
+        # Wrong group numbers: the ends still do not decrease, and the last is at most the number of rows.
         ([2, 0, 1, 7, 0], [0, 0, 3, 3]),
         ([-(2**31), 2**31 - 1, 0], [1, 1, 1, 1]),
     ],
@@ -125,7 +123,6 @@ def test_groups_end_at_multiples_of_the_alignment():
 @pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (6, 32, 2)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (256, 128)])
 def test_masked_groups(groups, most, rows, columns, channels):
-    """The first two sizes are above `most` and below 0. They are clipped."""
     sizes = [most + 9, -3, *(int(rows * random.uniform(0.7, 1.3)) for _ in range(groups - 2))]
     a, b = operands(groups * most, columns, channels, groups)
     q, s = (x.view(groups, most, -1) for x in a)
@@ -138,7 +135,6 @@ def test_masked_groups(groups, most, rows, columns, channels):
 
 
 def row_scaled(rows, channels):
-    """Return (e4m3 values with an fp32 scale per row and block of 128 channels, the same numbers in float64)."""
     a = activations(Maker(seed=rows), rows, channels)
     return a, dequantised(*a)
 
@@ -146,7 +142,6 @@ def row_scaled(rows, channels):
 @pytest.mark.parametrize("recipe", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}])
 @pytest.mark.parametrize("added", [None, "c", "d"])
 def test_gradients_of_weights(added, recipe):
-    """added: None for no c, "c" for a separate c, "d" for d itself as c (accumulation in place)."""
     (a, x), (b, w) = row_scaled(40, 200), row_scaled(24, 200)
     d, c = torch.full((40, 32), NAN)[:, :24], torch.randn(40, 24) * 32
     expected = x @ w.T if added is None else c + x @ w.T
@@ -215,7 +210,6 @@ def test_kernels_write_contiguous_groups_to_the_callers_tensor(named_launches):
 
 
 def masked_call(expected, sizes=(5, 77)):
-    """Return the operands and the result of a call with two masked groups of up to 128 rows."""
     a, b = operands(256, 264, 128, 2)
     a, d = tuple(x.view(2, 128, -1) for x in a), zeros(2, 128, 264, dtype=BF16)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, i32(sizes), expected)
@@ -232,8 +226,7 @@ def test_kernels_write_masked_groups_to_the_callers_tensor(named_launches):
 
 @pytest.fixture
 def rows_chosen_for(named_launches, monkeypatch):
-    """Return a list. Whenever a tile is chosen for a grouped product, the number of rows for which it is chosen is
-    appended to this list."""
+    """Return a list of the `rows` of all calls of `_choose_grouped_config`."""
     found, choose = [], bridge._choose_grouped_config
     monkeypatch.setattr(bridge, "_choose_grouped_config", lambda rows, *more: found.append(rows) or choose(rows, *more))
     return found
@@ -256,7 +249,6 @@ def test_tiles_of_psum_groups_are_chosen_for_the_expected_rows(expected, chosen_
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_masked_groups_without_channels_are_zero(kernels, request):
-    """Valid rows of groups become zero without a launch. Rows of padding are not written."""
     found = request.getfixturevalue("named_launches") if kernels else []
     a, b = (zeros(3, 8, 0, dtype=E4M3), zeros(3, 8, 0)), (zeros(3, 16, 0, dtype=E4M3), zeros(3, 1, 0))
     base = torch.full((3, 8, 32), 7.0)
@@ -267,7 +259,6 @@ def test_masked_groups_without_channels_are_zero(kernels, request):
 
 
 def test_scales_of_masked_groups_are_aligned_once(named_launches):
-    """The kernels receive the groups' scales as parts of one tensor."""
     (q, s), b = operands(3 * 16, 256, 384, 3)
     a, d = (q.view(3, 16, -1), column_major(s.view(3, 16, -1))), zeros(3, 16, 256, dtype=BF16)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, i32([16] * 3), 16)
@@ -284,8 +275,8 @@ def test_kernels_write_to_a_copy_of_a_result_that_they_do_not_take(rows, named_l
     d = torch.full((rows, 265), 3.0, dtype=BF16)[:, 1:]
     deep_gemm.fp8_gemm_nt(*operands(rows, 264, 128), d)
     out = named_launches[0][2][4]
-    # The copy begins with the numbers of d, because grouped products, which use the same code, do not write all rows.
-    # No kernel runs here, and afterwards the copy is written back to d. So d must still be 3.
+    # Grouped products, which use the same code, do not write all rows. So the copy begins with the numbers of d. No
+    # kernel runs here, and the copy is written back to d. So d must still be 3.
     assert out.is_contiguous() and out.shape == d.shape and (d == 3).all()
 
 

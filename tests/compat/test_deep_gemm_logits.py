@@ -15,7 +15,7 @@ PAGED_POSITIONS = ("kv_cache", "weights", "context_lens", "block_table", "schedu
 
 
 def ranges(queries, keys, context_parallel):
-    """Return the key ranges that DeepGEMM's `generate_ks_ke_tests` makes, as keyword arguments of `fp8_mqa_logits`."""
+    """Return keyword arguments of `fp8_mqa_logits`: the key ranges of DeepGEMM's `generate_ks_ke_tests`."""
     rows, last = torch.arange(queries), keys - queries
     if context_parallel:
         half, ranks = queries // 2, keys // queries
@@ -29,8 +29,8 @@ def ranges(queries, keys, context_parallel):
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 32), (64, 64), (32, 128), (64, 128)])
 @pytest.mark.parametrize("context_parallel", [False, True])
 def test_contiguous(logits_dtype, compressed, heads, head_dim, context_parallel):
-    """The cases of DeepGEMM's `test_mqa_logits`. Logits either have a column per key and are cleaned (-inf outside the
-    ranges), or they are compressed (a column per key of the longest range) and not cleaned."""
+    """The cases of DeepGEMM's `test_mqa_logits`. Compressed logits have a column per key of the longest range, and are
+    not cleaned."""
     given = CASE.arguments(queries=16, keys=64, heads=heads, dim=head_dim) | ranges(16, 64, context_parallel)
     most = int((given["cu_seq_len_k_end"] - given["cu_seq_len_k_start"]).max()) if compressed else 0
     given |= {"max_seqlen_k": most, "clean_logits": not compressed, "logits_dtype": logits_dtype}
@@ -63,8 +63,8 @@ def test_contiguous_by_position():
         ({"q": zeros(5, 8, 32, dtype=E4M3)}, "q: must be a pair"),
         ({"schedule_meta": i32([0])}, "schedule_meta: must be None on Hopper, got Tensor"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
-        # max_seqlen_k is the sixth parameter. In `fp8_mqa_logits`, DeepGEMM's function before 2.8, the sixth parameter
-        # is clean_logits, a bool. So a bool shows that the caller means the old function.
+        # In `fp8_mqa_logits`, DeepGEMM's function before 2.8, the sixth parameter is the bool clean_logits. So a caller
+        # who passes a bool here means the old function.
         ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),
     ],
 )
@@ -79,8 +79,8 @@ def test_wrong_arguments_are_refused(changes, message):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_paged(logits_dtype, next_n, heads, varlen):
-    """The cases of DeepGEMM's `test_paged_mqa_logits` with a length per query. varlen: each query is a row of q, and
-    `indices` names the sequence of each row."""
+    """The cases of DeepGEMM's `test_paged_mqa_logits`, with a length per query. varlen: each query is a row of q, and
+    `indices` names its sequence."""
     lengths, own_n, indices = (70, 192, 64), next_n, None
     if varlen:
         lengths, own_n, indices = (70,) * next_n + (192, 64), 1, i32([0] * next_n + [1, 2])
@@ -97,7 +97,6 @@ def test_paged(logits_dtype, next_n, heads, varlen):
 
 
 def paged_call(queries=1):
-    """Return q and the other positional arguments of `fp8_paged_mqa_logits` for three sequences."""
     context = i32([[5], [6], [0]]).repeat(1, queries)
     rest = zeros(4, 64, 1, 36, dtype=BYTE), zeros(3 * queries, 8), context, i32([[0]] * 3), None, 64
     return zeros(3, queries, 8, 32, dtype=E4M3), rest

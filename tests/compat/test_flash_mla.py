@@ -22,7 +22,6 @@ SINK = torch.tensor([-INF, INF, 0.5, 1.0] * 16)
 
 
 def kvcache(given, count=16, **options):
-    """Call flash_mla_with_kvcache with the first `count` arguments by position."""
     return flash_mla.flash_mla_with_kvcache(*(given[name] for name in KVCACHE.split()[:count]), **options)
 
 
@@ -53,8 +52,7 @@ def sparse_inputs(d, **options):
 @pytest.mark.parametrize("extra", [None, (9, 8)])
 @pytest.mark.parametrize("use_legacy", [False, True])
 def test_sparse_decoding(d, sink, counted, extra, use_legacy):
-    """The cases of FlashMLA's `test_flash_mla_sparse_decoding.py` with fewer keys. The parameters have the names of
-    `RawTestParamForDecode` there. Arguments are passed by position."""
+    """The cases and parameter names of FlashMLA's `test_flash_mla_sparse_decoding.py`, with fewer keys."""
     given = sparse_inputs(d, extra=extra, counted=counted, scale=d**-0.55) | {"attn_sink": sink}
     out, lse = kvcache(given, use_legacy=use_legacy)
     assert lse.shape == (2, 64, 2) and lse.transpose(1, 2).is_contiguous()
@@ -66,8 +64,7 @@ def test_sparse_decoding(d, sink, counted, extra, use_legacy):
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("is_all_indices_invalid", [False, True])
 def test_sparse_prefill(d, sink, counted, is_all_indices_invalid):
-    """The cases of FlashMLA's `test_flash_mla_sparse_prefill.py` with fewer tokens. The parameters have the names of
-    `TestParam` there."""
+    """The cases and parameter names of FlashMLA's `test_flash_mla_sparse_prefill.py`, with fewer tokens."""
     sizes = {"tokens": 4, "keys": 50, "heads": 64, "top_k": 33, "invalid": 0.2}
     given = PREFILL.arguments(**sizes, d=d, counted=counted, scale=0.5) | {"attn_sink": sink}
     if is_all_indices_invalid:

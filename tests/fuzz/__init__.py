@@ -21,9 +21,8 @@ SEED = int(os.environ.get("DSA_FUZZ_SEED", "20"))
 
 
 def numbers(shard: int, shards: int, count: int) -> list[int]:
-    """Return the numbers of a shard's fuzz cases: every `shards`-th number below DSA_FUZZ_CASES, or below `count` if
-    that is not set. If DSA_FUZZ_CASE is set, the shard of this number runs only this fuzz case, and all other shards
-    run none."""
+    """Return the numbers of this shard's fuzz cases, below DSA_FUZZ_CASES or, by default, `count`. With DSA_FUZZ_CASE,
+    only that fuzz case runs, in one shard."""
     one = os.environ.get("DSA_FUZZ_CASE")
     wanted = [int(one)] if one else range(int(os.environ.get("DSA_FUZZ_CASES", count)))
     return [number for number in wanted if number % shards == shard]
@@ -33,7 +32,7 @@ def numbers(shard: int, shards: int, count: int) -> list[int]:
 class Mutation:
     call: Case
     arguments: dict[str, Any]
-    changes: dict[str, Change]  # argument name -> its change
+    changes: dict[str, Change]
 
     def __str__(self) -> str:
         return f"{self.call.name} with " + ", ".join(f"{name}: {x.what}" for name, x in self.changes.items())
@@ -49,8 +48,6 @@ def make_mutation(number: int, device: str) -> Mutation:
 
 
 def failures(wanted: Iterable[int], device: str) -> list[str]:
-    """Return a line for each fuzz case in `wanted` that fails: how to run it again, the call, the changes, and the
-    problem."""
     found = []
     for number in wanted:
         case = make_mutation(number, device)

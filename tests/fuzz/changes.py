@@ -67,7 +67,6 @@ STRANGE = (None, True, 3, 0.5, "x", [1, 2], (), {}, torch.float32, object)
 
 
 def change(rng: random.Random, value: Any, device: str) -> Change:
-    """Return a random change of `value` that makes it invalid or unusual."""
     if isinstance(value, torch.Tensor):
         return rng.choice(OF_TENSORS)(rng, value, device)
     if isinstance(value, tuple | list):
@@ -95,7 +94,6 @@ def _shown(value: Any) -> Change:
 
 
 def _of_tensors(rng: random.Random, values: tuple | list, device: str) -> Change:
-    """Change a tuple or list of tensors, or one of the tensors in it."""
     kind = rng.randrange(8)
     if kind < 5:
         place = rng.randrange(len(values))
@@ -148,7 +146,6 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Return the same numbers with other strides, or the first slice expanded along a dimension."""
     if x.dim() == 0:
         return _rank(rng, x, device)
     way = rng.choice(("every second", "wider rows", "transposed", "shifted", "expanded"))
@@ -162,9 +159,8 @@ def _stride(rng: random.Random, x: torch.Tensor, device: str) -> Change:
         changed = x.new_empty(x.numel() + 1)[1:].view(x.shape)
     else:
         dim = rng.randrange(x.dim())
-        # The expected result is that of a contiguous copy of the expanded tensor, so the bits must be the same. But if
-        # expanding changes integers, such as `ends`, parts of the result can become unspecified, for example rows that
-        # belong to no weight.
+        # A result for the expanded tensor must equal that for a contiguous copy. But expanded integers, such as `ends`,
+        # can leave parts of the result unspecified.
         kind = Kind.SAME if x.is_floating_point() else Kind.CONTENTS
         return Change(f"expanded from its first along {dim}", x[:].narrow(dim, 0, 1).expand(x.shape), kind)
     return Change(way, changed.copy_(x), Kind.SAME)
@@ -186,7 +182,6 @@ def _empty(rng: random.Random, x: torch.Tensor, device: str) -> Change:
 
 
 def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
-    """Set one or all elements to an invalid or out-of-range number. Fill byte tensors with random bytes."""
     changed = x.clone()  # clone keeps a cache's strides
     if x.dtype == torch.uint8:
         generator = torch.Generator().manual_seed(rng.randrange(2**32))
@@ -213,8 +208,7 @@ def _contents(rng: random.Random, x: torch.Tensor, device: str) -> Change:
     return Change(f"{number} at {place}", changed, Kind.CONTENTS)
 
 
-# Entries that appear several times are chosen more often. Changes of the type are rare, because the same check refuses
-# nearly all of them.
+# Repeated functions are chosen more often. Changes of the type are rare, because one check refuses nearly all of them.
 OF_TENSORS = (
     *(_type, _dtype, _rank, _size, _size, _device, _empty, _gradient, _gradient),
     *(_stride, _stride, _stride, _contents, _contents, _contents),

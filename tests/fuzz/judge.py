@@ -81,8 +81,8 @@ def _written(arguments: dict[str, Any], before: Mapping[tuple, torch.Tensor], al
 def _not_the_same(
     call: Case, plain: dict[str, Any], found: list[torch.Tensor], arguments: dict[str, Any], device: str
 ) -> str | None:
-    """Check that a call with contiguous tensors that do not require gradients returns the same bits. On a GPU, calls
-    with tensors that require gradients are not checked, because they can run the reference instead of a kernel."""
+    """Compare with a call on contiguous tensors that do not require gradients. On a GPU, calls with tensors that
+    require gradients are not compared: they can run the reference instead of a kernel."""
     if device == "cuda" and any(x.requires_grad for _, x in _tensors(arguments)):
         return None
     results = [*found, *(arguments[name] for name in call.written if arguments[name] is not None)]
@@ -93,7 +93,6 @@ def _not_the_same(
 
 
 def _not_fully_written(call: Case, plain: dict[str, Any]) -> str | None:
-    """Check that no result depends on the contents of uninitialised memory."""
     pairs = []
     for byte in (0x55, 0xFF):
         own = {name: _plain(x) for name, x in plain.items()}
@@ -141,8 +140,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Return the same numbers with default strides and without gradients. A FlashMLASchedMeta is replaced by a new one,
-    because a call stores its plan in the object."""
+    """Return the same numbers with default strides and without gradients. A FlashMLASchedMeta is replaced, because a
+    call stores its plan there."""
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(x) for x in value)
     if hasattr(value, "have_initialized"):
@@ -150,8 +149,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() == 4 and value.dtype == torch.uint8 and value.shape[-1] == 584 and value.stride(-1) == 1:
-        # A V4 cache that is not contiguous keeps padding between pages, because kernels need pages at multiples of 16
-        # bytes.
+        # A V4 cache with padding between pages keeps it, because kernels need pages at multiples of 16 bytes.
         return value.detach().clone() if value.is_contiguous() else _padded_pages(value)
     return value.detach().clone(memory_format=torch.contiguous_format)
 

@@ -14,9 +14,8 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 
 def counted(compile_function=ORIGINAL):
-    """Return (function, list). The function is cached like the FP8 cast's compile function, with an empty in-memory
-    cache as in a new process, and it compiles with `compile_function`. The list records the arguments of each
-    compilation."""
+    """Return (function, list). The function compiles with `compile_function` and has a new in-memory cache. The list
+    records the arguments of each compilation."""
     compiled = []
 
     @functools.wraps(ORIGINAL)
@@ -28,8 +27,8 @@ def counted(compile_function=ORIGINAL):
 
 
 def compiled_for(*calls):
-    """Call the FP8 cast's compile function once for each tuple of arguments in `calls`. Its in-memory cache is empty
-    before the first call. Return the arguments of each compilation."""
+    """Call the FP8 cast's compile function for each tuple in `calls`, with an empty in-memory cache. Return the
+    arguments of each compilation."""
     get, compiled = counted()
     for arguments in calls:
         assert callable(get(*arguments))
@@ -37,8 +36,8 @@ def compiled_for(*calls):
 
 
 class StubKernel:
-    """A compiled kernel that writes its object file in two halves. Between the halves, it sets `seen` to the suffixes
-    of the files in the directory, and raises `fails_with` unless that is None."""
+    """A compiled kernel that writes its object file in two halves. Between them, it records the suffixes of the
+    directory's files in `seen`, and raises `fails_with` if given."""
 
     def __init__(self, fails_with=None):
         self.ir_module = SimpleNamespace(operation=SimpleNamespace(walk=lambda visit: None))
@@ -64,7 +63,7 @@ def suffixes(directory):
 
 
 def with_a_flipped_bit(content):
-    """Return the content with one bit flipped. Such an object file can load without an error, but its code is wrong."""
+    """An object file with one flipped bit can load without an error, but its code is wrong."""
     half = len(content) // 2
     return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 

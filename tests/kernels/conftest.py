@@ -14,8 +14,8 @@ from tests.kernels.variants import sample, sass_of, shipped_variants_of
 
 @pytest.fixture(scope="session", autouse=True)
 def disassembled_once(tmp_path_factory):
-    """Cache the disassembler's output in files, because several tests in several processes read the SASS of one
-    variant, and each run of the disassembler takes half a second."""
+    """Keep the disassembler's output in files. Tests in several processes need the SASS of one variant, and each run of
+    the disassembler takes half a second."""
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "sass"
     folder.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ def sass(compile_function, arguments) -> Sass:
 
 @pytest.fixture
 def in_order(compile_function, arguments) -> list[list[str]]:
-    """Return the instruction names of each of the variant's kernels, in the order of the instructions' addresses."""
+    """Return a list per kernel of the variant: its instruction names, ordered by address."""
     return disassembly.instructions_in_order(cubin(compile_function, *arguments))
 
 

@@ -67,17 +67,15 @@ def code_sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
 
 
 def registers(cubin: bytes) -> list[int]:
-    """Return the registers per thread of each kernel."""
     return [struct.unpack("<II", value)[1] for value in _attributes(cubin, _REGISTERS)]
 
 
 def threads(cubin: bytes) -> list[int]:
-    """Return the threads per CTA of each kernel."""
     return [math.prod(struct.unpack("<III", value)) for value in _attributes(cubin, _BLOCK)]
 
 
 def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield each kernel's value, in bytes, of the .nv.info attribute whose number is `wanted`."""
+    """Yield each kernel's value of the .nv.info attribute numbered `wanted`."""
     for name, _, content in _sections(cubin):
         at = 0
         while name.startswith(".nv.info") and at < len(content):
@@ -88,8 +86,8 @@ def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def launcher(object_file: bytes) -> bytes:
-    """Return the code of the host functions that launch kernels: their instructions, the vector constants that they
-    load, and the index of each launch's kernel."""
+    """Return the code of the host functions that launch kernels: instructions, vector constants, and the index of each
+    launch's kernel."""
     sections = [*_sections(object_file)]
     contents = {name: content for name, _, content in sections}
     symbols = [
@@ -127,7 +125,6 @@ def _text(strings: bytes, at: int) -> str:
 
 
 def name_of(compile_function: Any, arguments: tuple) -> str:
-    """Return a variant's name in the record: module, compile function and arguments."""
     return f"{compile_function.__module__.rpartition('.')[2]}.{compile_function.__name__}{arguments!r}"
 
 
@@ -136,9 +133,8 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """Return a key that depends on the source of the family, the source of dsa/cute, and the compiler's options.
-    Kernels import nothing else of this project. Comments and docstrings do not affect the key, so rewording them needs
-    no compiler and no GPU."""
+    """Return a key of the family's source, the source of dsa/cute and the compiler's options. Kernels import nothing
+    else of this project. The key ignores comments and docstrings, so rewording them needs no compiler and no GPU."""
     from dsa.runtime.compile_cache import OPTIONS
 
     digest = hashlib.sha256(OPTIONS.encode())
@@ -150,14 +146,14 @@ def key_of(family: str) -> str:
 
 
 def without_names(variant: str) -> str:
-    """Return the arguments in a variant's name (`name_of`), without the names of functions, configurations and their
-    fields, because these names may change."""
+    """Return the arguments in a variant's name. The names of functions, configurations and their fields are left out,
+    because they may change."""
     return re.sub(r"\w+=|\w+(?=\()", "", variant[variant.index("(") :])
 
 
 @functools.cache
 def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
-    """Return {name: (compile function, arguments)} of the variants that a family's modules ship."""
+    """Return {name: (compile function, arguments)} of the family's shipped variants."""
     package = f"{dsa.kernels.__name__}.{family}"
     modules = [importlib.import_module(m.name) for m in pkgutil.iter_modules([str(FAMILIES / family)], f"{package}.")]
     variants = [variant for module in modules for variant in getattr(module, "shipped_variants", list)()]
@@ -176,14 +172,13 @@ def recorded() -> dict[str, Any]:
 
 
 def changed_families() -> list[str]:
-    """Return the families that are not in the record, or whose source differs from the recorded one."""
     there = recorded()["families"]
     return [f for f in families() if f not in there or there[f]["key"] != key_of(f)]
 
 
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
-    """Compile the variants that these families ship, on all cores, unless the compile cache has them. Return {family:
-    {variant: digest}}."""
+    """Compile these families' variants on all cores, unless the compile cache has them. Return {family: {variant:
+    digest}}."""
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
     from dsa_layers.compilation.build import build
@@ -202,8 +197,8 @@ def compiled(names: Iterable[str]) -> dict[str, Digests]:
 
 
 def current() -> Digests:
-    """Return {name: digest} of every variant of today's source. Families whose source differs from the recorded one are
-    compiled. The digests of the others are those in the record."""
+    """Return {name: digest} of today's variants. Only families whose source differs from the recorded one are
+    compiled."""
     there = recorded()["families"]
     changed = changed_families()
     digests = compiled(changed) if changed else {}
@@ -213,9 +208,8 @@ def current() -> Digests:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
-    """Return three lists of lines, one line per variant: the names of variants that are changed or gone, the names of
-    those that are changed or new, and "old name -> new name" for renamed variants. A variant that keeps its name does
-    not count as renamed, even if another variant now has its code."""
+    """Return (names that changed or are gone, names that changed or are new, "old name -> new name" of renamed
+    variants). A variant that keeps its name is not renamed, even if another variant now has its code."""
     unmatched = defaultdict(list)
     for name, code in after.items():
         if before.get(name) != code:

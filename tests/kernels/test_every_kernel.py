@@ -13,9 +13,8 @@ from tests.kernels import machine_code
 from tests.kernels.variants import all_compile_functions, shipped
 
 WAIT, RELEASE = "ACQBULK", "PREEXIT"
-# Instructions that access global memory: loads, stores, atomics and copies by threads, bulk copies, and TMA. LD, ST,
-# ATOM and RED are included because their generic addresses can be in global memory. Prefetches to L2 are not included,
-# because a kernel may issue them before its wait.
+# Instructions that access global memory. LD, ST, ATOM and RED have generic addresses, which can be in global memory.
+# Prefetches to L2 are not included, because a kernel may issue them before its wait.
 MEMORY = {"LDG", "STG", "ATOMG", "REDG", "LD", "ST", "ATOM", "RED", "LDGSTS"}
 MEMORY |= {"UBLKCP", "UBLKRED", "UTMALDG", "UTMASTG", "UTMAREDG"}
 SORTED = sorted(all_compile_functions(), key=lambda function: (function.__module__, function.__name__))

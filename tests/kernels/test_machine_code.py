@@ -50,8 +50,8 @@ def _fill_with_other_names(out: cute.Tensor, count: cutlass.Constexpr, number: c
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """Return a function (launching function, rows, value) -> bytes of the compiled object file. The kernel fills 32
-    columns of `rows` rows with `value`. For `_fill_twice`, `rows` is the order of the launches."""
+    """Return a function (launching function, rows, value) -> object file. The kernel fills `rows` rows of 32 columns
+    with `value`. For `_fill_twice`, `rows` is the order of the launches."""
     path = tmp_path_factory.mktemp("filled") / "object.o"
 
     def compiled(function, rows, value):
@@ -74,7 +74,6 @@ def _fill_twice(x: cute.Tensor, order: cutlass.Constexpr, value: cutlass.Constex
     [
         (1, [(_fill, 3, 1.0), (_fill_with_other_names, 3, 1.0)]),  # other names in the source
         (3, [(_fill, 3, 1.0), (_fill, 3, 2.0), (_fill, 4, 1.0)]),  # another constant, another grid
-        # other orders of launches
         (4, [(_fill_twice, order, 1.0) for order in ((0, 1), (1, 0), (0, 1, 0), (0, 1, 1))]),
     ],
 )
@@ -114,7 +113,7 @@ def test_registers_are_those_of_the_kernel(code):
         ),
         # Two variants that exchange their code count as changed.
         ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, (["a", "b"], ["a", "b"], [])),
-        # If two old names had the code of one new name, only one of them counts as renamed.
+        # Of two old names with the code of one new name, only one counts as renamed.
         ({"a": "1", "b": "1"}, {"c": "1"}, (["b"], [], ["a -> c"])),
     ],
 )
@@ -163,8 +162,7 @@ def test_a_record_that_is_damaged_says_how_to_renew_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", machine_code.families())
 def test_machine_code_is_that_on_record(family, request):
-    """A family whose source has the recorded key is assumed to have the recorded code. All other families are compiled,
-    and with --all every family."""
+    """A family whose source has the recorded key is compiled only with --all."""
     there = machine_code.recorded()
     assert family in there["families"], RENEW
     own = there["families"][family]

@@ -16,8 +16,8 @@ def test_every_compile_function_has_a_test(request):
     items = [item for item in request.session.items if here in item.path.parents]
     if {item.path for item in items} != set(here.rglob("test_*.py")):
         pytest.skip("only some of the kernels' tests were collected")
-    # A compile function needs a test in the folder of the function's family. The tests in this folder do not count,
-    # because they run for all compile functions.
+    # A compile function needs a test in the folder of the function's family. The tests in this folder run for all
+    # compile functions, so they do not count.
     marked = [item.get_closest_marker("shipped_variants") for item in items if item.path.parent != here]
     tested = {compile_function for marker in marked if marker for compile_function in marker.args}
     assert tested == all_compile_functions()

@@ -17,8 +17,8 @@ Variant = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def shipped(*compile_functions: Callable[..., Any]) -> pytest.MarkDecorator:
-    """Run a test for a sample of the shipped variants of these compile functions, or for all of them with --all. The
-    test can use the fixtures `sass`, `in_order`, `compile_function` and `arguments`."""
+    """Run a test for a sample of these compile functions' shipped variants, or with --all for all of them. The test can
+    use the fixtures `sass`, `in_order`, `compile_function` and `arguments`."""
     return pytest.mark.shipped_variants.with_args(*compile_functions)
 
 
@@ -36,9 +36,8 @@ def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """Return a sample of a compile function's variants: one of up to 63 variants, two of 64 to 143, three from 144 on,
-    and so on. These are the variants with the lowest hashes of commit and arguments. So all tests of one commit use the
-    same variants, and a new variant replaces at most one of them."""
+    """Return the variants with the lowest hashes of commit and arguments. So all tests of one commit use the same
+    variants, and a new variant replaces at most one of them."""
     count = max(1, math.isqrt(len(variants) // 16))
     return sorted(variants, key=_hash)[:count]
 

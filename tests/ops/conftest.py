@@ -22,8 +22,8 @@ def kernel_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def named_launches(
     kernel_path: None, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
-    """Return the list of launches by ops. A launch is (NAME, arguments of the compile function compile_NAME, arguments
-    of the kernel). No kernel runs."""
+    """Return the list of launches by ops. A launch is (NAME, arguments of compile_NAME, arguments of the kernel). No
+    kernel runs."""
     found: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = []
     _record(monkeypatch, lambda *launch: found.append(launch))
     return found

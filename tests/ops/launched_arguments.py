@@ -40,7 +40,6 @@ ARCH = "sm_90"
 
 @functools.cache
 def launched() -> dict[str, Any]:
-    """Run `main` in a subprocess, and return the JSON that it prints."""
     command = [sys.executable, "-m", "tests.ops.launched_arguments"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -49,8 +48,8 @@ def launched() -> dict[str, Any]:
 
 
 def differences(arguments: Sequence[Any], fakes: Sequence[Any]) -> Iterator[str]:
-    """Yield the differences between a launch's arguments and the fake arguments for which its kernel is compiled. The
-    last fake argument is the stream, which launches do not pass."""
+    """Yield the differences between a launch's arguments and the kernel's fake arguments. The last fake argument is the
+    stream, which launches do not pass."""
     expected = fakes[:-1]
     if len(arguments) != len(expected):
         yield f"{len(arguments)} arguments for {len(expected)}"
@@ -78,16 +77,14 @@ def _same_type(dtype: torch.dtype, element_type: Any) -> bool:
 
 
 def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """Yield (name, function that makes arguments, function that runs the op on them) for calls that CASES lacks: calls
-    with gradients, and calls with other numbers of rows, tokens, queries or keys, for which the ops run other
-    kernels."""
+    """Yield (name, function that makes arguments, function that runs the op on them) for calls that CASES lacks. They
+    have gradients, or numbers of rows, tokens, queries or keys for which the ops run other kernels."""
     make = Maker("cpu")
 
     def product(rows: int) -> Any:
         return (make.e4m3(rows, 128), make.positive(rows, 1)), (make.e4m3(136, 128), make.positive(2, 1))
 
     def columns(rows: int) -> Any:
-        """Return operands whose weight is the second half of the columns of a wider weight."""
         w, ws = make.e4m3(136, 1024), make.positive(2, 8)
         return (make.e4m3(rows, 512), make.positive(rows, 4)), (w[:, 512:], ws[:, 4:])
 
@@ -136,7 +133,7 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
         indices = torch.zeros(queries, 1, keys, dtype=torch.int32)
         return torch.zeros(queries, heads, 576, dtype=torch.bfloat16), make.bf16(64, 1, 576), indices
 
-    # With 4096 queries of 8 heads the op tries groups of adjacent queries that share keys.
+    # With 4096 queries of 8 heads, the op tries groups of adjacent queries that share keys.
     for queries, heads, keys in ((3, 64, 128), (3, 128, 128), (4096, 8, 1024)):
         run = partial(selected, queries, heads, keys), lambda given: dsa.flash_mla_sparse_fwd(*given, 0.04)
         yield f"flash_mla_sparse_fwd of {queries} queries, {heads} heads", *run
@@ -165,7 +162,7 @@ GRADIENTS = {
 
 
 def _gradients(call: Case, given: dict[str, Any]) -> object:
-    """Add up a call's differentiable results. Return the gradients of this sum for the arguments in GRADIENTS."""
+    """Return the gradients of the sum of a call's differentiable results, for the arguments in GRADIENTS."""
     inputs = [given[name].requires_grad_() for name in GRADIENTS[call.op]]
     results = [x.float().sum() for x in call.run(given) if x.requires_grad]
     return torch.autograd.grad(sum(results), inputs)
@@ -175,16 +172,14 @@ _BYTES = torch.int8, torch.uint8
 
 
 class Memory:
-    """Number the storages of tensors in the order in which the storages are first seen. Calls that use memory in the
-    same way get equal numbers, although the addresses differ."""
+    """Number storages in the order in which they are first seen. Calls that use memory in the same way get equal
+    numbers, although the addresses differ."""
 
     def __init__(self, contents: bool = False) -> None:
-        """contents: whether descriptions also contain the contents of tensors."""
         self._seen: list[tuple[torch.UntypedStorage, int]] = []
         self._contents = contents
 
     def described(self, x: Any) -> Any:
-        """Return a description of an argument or result that does not depend on addresses."""
         if isinstance(x, torch.Tensor):
             what = tuple(x.shape), x.stride(), x.dtype, self._place(x)
             return (*what, contents_of(x)) if self._contents else what
@@ -193,8 +188,8 @@ class Memory:
         return tuple(map(self.described, x)) if isinstance(x, list | tuple) else x
 
     def _place(self, x: torch.Tensor) -> tuple[int, int] | None:
-        """Return (number of the storage, offset from the first tensor seen in the storage); None for an empty storage,
-        which has no address."""
+        """Return (number of the storage, offset from the first tensor seen in it). An empty storage has no address:
+        return None."""
         storage = x.untyped_storage()
         if not storage.nbytes():
             return None
@@ -206,9 +201,9 @@ class Memory:
 
 
 def contents_of(x: torch.Tensor) -> str:
-    """Describe what a tensor contains when a kernel gets it: "none" if it has no elements, "zeros", "nothing" (only the
-    values that `fill_uninitialized_memory` writes), or "numbers". For integers, return a digest instead. Tensors of
-    bytes have no digest, because their quantised values differ between CPUs."""
+    """Describe what a tensor contains when a kernel gets it. Integers get a digest. Other tensors get "none" (no
+    elements), "zeros", "nothing" (only the values that `fill_uninitialized_memory` writes), or "numbers". Bytes get no
+    digest, because quantised values differ between CPUs."""
     if not x.numel():
         return "none"
     if not x.dtype.is_floating_point and x.dtype not in _BYTES:

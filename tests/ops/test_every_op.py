@@ -1,5 +1,5 @@
-"""Properties of all ops, tested with the calls in CASES. For example, an op runs the reference if there is no GPU,
-works under torch.compile, and raises an error if the requested backend cannot run."""
+"""Properties of all ops, tested with the calls in CASES. For example, an op works under torch.compile, and runs the
+reference without a GPU."""
 
 import inspect
 import warnings
@@ -31,8 +31,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def results(function: Callable[..., Any], arguments: dict[str, Any], written: Iterable[str] = ()) -> list[torch.Tensor]:
-    """Return the tensors that a function returns, followed by the arguments named in `written`, except those that are
-    None."""
+    """Return the tensors that a function returns, and those of the arguments in `written` that are not None."""
     found = function(**arguments)
     returned = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, torch.Tensor)]
     return [*returned, *(arguments[name] for name in written if arguments[name] is not None)]
@@ -66,7 +65,6 @@ def test_a_backend_that_cannot_run_is_an_error(call):
 
 
 def registered(call: Case, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, tuple]]:
-    """Return the registered ops that a call runs, with their arguments."""
     found, run = [], Op.run
 
     def noted(self: Op, *own: Any) -> Any:
@@ -95,8 +93,7 @@ def has_fp8(arguments: Iterable[Any]) -> bool:
 
 @by_call
 def test_torch_knows_what_an_op_returns_and_writes(call, monkeypatch):
-    """Check fake results for the call's strides and for other strides. Their shapes, strides and dtypes must be those
-    of the real results, because torch.compile generates code for them."""
+    """The code that torch.compile generates relies on the shapes, strides and dtypes of fake results."""
     arguments = call.arguments()
     reordered = {name: x if name in call.written else in_another_order(x) for name, x in call.arguments().items()}
     for given in (arguments, reordered):
@@ -148,7 +145,7 @@ def test_gradients_run_the_formula(call, named_launches):
 
 @pytest.mark.parametrize("op", ["add_rms_norm_cast_to_fp8", "hyper_collapse_norm_cast_to_fp8"])
 def test_what_is_cast_has_no_gradient(op, request):
-    """No result of these ops has a gradient, with the reference (first pass) and with kernels (second pass)."""
+    """The first pass runs the reference, the second runs kernels."""
     for _ in range(2):
         for name in real(FIRST[op].arguments()):
             assert not any(x.requires_grad for x in FIRST[op].run(asking_for_gradients(FIRST[op].arguments(), name)))
@@ -157,8 +154,7 @@ def test_what_is_cast_has_no_gradient(op, request):
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_elsewhere_are_refused_by_name(call):
-    """All tensors must be on the device of the first tensor. The test moves the other tensors to another device, one
-    per call."""
+    """All tensors must be on the device of the first tensor."""
     tensors = [name for name, x in call.arguments().items() if isinstance(x, torch.Tensor)]
     for name in tensors[1:]:
         with pytest.raises(ValueError, match=rf"({'|'.join(tensors)}): must be on .*device"):

@@ -1,5 +1,5 @@
-"""Whatever an index tensor contains, a reference either raises a ValueError that names the tensor, or returns the right
-results in all rows that the wrong entries do not concern."""
+"""An index tensor may contain anything. A reference either raises a ValueError that names the tensor, or returns the
+right results in all rows that the wrong entries do not concern."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.hostile import ARGUMENTS, check
 
 
 def arguments():
-    """Yield all (call, argument) pairs. For each op and argument, the first pair is not marked slow, and the others
-    are: the calls of an op run different kernels on a GPU, but nearly the same code of the reference."""
+    """Yield all (call, argument) pairs. Only the first pair of an op and argument is not marked slow. The other calls
+    of an op run nearly the same code of the reference."""
     seen = set()
     for case, name in ARGUMENTS:
         key = case.op, name.split()[0]

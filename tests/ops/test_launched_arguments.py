@@ -34,8 +34,8 @@ def test_differences_are_seen(arguments, message):
 
 
 def test_what_memory_holds_that_is_prepared_counts():
-    """The descriptions of zeros, of uninitialised memory and of other floating-point numbers differ, and so do those of
-    different indices. All other floating-point numbers have the same description, because they depend on the CPU."""
+    """Floating-point numbers depend on the CPU. So they all have one description, except zeros and uninitialised
+    memory."""
 
     def described(x):
         return Memory(contents=True).described({"x": x})

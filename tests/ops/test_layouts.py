@@ -30,7 +30,7 @@ def test_a_single_page_may_have_any_stride(stride):
     cache = torch.arange(40, dtype=torch.uint8).as_strided((1, 4, 1, 10), (stride, 10, 10, 1))
     check_layout("cache", cache, PAGES)
     rows = pages_as_rows(cache)
-    # Kernels accept page strides that are multiples of 16 bytes. A page of 40 bytes gets a stride of 48.
+    # Kernels need page strides that are multiples of 16 bytes, and a page has 40 bytes.
     assert rows.stride() == (48, 1) and rows.tolist() == [list(range(40))]
 
 

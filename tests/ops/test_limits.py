@@ -1,5 +1,4 @@
-"""If the kernels of an op do not accept an argument, the op raises an error that names it, before it launches
-anything."""
+"""If an op's kernels do not accept an argument, the op raises an error that names it before any launch."""
 
 import math
 
@@ -16,7 +15,7 @@ DECLARED = [(name, word, accepted) for name, op in OPS.items() for word, accepte
 
 
 def beyond(accepted):
-    """Return a size that is not accepted, as close to the accepted sizes as possible."""
+    """Return the size closest to the accepted sizes that is not accepted."""
     if accepted is POSITIVE:
         return 0.0
     if isinstance(accepted, tuple):
@@ -27,8 +26,7 @@ def beyond(accepted):
 
 
 def with_size(shapes, x, before, after):
-    """Return a meta tensor with the dtype of x and other sizes. before, after: the call's sizes by name, before and
-    after a change."""
+    """Return a meta tensor with the dtype of x and other sizes. before, after: the sizes of the call by name."""
     shape = next(one for one in shapes.shapes if len(shapes.shapes) == 1 or one.fits(x.shape, before))
     middle = after[REST] if shape.open else ()
     front, back = ([round(word.size(after)) for word in words] for words in (shape.front, shape.back))
@@ -36,11 +34,10 @@ def with_size(shapes, x, before, after):
 
 
 def resized(op, values, changes):
-    """Yield the arguments with tensors on the meta device and with changed sizes."""
     before = op.arguments.check(*values)
     after = Sizes()
-    # Keep the sizes of names, from which the sizes of formulas are computed. Also keep a formula's size if a name in
-    # the formula has no size, such as R in "R/2".
+    # Keep the sizes of names, from which the sizes of formulas are computed. Keep a formula's size if one of the
+    # formula's names has no size, such as R in "R/2".
     after.update({text: n for text, n in before.items() if text.isidentifier() or not {*Word(text).names} <= {*before}})
     after[REST] = before.get(REST)
     after.update(changes)

@@ -111,8 +111,8 @@ def columns(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-# Functions that return a tensor in an unusual layout, and the fields of `Refused` whose arguments the op must refuse in
-# this layout.
+# Functions that return a tensor in an unusual layout. For each, the fields of `Refused` whose arguments the op refuses
+# in this layout.
 WAYS = {apart: Refused._fields, columns: Refused._fields, wider: ("aligned", "contiguous"), shifted: ("aligned",)}
 
 
@@ -146,7 +146,7 @@ def test_what_kernels_do_not_read_is_refused_and_nothing_else(call, way, launche
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in REFUSED], ids=lambda call: call.name)
 def test_rows_that_kernels_can_read_are_not_copied(call, launches):
     """The rows are slices of a wider tensor, with a stride that is a multiple of 16 bytes. If the kernel needs a
-    contiguous tensor, the op may refuse these slices."""
+    contiguous tensor, the op may refuse them."""
     for called, name, _, x in parts(call.arguments()):
         if called != name or called not in REFUSED[call.name].aligned.split() or x.dim() < 2:
             continue
@@ -160,7 +160,7 @@ def test_rows_that_kernels_can_read_are_not_copied(call, launches):
         assert any(x.data_ptr() == rows.data_ptr() for x in given), name
 
 
-# Arguments that are cut to a single token, sequence or page, and get an arbitrary stride in this dimension.
+# Arguments that are cut to one token, sequence or page, and get an arbitrary stride in this dimension.
 SINGLE = {
     "write_indexer_cache": "k k_scale slots",
     "write_kv_cache float": "kv cache slots",
@@ -185,8 +185,8 @@ SINGLE = {
 
 
 def single(x: Any) -> Any:
-    """Return the first row of x, or of each tensor of a list. Its dimensions of size 1 have arbitrary strides, which
-    are not multiples of 16 bytes."""
+    """Return the first row of x, or of each tensor of a list. In dimensions of size 1, its strides are not multiples of
+    16 bytes."""
     if isinstance(x, list):
         return list(map(single, x))
     odd = torch.empty(x[:1].numel() + 7, dtype=x.dtype)[: x[:1].numel()].view(x[:1].shape).copy_(x[:1])
@@ -196,8 +196,8 @@ def single(x: Any) -> Any:
 
 @pytest.mark.parametrize("call", [call for call in CASES if call.name in SINGLE], ids=lambda call: call.name)
 def test_strides_of_single_elements_mean_nothing(call, launches):
-    """If a kernel reads a tensor 16 bytes at a time, the op replaces its strides of dimensions of size 1 by multiples
-    of 16 bytes."""
+    """The kernels read 16 bytes at a time. So the op replaces strides of dimensions of size 1 by multiples of 16
+    bytes."""
     arguments = call.arguments()
     arguments |= {name: single(arguments[name]) for name in SINGLE[call.name].split()}
     call.run(arguments)

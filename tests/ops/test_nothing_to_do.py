@@ -135,7 +135,7 @@ EMPTY: list[tuple[str, dict[int, str], dict[str, Any]]] = [
 
 
 def without(value: Any, dim: int) -> Any:
-    """Return a tensor, or each tensor of an operand (a weight and its scales), with size 0 in dimension `dim`."""
+    """Return a tensor, or each tensor of an operand, with size 0 in dimension `dim`."""
     if isinstance(value, list | tuple):
         return type(value)(without(x, dim) for x in value)
     return value.narrow(dim, 0, 0)

@@ -63,8 +63,8 @@ def test_only_dense_tensors(call):
 
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_of_inference_mode(call):
-    """Ops can read tensors made in inference mode, both in that mode and outside it. They can write to such tensors
-    only in that mode: outside it, they raise ValueError before they write to any tensor."""
+    """Ops can read tensors made in inference mode everywhere, and write to them in that mode. Outside it, they raise
+    ValueError before they write to any tensor."""
     expected = call.results(call.arguments())
     for name, value in call.arguments().items():
         for place, x in tensors(value):
@@ -83,8 +83,8 @@ def test_tensors_of_inference_mode(call):
 
 
 def test_a_lazy_sign_is_refused_where_a_kernel_runs(kernel_path):
-    """A tensor can have a lazy sign, for example the imaginary part of a conjugated tensor: its memory contains the
-    numbers before the negation. Kernels would read these. References read the negated numbers."""
+    """The memory of a tensor with a lazy sign contains the numbers before the negation, and kernels would read
+    these."""
     angles = torch.polar(torch.ones(4, 32), torch.rand(4, 32))
     cos, sin = angles.conj().real, angles.conj().imag
     assert sin.is_neg()

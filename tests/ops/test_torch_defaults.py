@@ -1,5 +1,5 @@
-"""torch's default dtype and default device do not change the results of ops, because ops specify the dtype and the
-device of everything that they allocate. Autocast around a call does not change results either."""
+"""torch's default dtype and default device do not change results, because ops specify both for everything that they
+allocate. Autocast around a call does not change results either."""
 
 import contextlib
 import inspect

@@ -33,15 +33,14 @@ def assert_same_bits(got: Iterable[torch.Tensor], expected: Iterable[torch.Tenso
 
 
 def assert_close(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerance: float = 2e-5) -> None:
-    """Require results within `tolerance` (absolute plus relative) of the expected ones. Both are compared in
-    float64."""
+    """Require results within `tolerance`, absolute plus relative, in float64."""
     for x, y in zip(got, expected):
         torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance)
 
 
 def assert_same_gradients(function: Callable, formula: Callable, inputs: Sequence[torch.Tensor]) -> None:
-    """Require equal gradients of sum(function(*inputs)^2) and sum(formula(*inputs)^2), within 1e-4. The function is
-    called with fp32 inputs, the formula with float64 inputs."""
+    """Require equal gradients of the sums of squares, within 1e-4. The function gets fp32 inputs, the formula
+    float64."""
     gradients = []
     for compute, dtype in ((function, F32), (formula, F64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -50,6 +49,5 @@ def assert_same_gradients(function: Callable, formula: Callable, inputs: Sequenc
 
 
 def assert_refused(message: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Require that the call raises TypeError or ValueError with a text that matches the pattern `message`."""
     with pytest.raises((TypeError, ValueError), match=message):
         call(*arguments, **options)

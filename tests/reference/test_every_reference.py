@@ -1,8 +1,8 @@
 """The references are compared with the float64 formulas of `dsa.cases`: at the cases' own sizes, with many combinations
 of options, and for several chunk sizes.
 
-For some references, further tests check that strides of the arguments do not change the results, that results are
-rounded once, and that every differentiable argument gets a gradient.
+Further tests cover some references. Strides of the arguments do not change the results. Results are rounded once. Every
+differentiable argument gets a gradient.
 """
 
 import importlib
@@ -26,14 +26,12 @@ def test_a_reference_is_right(case, seed):
 
 
 def every(*alternatives, **options):
-    """Return a list of dicts of sizes: every combination of one of the alternatives (dicts) and one value of each
-    option."""
+    """Return a list of dicts of sizes: every combination of one alternative and one value of each option."""
     combinations = [dict(zip(options, values)) for values in itertools.product(*options.values())]
     return [first | rest for first in alternatives or ({},) for rest in combinations]
 
 
 def by_name(*names, of):
-    """Return a list of dicts {name of a size: value}, one for each group of values in `of`."""
     return [dict(zip(names, values)) for values in of]
 
 
@@ -44,12 +42,10 @@ ROTATIONS = every(*ROTATED, interleaved=BOTH, dims=["first", "last"], dtype=FLOA
 NORMED = every(tokens=[7], channels=[384], dtype=FLOATS, use_ue8m0=BOTH, eps=[1e-2])
 # Both eps are large and differ, so that a reference that omits or confuses them fails.
 STREAMS = every(tokens=[0, 3], n=[1, 2, 4], dtype=[F32], eps=[1e-3], hc_eps=[1e-2])
-# (queries, keys) of sequences: equal numbers, no queries, fewer queries than keys, and in the last more queries than
-# keys.
+# (queries, keys) of sequences. The last has more queries than keys.
 WINDOWS = {"sequences": ((3, 3), (0, 2), (1, 7), (6, 18), (2, 1)), "heads": 4, "d": 24, "d_v": 16, "dtype": F32}
 WINDOWED = every(WINDOWS, window=[1, 2, 5, 128], sink=BOTH)
-# One sequence has no keys. Another has one key: in causal decoding with s_q = 4, the first three queries come before
-# the key and see nothing.
+# With one key and s_q = 4, the first three queries of causal decoding come before the key and see nothing.
 DECODED = {"lengths": (9, 0, 1, 2, 17), "d": 24, "d_v": 16, "dtype": F32}
 LENGTHS = [[0], [3], [4], [9, 1, 0, 16], [7, 8]]
 COMPRESSED = every(c=[16], overlap=BOTH, dtype=[F32])
@@ -216,8 +212,7 @@ CHUNKED = [
             **{"tokens": [5], "heads": [4], "keys": [7], "top_k": [5], "invalid": [0.3], "sink": BOTH, "counted": BOTH},
         ),
     ),
-    # The sequences have more keys than queries, no queries, fewer keys than queries, or no keys. `more` adds queries
-    # that belong to no sequence.
+    # `more` adds queries that belong to no sequence.
     (
         "mla.mha_varlen_fwd._CHUNK",
         [2**26, 100],
@@ -256,8 +251,7 @@ def test_every_number_of_queries_at_a_time_is_right(constant, value, name, sizes
     ],
 )
 def test_strides_change_no_bit(name, sizes):
-    """The references must not pass strides on to PyTorch's products, because these sum column-major matrices in another
-    order."""
+    """PyTorch's products sum column-major matrices in another order, so the references must not pass strides on."""
     given = BY_NAME[name].arguments(**sizes)
     tensors = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
     transposed = {key: x.transpose(0, -1).contiguous().transpose(0, -1) for key, x in tensors.items()}

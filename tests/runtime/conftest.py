@@ -18,6 +18,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the cache return the kernels themselves, not wrappers that record launches, because tests compare the
-    kernels."""
+    """Make the cache return the kernels themselves, without wrappers that record launches, because tests compare
+    them."""
     monkeypatch.setattr(compile_cache, "noted", lambda kernel: kernel)

@@ -65,9 +65,7 @@ SPECS = {
     "bounds": Arguments(cu_seqlens=Tensor("B+1", INT32), starts=Tensor("B", INT32)),
     # The shape "R/2" does not determine R, but it must be the same number everywhere.
     "angles": Arguments(x=Tensor("T ... D", FLOATS), cos=Tensor("T R/2", F32), sin=Tensor("T R/2", F32)),
-    # A rule runs after the checks of the specs.
     "rule": Arguments(rule=at_most_the_length, x=Tensor("T", F32), k=Int()),
-    # A tensor with one of two shapes.
     "lengths": Arguments(q=Tensor("B T D", F32), lengths=Tensor("B | B T", INT32), more=Tensor("T", F32)),
     "lengths alone": Arguments(lengths=Tensor("B | B T", INT32)),
     # A tensor's rule can replace sizes. The arguments in `first` are checked before the others: they determine sizes
@@ -78,7 +76,6 @@ SPECS = {
         cache=Tensor("slots d", (torch.uint8,), name="caches[0]", rule=known_rows),
     ),
     "product": Arguments(first=("weight",), x=Tensor("... K", F32), weight=Tensor("N K", F32), flag=Flag()),
-    # In messages k is called kv[0].
     "pair": Arguments(q=Tensor("T D", F32), k=Tensor("T D", F32, name="kv[0]")),
     "pair of one dtype": Arguments(
         k=Tensor("T D", FLOATS, name="kv[0]"), v=Tensor("T D", FLOATS, like="k", name="kv[1]")

@@ -64,8 +64,7 @@ def test_a_guard_accepts_other_contents(call):
 
 
 def test_one_tensor_twice_and_two_are_different_calls():
-    """torch's guards accept no repeated tensors. So the guard has an extra condition for each argument that repeats a
-    tensor."""
+    """torch's guards accept no repeated tensors, so each repeated argument has an extra condition."""
     twice, two = guard((X, X, [X])), guard((X, X.clone(), [X.clone()]))
     assert twice(X, X, [X]) and not twice(X, X.clone(), [X])
     assert two(X, X.clone(), [X.clone()]) and not two(X, X, [X.clone()])

@@ -64,8 +64,8 @@ def test_another_process_loads_the_file_without_a_lock(directory, monkeypatch):
     assert compiled_for(ARGS, ARGS) == []
 
 
-# This process starts to compile when its standard input ends, and compiles slowly. So two processes would compile at
-# the same time if they did not wait for each other.
+# This process compiles slowly, once its standard input ends. Two such processes would compile at the same time if they
+# did not wait for each other.
 PROCESS = """
 import sys, time
 from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernels
@@ -166,8 +166,8 @@ def test_a_file_system_without_locks(directory, monkeypatch):
 
 
 def test_code_that_is_compiled_after_an_edit_is_not_kept(directory, monkeypatch):
-    """The key can come from the files before the edit although the code comes from the files after the edit. A later
-    process would then load wrong code."""
+    """The key can be that of the files before the edit, and the code that of the files after it. A later process would
+    then load wrong code."""
     monkeypatch.setattr(compile_cache, "key_on_disk", lambda module: "another key")
     get, compiled = counted()
     with pytest.warns(RuntimeWarning, match="sources of dsa have changed since this process began"):
@@ -214,8 +214,8 @@ print("child:", os.waitstatus_to_exitcode(os.wait()[1]))
 
 @pytest.mark.slow
 def test_a_fork_while_a_thread_compiles(tmp_path):
-    """The child can take the compile lock, although a thread of the parent held this lock during the fork. The file
-    lock is released when the parent's compilation ends, although the child has a copy of the lock file's descriptor."""
+    """The child can take the compile lock, although a thread of the parent held it during the fork. The parent's file
+    lock is released, although the child has a copy of the lock file's descriptor."""
     command = [sys.executable, "-c", FORK, str(tmp_path / "kernel.lock")]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
     assert printed == "file lock: free\nchild: 0\n"

@@ -38,8 +38,7 @@ def test_a_tensor_without_strides_or_address_has_no_equal_signature():
 
 @pytest.mark.filterwarnings("ignore")  # torch warns that nested tensors may change
 def test_the_first_shape():
-    """The shape is None if the first argument is missing, if it is not a tensor, or if it is a nested tensor, which has
-    no shape and which the checks refuse."""
+    """The shape is None if the first argument is not a tensor, or is a nested tensor, which has no shape."""
     strided = torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
     assert [first_shape(call) for call in ((X, 1), (1, X), (), (strided,))] == [X.shape, None, None, None]
 
@@ -56,7 +55,7 @@ def test_the_oldest_of_too_many_are_forgotten():
         known.remember((i,))
         known.count((i,))
         known.keep((i,), len)
-    # The oldest calls are forgotten and their counts restart at 0, so that they can be recorded again.
+    # The counts of forgotten calls restart at 0, so that they can be recorded again.
     assert list(known.steps) == [(i,) for i in range(300 - 256, 300)]
     assert known.count((0,)) == 1 and known.count((299,)) == 2
     known.forget()
@@ -73,8 +72,7 @@ def test_a_guard_of_steps_that_another_thread_forgot_is_kept():
 
 
 def test_threads_keep_at_once():
-    """The number of recorded calls reaches its limit, so that each thread also removes the oldest call when it adds
-    one."""
+    """The number of recorded calls is at its limit, so each thread also removes the oldest call."""
     known = KnownCalls()
 
     def keep(thread):

@@ -1,5 +1,4 @@
-"""The error for a broken limit of a size or number names the argument, the accepted values, and the value in the
-call."""
+"""The error for a broken limit names the argument, the accepted values, and the value in the call."""
 
 import math
 

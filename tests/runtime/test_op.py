@@ -1,5 +1,5 @@
-"""The parts of an op that are made from the op's declaration: the choice between reference and kernels, the custom op
-with its gradients, and the checks, which run once per signature of a call."""
+"""The parts of an op that are made from its declaration: the choice between reference and kernels, the custom op with
+gradients, and the checks. A signature of a call is checked once."""
 
 from unittest import mock
 
@@ -32,15 +32,14 @@ ADD_TO = Arguments(
 
 @pytest.fixture(scope="module", autouse=True)
 def tables():
-    """Restore the tables of ops and archs after these tests."""
     with mock.patch.dict(declaration.OPS), mock.patch.dict(backends.ARCHS):
         yield
 
 
 @pytest.fixture(scope="module")
 def ops(tables):
-    """Return {short name: op} for three ops of these tests. The launch function of "scale" appends its arguments to
-    `launched`. Results of launch functions differ from those of the references."""
+    """Return {short name: op}. "scale" appends its arguments to `launched`. The launch functions and the references
+    return different results."""
 
     @op(
         arguments=SCALE_ROWS,
@@ -128,8 +127,8 @@ def test_a_valid_call_is_checked_once(ops, kernel_path, other):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Return the list of the arguments of recorded calls. `record` is replaced, because these ops launch no kernels.
-    Recorded steps return "steps"."""
+    """Return the arguments of recorded calls. These ops launch no kernels, so `record` is replaced, and recorded steps
+    return "steps"."""
     found = []
 
     def record(call, arguments):
@@ -236,8 +235,8 @@ def test_another_gpu_has_no_kernel(ops, monkeypatch):
 
 @pytest.fixture(scope="module")
 def doubling(ops):
-    """Return an op whose kernels accept only float32 and have a backward pass. The kernels' gradient is 20, and the
-    reference's is 2. The op's public function has another name than the op."""
+    """Return an op whose kernels accept only float32. Their gradient is 20, and the reference's is 2. The public
+    function has another name than the op."""
     arguments = Arguments(x=Tensor("T", (torch.float32, torch.float64)))
 
     @op(arguments=arguments, reference=lambda x: 2 * x, results=lambda x: torch.empty_like(x), public="test_add_to")
@@ -364,8 +363,7 @@ def test_another_arch_has_its_launch(ops, kernel_path, monkeypatch):
 
 
 def test_outputs_of_the_caller(ops, request):
-    """Both the reference and the kernels write to an output of the caller. In torch, a separate op is registered for
-    calls with an output."""
+    """In torch, a separate op is registered for calls with an output."""
     x, y, total = torch.tensor([1.0, 2]), torch.tensor([3.0, 5]), torch.zeros(2)
     sums = ops["sums"]
     assert [found.tolist() for found in sums(x, y)] == [[4, 7], [-2, -3]]

@@ -25,14 +25,12 @@ COMPILE = kernels.compile_per_token_cast_to_fp8
 
 @pytest.fixture(scope="module")
 def content():
-    """Return the object file of the variant with ARGS."""
     return object_file(COMPILE, *ARGS)
 
 
 @pytest.fixture
 def archive(content, directory, tmp_path, monkeypatch):
-    """Return the path of an archive that contains only the variant with ARGS and is the only archive of the package.
-    The cache is empty."""
+    """Return the package's only archive, which contains only the variant with ARGS. The cache is empty."""
     path = archive_of(tmp_path / "compiled", MODULE)
     path.parent.mkdir()
     write_archive(path, {stem_of(COMPILE, ARGS): content})
@@ -106,7 +104,6 @@ def test_an_object_that_the_dsl_cannot_load_is_compiled(archive):
 
 @pytest.mark.slow
 def test_pack_adds_all_shipped_variants_to_an_archive(tmp_path):
-    """Packing twice gives the same archive, and objects that were in the archive before remain."""
     path = archive_of(tmp_path, MODULE)
     write_archive(path, {"of_other_versions-0": b"object"})
     assert list(pack(tmp_path, [MODULE], 1)) == [path]

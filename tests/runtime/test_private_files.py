@@ -13,7 +13,6 @@ pytestmark = pytest.mark.usefixtures("directory")
 
 
 def owned_by_another(monkeypatch):
-    """Make files seem to belong to another user, by replacing os.fstat, with which the cache checks them."""
     fstat = os.fstat
 
     def of_another(handle):
@@ -25,7 +24,6 @@ def owned_by_another(monkeypatch):
 
 
 def linked(path):
-    """Move the file, and replace it with a link to the moved file."""
     kept = path.parent.parent / "kept.o"
     path.rename(kept)
     path.symlink_to(kept)
@@ -73,7 +71,7 @@ def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(directory
 
 
 def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, monkeypatch):
-    """If the lock file is a link, the cache compiles without a lock. A new file gets a name that does not exist yet."""
+    """If the lock file is a link, the cache compiles without a lock."""
     directory.mkdir(mode=0o700)
     stem = compile_cache._stem(ORIGINAL, ARGS)
     (directory / f"{stem}.lock").symlink_to(tmp_path / "lock")
@@ -86,8 +84,7 @@ def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, m
 
 
 def swapped(directory, **files):
-    """Replace the cache's folder by another folder with these files. A user who may rename entries of the parent folder
-    could do this."""
+    """Replace the cache's folder. A user who may rename entries of the parent folder could do this."""
     directory.rename(directory.with_name("ours"))
     directory.mkdir()
     for name, content in files.items():

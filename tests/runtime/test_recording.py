@@ -32,8 +32,8 @@ def tensors_of(nested):
 
 
 def assert_replayed(call, first, other):
-    """Record `call` with the arguments `first`, and replay the steps with the arguments other(). Assert that the
-    results and the changes of arguments equal those of call(*other())."""
+    """Require that the steps recorded with `first` do with other() what `call` does. Compare results and changed
+    arguments."""
     _, steps = record(call, first)
     given, expected = other(), other()
     got, want = steps(*given), call(*expected)
@@ -43,8 +43,6 @@ def assert_replayed(call, first, other):
 
 
 def added_to(compute, by=1):
-    """Return a function that calls `compute`, launches `add` on the result of `compute`, and returns this result."""
-
     def call(*arguments):
         out = compute(*arguments)
         add([out], by)

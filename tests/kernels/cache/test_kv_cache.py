@@ -18,8 +18,8 @@ def test_write(sass, arguments):
     dtype, layout, _ = arguments
     loads, stores = kernels.UNROLL, kernels.UNROLL
     if layout not in FLOAT_DTYPES:
-        # Each step loads 16 bytes, and stores values and a scale. One more load and one more store are for the lane's
-        # pair of RoPE channels.
+        # A step loads 16 bytes, and stores values and a scale. The last load and store are for the lane's pair of RoPE
+        # channels.
         loads, stores = steps(dtype) + 1, 2 * steps(dtype) + 1
     assert_counts(sass, LDG=loads + SLOT, STG=stores)
     assert sass.registers <= REGISTERS
@@ -43,18 +43,16 @@ def test_write_of_the_projection(sass, arguments):
         stores = 2 * steps(dtype)
     else:
         stores = steps(dtype) * (2 if layout == "float32" and dtype != "float32" else 1)
-    # A lane loads its 16 fp32 norm weights with 4 loads. If the norm covers the RoPE channels (channels == 512), one
-    # more load is for the weights of the lane's RoPE pair. `angles`: an interleaved pair has one cosine and one sine,
-    # but in RoPE on halves each of a lane's two channels has a cosine and a sine.
+    # 4: a lane's 16 fp32 norm weights. channels == 512: the norm covers the RoPE channels, so the lane loads the
+    # weights of a pair. `angles`: in RoPE on halves, each channel of the pair has a cosine and a sine.
     assert_counts(sass, LDG=row + 4 + (channels == 512) + angles + SLOT, STG=row + stores + 1)
-    # 72 registers allow 896 threads per SM. Only one combination needs them: V4's layout, with a norm that covers the
-    # RoPE channels, and RoPE on halves.
+    # 72 registers allow 896 threads per SM.
     assert sass.registers <= (72 if layout == "v4" and channels == 512 and not interleaved else REGISTERS)
 
 
 def test_quantisation_is_in_hardware():
     write = sass_of(kernels.compile_write_kv_cache, "bfloat16", "v32", True)
-    # Each F2FP converts two of a lane's 16 channels. A lane has 8 channels in each of two groups of 128. A group's
-    # channels are in 16 lanes, so 4 shuffles find its largest magnitude.
+    # F2FP: a lane has 16 channels, and each F2FP converts two. SHFL: the channels are in two groups. For each group, 4
+    # shuffles find the largest magnitude in 16 lanes.
     assert_counts(write, F2FP=8, SHFL=8)
     assert_counts(sass_of(kernels.compile_read_kv_cache, "v32", "float32"), F2FP=8)

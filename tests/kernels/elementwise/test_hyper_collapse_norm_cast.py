@@ -1,5 +1,5 @@
-"""hyper_collapse_norm_cast: all loads of a token's streams are in flight at the same time. The squares of the streams,
-and the squares for the norm, are added in the same order as in the separate kernels, so the bits are equal."""
+"""hyper_collapse_norm_cast: all loads of a token's streams are in flight at the same time. Squares are added in the
+order of the separate kernels, so the bits are equal."""
 
 from itertools import groupby
 
@@ -13,16 +13,16 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_hyper_collapse_norm_cast)
 def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
     _, lanes, vectors, use_ue8m0 = arguments
-    # Loads of the warp that computes post and comb: 24 numbers each of mix and base, four per load, and 3 scales. Loads
-    # of the other warps: the vectors of four streams, and two loads per vector for the fp32 norm weights.
+    # LDG: mix and base (24 numbers each, four per load), 3 scales, and the vectors of four streams. The fp32 norm
+    # weights need two loads per vector.
     assert_counts(sass, LDG=2 * 6 + 3 + 4 * vectors + 2 * vectors, BAR=2 + (lanes > 32))
-    # Stores: per vector the norm, its e4m3 values and a scale; one store for post and four for comb.
+    # STG: per vector the norm, its e4m3 values and a scale; one for post and four for comb.
     assert_counts(sass, STG=3 * vectors + 5)
     assert bool(sass.instructions["CALL"]) == (not use_ue8m0)  # the call is the division by the scale
-    # Registers are allocated in multiples of 8. They allow two CTAs per SM for the longest rows, else four.
+    # Two CTAs per SM for the longest rows, else four. Registers are allocated in multiples of 8.
     assert (sass.registers + 7) // 8 * 8 * (lanes + 32) <= 65536 // (2 if lanes == 256 else 4)
-    # One run of loads without a multiply-add in between contains all loads of the streams. The code of the warp for
-    # post and comb has shorter runs.
+    # The loads of the streams are one run: no multiply-add comes between them. The warp for post and comb has shorter
+    # runs.
     (instructions,) = in_order
     runs = [[*run] for name, run in groupby(name for name in instructions if name in ("LDG", "FFMA"))]
     assert [len(run) for run in runs if run[0] == "LDG"].count(4 * vectors) == 1
@@ -31,8 +31,8 @@ def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
 @pytest.mark.parametrize("channels", range(128, 8193, 128))
 def test_sums_are_in_the_order_of_the_separate_kernels(channels):
     """The norm assigns vectors to threads as the separate norm does. In the separate collapse, thread `vector %
-    threads` adds the squares of vector number `vector` in step `vector // threads`. Here each thread does the additions
-    of `shares` of those threads, one thread after the other."""
+    threads` adds `vector` in step `vector // threads`. Here a thread does the additions of `shares` such threads, one
+    after the other."""
     threads, lanes, vectors = next(t for t in limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
     config = rms_norm_sm90.choose_config("bfloat16", channels, rms_norm_sm90.CAST_CONFIGS)
     assert (lanes, vectors) == (config.lanes, config.vectors) and config.threads % lanes == 0

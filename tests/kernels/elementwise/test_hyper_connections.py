@@ -8,8 +8,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_hyper_collapse, kernels.compile_hyper_head)
 def test_collapse_and_head(sass, compile_function, arguments):
     _, threads, steps = arguments
-    # Loads: the vectors of four streams; one load each of mix, base and scale for pre. The collapse also computes post
-    # and comb. For these it loads 20 numbers each of mix and base (5 loads each) and two scales.
+    # LDG: the vectors of four streams, and mix, base and scale of pre. post and comb need 20 numbers each of mix and
+    # base (5 loads each), and two scales.
     post_and_comb = 2 * 5 + 2 if compile_function is kernels.compile_hyper_collapse else 0
     assert_counts(sass, LDG=4 * steps + 3 + post_and_comb, BAR=1, CALL=0)
     assert sass.registers * threads <= 65536 // (2048 // (threads * steps))

@@ -1,5 +1,5 @@
-"""SASS of the expansion with projection: a warp loads all operands of `at_once` tokens before it computes their new
-streams, and no fence waits for the stores of the new streams."""
+"""SASS of the expansion with projection. A warp loads all operands of `at_once` tokens before it computes their new
+streams. No fence waits for the stores of the new streams."""
 
 from dsa.kernels.elementwise import hyper_expand_mix_sm90 as kernels
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90
@@ -10,11 +10,11 @@ from tests.kernels.variants import assert_counts, shipped
 def test_no_load_waits_for_another(sass, in_order, arguments):
     at_once = min(*arguments, kernels.AT_ONCE)
     assert_counts(sass, LDG=at_once * (5 + 5), LDGSTS=3 * kernels.OWN_OUTPUTS, STG=at_once + 2)
-    # A warp multiplies 4 blocks of 64 channels at a time, in 4 steps of 16 channels each, with each of the three bf16
-    # parts of the matrix (high, middle, low).
+    # A warp multiplies 4 blocks of 64 channels at a time. Each block needs 4 steps of 16 channels, with three bf16
+    # parts of the matrix.
     assert_counts(sass, HMMA=4 * 4 * 3)
-    # A thread sends its partial sums to another CTA by st.async (STAS), whose bytes the receiver's mbarrier counts. A
-    # cluster barrier would need a fence (MEMBAR), which also waits for the stores of the new streams.
+    # A thread sends its partial sums to another CTA by st.async (STAS). A cluster barrier would need a fence (MEMBAR),
+    # which also waits for the stores of the new streams.
     assert_counts(sass, STAS=1, MEMBAR=0)
     (instructions,) = in_order
     loads_and_products = [name for name in instructions if name in ("LDG", "FFMA")]
@@ -23,6 +23,5 @@ def test_no_load_waits_for_another(sass, in_order, arguments):
 
 
 def test_the_slices_are_those_of_the_projection():
-    """The channels are divided into slices as in hyper_mix_few_tokens, one slice per warp of a cluster. So sums are
-    added in the same order and have the same bits."""
+    """With the slices of hyper_mix_few_tokens, sums are added in the same order and have the same bits."""
     assert kernels.THREADS == hyper_mix_few_tokens_sm90.THREADS and kernels.CTAS == hyper_mix_few_tokens_sm90.CTAS

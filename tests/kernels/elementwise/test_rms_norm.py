@@ -21,7 +21,7 @@ def test_sass(sass, arguments):
     dtype, weighted, config = arguments
     weights = halves(dtype) if weighted else 0
     assert_counts(sass, LDG=config.vectors * (1 + weights), STG=config.vectors, BAR=config.lanes > WARP)
-    # 80 registers allow 768 threads per SM. 128 registers, for the longest rows, allow 512.
+    # 80 registers allow 768 threads per SM, and 128 allow 512.
     assert sass.registers <= (80 if config.threads < 512 else 128)
 
 
@@ -31,8 +31,8 @@ def test_sass_with_rope(sass, arguments):
     weights = halves(dtype) if weighted else 0
     # Per vector there is one load of cosines and one of sines. Each loads four angles, or two for fp32 rows.
     assert_counts(sass, LDG=config.vectors * (3 + weights), STG=config.vectors, BAR=0)
-    # A CTA has 128 threads: 128 registers allow four CTAs per SM. V4's query heads have two vectors per lane; for them
-    # 64 registers allow eight CTAs.
+    # With CTAs of 128 threads, 128 registers allow four CTAs per SM, and 64 allow eight. V4's query heads have two
+    # vectors per lane.
     assert sass.registers <= (64 if config.vectors == 2 else 128)
 
 
@@ -42,8 +42,7 @@ def test_sass_with_a_cast(sass, arguments):
     # Stores per vector: norm, e4m3 values, scale; with a residual also the sum.
     loads, stores = 1 + summed + halves(dtype), 3 + summed
     assert_counts(sass, LDG=config.vectors * loads, STG=config.vectors * stores, BAR=config.lanes > WARP)
-    # 80 registers allow 768 threads per SM. 128 registers, for the longest rows and for scales that are not powers of
-    # two, allow 512.
+    # 80 registers allow 768 threads per SM, and 128 allow 512.
     assert sass.registers <= (80 if use_ue8m0 and config.threads < 512 else 128)
 
 
@@ -53,7 +52,7 @@ def test_sass_of_gradients(sass, arguments):
     vectors = config.vectors
     sums = vectors * halves(dtype) if weighted else 0
     assert_counts(sass, LDG=2 * vectors + sums, STG=vectors + sums, BAR=config.lanes > WARP)
-    # 168 registers allow 384 threads per SM. If a lane has four vectors and their weights, 255 registers allow 256.
+    # 168 registers allow 384 threads per SM, and 255 allow 256.
     assert sass.registers <= (255 if weighted and vectors == 4 else 168)
 
 
@@ -88,8 +87,7 @@ def test_every_row_length_has_a_configuration(dtype):
 
 @by_dtype
 def test_fused_norms_have_the_configuration_of_the_plain_norm(dtype):
-    """With another configuration, a fused norm would add in another order and could differ from the plain norm in the
-    last bit."""
+    """With another configuration, a fused norm would add in another order, and could differ in the last bit."""
     for channels in range(256, limits.MAX_NORM_CAST_CHANNELS[dtype] + 1, 128):
         assert kernels.choose_config(dtype, channels, kernels.CAST_CONFIGS) == kernels.choose_config(dtype, channels)
     assert kernels.choose_config(dtype, 128, kernels.CAST_CONFIGS) == kernels.CAST_CONFIGS[0]

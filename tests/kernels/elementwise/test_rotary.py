@@ -8,8 +8,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_apply_rotary)
 def test_products_are_rounded_before_they_are_added(sass, arguments):
     dtype, interleaved, config = arguments
-    # Loads per group (rotary_sm90.py): the one or two vectors of the group, one load of cosines and one of sines. A
-    # larger count would mean narrower loads.
+    # LDG per group (rotary_sm90.py): one or two vectors, and one load each of cosines and sines. A larger count would
+    # mean narrower loads.
     vectors = 2 if config.pairs == 1 or dtype == "float32" or not interleaved else 1
     assert_counts(sass, LDG=config.groups * (vectors + 2), STG=config.groups * vectors)
     products = 4 * config.pairs * config.groups

@@ -17,13 +17,13 @@ def test_sass(sass, arguments):
     assert_counts(sass, QGMMA=steps, UTMALDG=kernels.BOXES)
     # One multiply-add per accumulator of a stage's four blocks: the compiler has neither split nor dropped any.
     assert_counts(sass, FFMA=config.rows // 2 * kernels.BLOCKS)
-    # WARPGROUP instructions per stage: one start per block's wgmma; a wait before each reuse of a buffer of widened
-    # weights, also for the first block of the next stage; and a wait at the end of the stage. More would mean that the
-    # compiler has serialised the wgmma.
+    # WARPGROUP per stage: one start per block, and a wait before each reuse of a buffer of widened weights. The 2
+    # others: a wait for the next stage's first block, and a wait at the end. More would mean that the compiler has
+    # serialised the wgmma.
     buffers = kernels.BLOCKS if config.resident <= 2 and config.rows <= 16 else 2
     assert_counts(sass, WARPGROUP=kernels.BLOCKS + kernels.BLOCKS - buffers + 2)
-    # A lane has two weight rows, and one word of codes per row and wgmma. The code before the mainloop widens the first
-    # block. An LDSM loads four words. A word needs four permutations, and one to select its table's offset.
+    # A lane has two words of codes per wgmma. The code before the mainloop widens the first block. An LDSM loads four
+    # words. A word needs four permutations, and one for its table's offset.
     words = 2 * (steps + kernels.STEPS)
     assert_counts(sass, LDSM=words // 4, PRMT=words * 5)
     assert sass.registers * config.threads * config.resident <= 65536
@@ -31,9 +31,8 @@ def test_sass(sass, arguments):
 
 
 def test_a_lane_finds_its_words_where_its_neighbouring_channels_are():
-    """A step has 32 channels, which are 8 words of four channels. Four lanes (q = 0 to 3) share them: wgmma expects
-    words q and 4 + q in lane q. In the stored order, these two words contain the adjacent channels 8 q to 8 q + 7 (see
-    fp4_operand.py)."""
+    """wgmma expects words q and 4 + q of a step in lane q (0 to 3). In the stored order, these two words contain the
+    adjacent channels 8 q to 8 q + 7 (see fp4_operand.py)."""
     places = [ordered_place(word) for word in range(32)]
     assert places == [8 * step + word for step in range(4) for q in range(4) for word in (q, 4 + q)]
 

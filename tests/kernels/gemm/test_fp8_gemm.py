@@ -34,7 +34,7 @@ def test_sass(sass, arguments):
     # One multiply-add per accumulator of each block of channels: the compiler has neither split nor dropped any.
     columns = products(config) * config.columns + sum(swapped_counts(config, dynamic))
     assert_counts(sass, FFMA=columns * configs.SCALES // 2)
-    # Results of 16 bits are stored by TMA if a warp has shared memory for the chunks (64 columns each) of all waves.
+    # TMA stores 16-bit results if a warp has shared memory for the chunks of all waves.
     chunks = config.columns // configs.CHUNK
     by_tma = dtype != "float32" and config.chunks >= chunks * config.waves
     assert_counts(sass, UTMASTG=chunks if by_tma else 0)
@@ -51,8 +51,8 @@ def test_sass_of_swiglu(sass, arguments):
 
 
 def products(config, parts=1):
-    """Return the number of wgmma groups in the code for a block of channels: one per wave and part. With two waves,
-    work tiles whose second wave has no rows run separate code, which contains the first wave's group once more.
+    """Return the number of wgmma groups in the code for a block of channels. With two waves, there is separate code for
+    work tiles without rows in the second wave. It repeats the first wave's groups.
 
     parts: 2 for SwiGLU (gate and up projection), else 1.
     """
@@ -68,12 +68,10 @@ def swapped_counts(config, dynamic):
 def check_mainloop(sass, config, gathered, dynamic, parts):
     swapped = len(swapped_counts(config, dynamic))
     groups = (products(config, parts) + swapped * parts) * configs.SCALES
-    # Two WARPGROUP instructions per group: one start of the group's wgmma and one wait. More would mean that the
-    # compiler has serialised the wgmma.
+    # Two WARPGROUP per wgmma group: its start and its wait. More would mean that the compiler has serialised the wgmma.
     assert_counts(sass, QGMMA=groups * GROUP // 32, WARPGROUP=2 * groups, ATOMG=int(dynamic))
-    # Loads per four blocks of channels: each part of b, b's scales for two blocks of rows, a, and a's scales. If a is
-    # gathered, the code that gathers it exists twice: for the first producer warp, and for the other three. Each time
-    # it has one copy for every 16 rows of a block, and one for the scales.
+    # Loads per SCALES blocks: each part of b, b's scales, a, and a's scales. The code that gathers a exists twice: for
+    # the first producer warp, and for the other three. It has one copy per 16 rows of a block, and one for the scales.
     boxes = config.rows // kernels.BOX_ROWS if swapped else 1
     copies_of_a = 0 if gathered else configs.SCALES * boxes + 1
     gathers = 2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0
@@ -106,17 +104,14 @@ def test_every_shape_gets_one_of_the_allowed_tiles(matrices, among):
         sizes = rows, columns, channels, matrices, sms
         assert configs.choose_config(*sizes, among) in among
         assert configs.choose_dynamic_config(*sizes) in configs.DYNAMIC_CONFIGS
-    # A tile is chosen even if every allowed tile has more rows than a matrix.
     assert configs.choose_config(matrices, 4096, 7168, matrices, 132, among[-1:]) is among[-1]
 
 
 @among_configs
 @pytest.mark.parametrize("matrices", [1, 8, 256, 1024])
 def test_few_rows_per_matrix_get_low_tiles(matrices, among):
-    """Tiles of 128 rows or more would spend time on rows that do not exist."""
     for rows, columns in itertools.product((matrices, 8 * matrices, 64 * matrices), (128, 4096, 24576)):
         assert configs.choose_config(rows, columns, 7168, matrices, 132, among).rows == 64
-    # With 3 rows in all, no matrix has more than 3 rows.
     assert configs.choose_config(3, 4096, 7168, matrices, 132, among).rows == 64
 
 

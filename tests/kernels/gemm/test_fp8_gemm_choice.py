@@ -47,16 +47,16 @@ def test_every_shape_gets_an_existing_tile(sms):
 @pytest.mark.parametrize(
     ("name", "tile", "winning", "losing"),
     [
-        # A measured winner for 128 rows applies to 97 to 128 rows, because 96 is the next smaller number in
-        # `choice.ROWS`. Any other number of SMs, columns or rows gets the models' tile.
+        # A winner for 128 rows applies to 97 to 128 rows, because 96 is the next smaller number in `choice.ROWS`. All
+        # other sizes get the models' tile.
         (
             "128 x 4096 x 2048",
             Fp8GemmConfig(1, 1, 192, 5, 3),
             [(97, 4096, 2048, 132), (128, 4096, 2048, 132)],
             [(128, 4096, 2048, 114), (128, 4104, 2048, 132), (96, 4096, 2048, 132), (16385, 4096, 2048, 132)],
         ),
-        # This tile has 128 rows for two warpgroups. If the last work tile has at most 64 rows, one of its warpgroups
-        # idles, so the models' tile is used instead.
+        # The tile has 128 rows for two warpgroups. With at most 64 rows in the last work tile, one warpgroup idles.
+        # Then the models' tile is used.
         (
             "1024 x 576 x 7168",
             Fp8GemmConfig(2, 1, 64, 7, 1),

@@ -42,8 +42,8 @@ def test_tiles_of_several_matrices_are_as_high_as_their_rows_need():
     [
         (20, 1, 3),
         (1, 256, pytest.approx(1, rel=1e-2)),
-        # With 256 matrices, two of six rows are rarely for the same matrix, so there are nearly as many tiles as rows.
-        # With 100 rows of two matrices, the last tile of a matrix is half full on average.
+        # With 256 matrices, two of six rows rarely share a matrix. With 50 rows per matrix, the last tile is half full
+        # on average.
         (6, 256, pytest.approx(5.95, abs=0.05)),
         (100, 2, pytest.approx(2 * (50 / 8 + 0.5), abs=0.2)),
     ],

@@ -1,5 +1,5 @@
-"""SASS of products with fp32 results: all loads of a round (some k-steps, see small_m_product.py) come before its mma
-instructions, and registers allow two CTAs per SM."""
+"""SASS of products with fp32 results. All loads of a round (small_m_product.py) come before its mma instructions.
+Registers allow two CTAs per SM."""
 
 from dsa.cute.small_m_product import CTAS, ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
@@ -10,7 +10,7 @@ from tests.kernels.variants import assert_counts, shipped
 def test_all_loads_come_before_the_products(sass, in_order, arguments):
     _, (tokens, ctas) = arguments
     round_ = ROUND[ctas, tokens]
-    # Loads per k-step of a round: two rows of the matrix, and one row of tokens per eight tokens.
+    # LDG per k-step: a lane loads two rows of the matrix, and executes one load of x per eight tokens.
     assert_counts(sass, LDG=round_ * (2 + tokens // 8), HMMA=2 * round_ * tokens // 8)
     # Only the CTAs of a cluster send partial sums to each other (ST).
     assert_counts(sass, ST=1 if ctas == CTAS else 0)

@@ -17,8 +17,8 @@ def test_sass(sass, arguments):
 
 
 def test_powers_of_two_do_not_depend_on_how_448_divides():
-    """The kernel multiplies by 1 / 448 in fp32, and a CPU divides by 448. The quotients can differ, but the next power
-    of two is equal for all mantissas."""
+    """The kernel multiplies by 1 / 448, and a CPU divides by 448. The quotients can differ, but not the next power of
+    two."""
     amax = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(127 << 23)).view(np.float32)
     product, quotient = amax * np.float32(1 / 448), amax / np.float32(448)
     assert not np.array_equal(product, quotient)

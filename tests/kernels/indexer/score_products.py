@@ -4,11 +4,10 @@ from tests.kernels.variants import assert_counts
 
 
 def check_products(sass, dim, columns, half):
-    """Check the number of wgmma, and of the instructions that process the accumulators of a score tile. A score tile is
-    64 keys x `columns`, and a column is a (query, head) pair.
+    """Check the counts of wgmma, and of instructions on the accumulators of 64 keys x `columns` (query, head) pairs.
 
-    fp32: one multiply-add per accumulator. fp16 accumulation (half): one multiply-add and one maximum for every two
-    accumulators. Other counts would mean that the compiler has split or dropped some of these instructions.
+    fp32: one multiply-add per accumulator. half: one multiply-add and one maximum per two accumulators. Other counts
+    would mean that the compiler has split or dropped some.
     """
     assert_counts(sass, QGMMA=dim // 32)
     if half:

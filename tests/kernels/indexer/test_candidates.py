@@ -19,8 +19,8 @@ def test_scores(sass, arguments):
     heads, dim, sample, half, config = arguments
     check_products(sass, dim, config.columns, half)
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
-    # A lane has scores for a quarter of the tile's queries. For each of these queries it appends candidates with one
-    # shared-memory atomic. The code contains every atomic twice: in the loop over key tiles, and after it.
+    # A lane has scores for a quarter of the tile's queries. It appends candidates of a query with one atomic. The
+    # atomics exist twice: in the loop over key tiles, and after it.
     assert_counts(sass, ATOMS=0 if sample else config.columns // heads // 2)
 
 
@@ -37,8 +37,7 @@ def test_selection(sass):
 
 @pytest.mark.parametrize("keys", SIZES)
 def test_passes_read_all_tiles_once(keys):
-    """Every stride divides the previous one, the quotient is at least 4, and the first pass has room for all its
-    scores."""
+    """The first pass has room for all its scores."""
     strides = candidate_lists.pass_strides(keys)
     assert strides[-1] == 1
     for stride, following in itertools.pairwise(strides):
@@ -51,8 +50,8 @@ def test_passes_read_all_tiles_once(keys):
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("k", [1, 64, 512, MAX_SELECTED])
 def test_bounds_leave_enough_and_not_too_many(k, keys):
-    """If scores are independent, and no count of keys is more than 5 standard deviations from its mean, then the bound
-    of a pass leaves at least k keys, and these keys fit in the lists of the next pass."""
+    """If scores are independent and counts stay within 5 standard deviations, a bound leaves at least k keys. They fit
+    in the lists of the next pass."""
     strides = candidate_lists.pass_strides(keys)
     ranks = candidate_lists.bound_ranks(k, strides)
     for rank, (stride, following) in zip(ranks, itertools.pairwise(strides), strict=True):
@@ -67,6 +66,5 @@ def test_two_ctas_share_a_block():
 
 
 def test_the_lists_of_a_query_take_at_most_32_kib():
-    """The terms are, in bytes: the candidates, two counts, the bound, and the number of keys that remain to be
-    selected."""
+    """The terms in bytes: the candidates, two counts, the bound, and the number of keys left to select."""
     assert 8 * candidate_lists.CAPACITY + 8 + 4 + 4 <= 32 * 1024

@@ -23,5 +23,4 @@ def test_chunks_cover_the_keys(heads, queries, keys):
     chunk, units = kernels.choose_chunk(queries, keys, block_q, 132)
     blocks, tiles = -(-queries // block_q), -(-keys // kernels.TILE)
     assert 1 <= chunk <= tiles and units == blocks * -(-tiles // chunk)
-    # Few queries with many keys still occupy every SM, with chunks of at least eight key tiles.
     assert units >= min(132, blocks * (tiles // 8)) and (chunk >= 8 or tiles < 16)

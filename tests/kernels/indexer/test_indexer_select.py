@@ -15,7 +15,6 @@ def test_sass(sass, arguments):
 
 
 def test_a_pruned_list_has_room():
-    """A pruned list keeps up to MAX_SELECTED + SLACK keys. Besides a tile of new keys, it has room for at least
-    MAX_SELECTED / 3 more before it must be pruned again."""
+    """A pruned list keeps up to MAX_SELECTED + SLACK keys. It has room for one tile and MAX_SELECTED / 3 more."""
     kept = MAX_SELECTED + kernels.SLACK
     assert kernels.CAPACITY - kernels.TILE - kept >= MAX_SELECTED // 3

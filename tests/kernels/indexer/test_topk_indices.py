@@ -14,12 +14,10 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_topk_indices)
 def test_sass(sass, arguments):
     _, config = arguments
-    # Bulk copies (UBLKCP) load the row. If rows are processed in tiles, cp.async (LDGSTS) loads a sample of the row's
-    # vectors, which gives the first threshold. Atomics in shared memory (ATOMS) count the scores per digit (a range of
-    # scores, see radix_select.py).
+    # UBLKCP loads the row. With tiles, cp.async (LDGSTS) loads a sample of the row for the first threshold. ATOMS
+    # counts the scores per digit (radix_select.py).
     assert_counts(sass, LDGSTS=1 if config.tile else 0, ATOMG=0)
     assert sass.instructions["UBLKCP"] >= 1 and sass.instructions["ATOMS"] >= 8
-    # Only clusters of several CTAs have a cluster barrier.
     assert bool(sass.instructions["UCGABAR_ARV"]) == bool(sass.instructions["UCGABAR_WAIT"]) == (config.cluster > 1)
 
 

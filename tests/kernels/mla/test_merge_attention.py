@@ -10,7 +10,7 @@ BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 def test_sass(sass, arguments):
     dtype, branches, sink = arguments
     unroll = kernels.unroll_of(kernels.VECTOR_BITS // BITS[dtype], branches)
-    # Loads: a row's LSEs and its sink, and the vectors of all branches. The code for the vectors exists twice: for the
+    # LDG: a row's LSEs and its sink, and the vectors of all branches. The code for the vectors exists twice: for the
     # first chunk and for later chunks. A larger count would mean narrower loads.
     assert_counts(sass, LDG=2 * unroll * branches + branches + sink, STG=unroll + 1)
     assert sass.registers <= 80  # allows 24 warps per SM

@@ -1,5 +1,5 @@
-"""SASS of the sparse MLA attention kernels: the assembler adds no waits between wgmma, cp.async gathers the keys, and
-the registers of all warp roles together fit the register file."""
+"""SASS of the sparse MLA attention kernels. The assembler adds no waits between wgmma. cp.async gathers the keys. The
+registers of all warp roles together fit the register file."""
 
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
@@ -26,9 +26,8 @@ def test_sass(sass, arguments):
     assert_counts(sass, HGMMA=head_dim // K16 + 2 * TILE_N // K16)
     # An LDGSTS gathers a k chunk (64 channels) of four keys. A warp gathers 16 keys of a tile.
     assert_counts(sass, LDGSTS=head_dim // K_CHUNK * 4)
-    # Before wgmma reads gathered keys, the score warps execute one fence if the whole tile has arrived, else one per k
-    # chunk. The code contains both cases. The four other fences are for Q, for the two halves of P, and for the
-    # mbarriers.
+    # Before wgmma reads gathered keys: one fence for a whole tile, or one per k chunk. The code contains both cases.
+    # The 4 others: Q, the two halves of P, and the mbarriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 4)
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= PER_THREAD
@@ -38,9 +37,8 @@ def test_sass(sass, arguments):
 def test_the_cast_changes_the_epilogue_only(sass, arguments):
     dtype, lists, _ = arguments
     plain = sass_of(kernels.compile_sparse_mla, dtype, HEAD_DIM_V, lists, False)
-    # A row's group of 128 channels is in four lanes, so two shuffles find its largest magnitude. A lane has two groups
-    # in each of two rows, which makes 8 shuffles. Four more shuffles broadcast the factors of these groups, each from
-    # one lane.
+    # A lane has two groups in each of two rows. A group is in four lanes, so two shuffles find its largest magnitude. 4
+    # more shuffles broadcast the groups' factors.
     assert_counts(sass, **counts_of(plain, "HGMMA", "LDGSTS", "LDSM"), SHFL=plain.instructions["SHFL"] + 12)
 
 
@@ -49,15 +47,15 @@ def test_swap_ab_sass(sass, arguments):
     _, head_dim, *_ = arguments
     # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16, LDGSTS=head_dim // K_CHUNK * 4)
-    # One fence if the whole tile has arrived, else one per k chunk. The code contains both cases. The three other
-    # fences are for Q, P and the mbarriers.
+    # One fence for a whole tile, or one per k chunk. The code contains both cases. The 3 others: Q, P and the
+    # mbarriers.
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 3)
     check_roles(sass, swap_ab.SCORE_WARPGROUPS, swap_ab.REGISTERS)
 
 
 def check_roles(sass, score_warpgroups, roles):
-    """Check that the assembler has not added a wait after every wgmma, and that the registers of all roles are at most
-    those that the launch allocates."""
+    """Check that the assembler has not added a wait after every wgmma. The launch must allocate enough registers for
+    all roles."""
     warpgroups = score_warpgroups + 3
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert score_warpgroups * roles.score + 2 * roles.output + roles.load <= sass.registers * warpgroups
@@ -68,18 +66,17 @@ def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments)
     dtype, head_dim, size = arguments
     single = sass_of(kernels.compile_sparse_mla, dtype, head_dim, 1, True)
     assert_counts(sass, **counts_of(single, "HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"))
-    # For each query of the group, one vote finds the warp's keys that the query selects. One more vote finds out
-    # whether all sums are finite.
+    # One vote per query of the group finds the warp's keys that the query selects. One more finds out whether all sums
+    # are finite.
     assert_counts(sass, VOTE=single.instructions["VOTE"] + size + 1)
-    # If a sum is not finite, two atomics mark the group and add it to the queue of the kernel that computes its queries
-    # one by one (sparse_mla_queued_sm90.py).
+    # If a sum is not finite, two atomics mark the group and queue it. sparse_mla_queued_sm90.py computes its queries
+    # one by one.
     assert_counts(sass, ATOMG=2)
 
 
 @shipped(queued.compile_sparse_mla_queued)
 def test_a_queue_adds_three_loads(sass, arguments):
-    """Compared with the swap-A/B kernel for 16 heads, there are three more loads: the length of the queue, the first
-    query, and each following query."""
+    """The swap-A/B kernel lacks these loads: the queue's length, the first query, and each following query."""
     dtype, head_dim = arguments
     whole = sass_of(swap_ab.compile_sparse_mla_swap_ab, dtype, head_dim, 16, 1, True)
     same = counts_of(whole, "HGMMA", "WARPGROUP", "LDGSTS", "VOTE")
@@ -98,10 +95,8 @@ def test_selection_union_sass(sass, arguments):
 @shipped(fp8_kv.compile_sparse_mla_fp8_kv)
 def test_fp8_kv_sass(sass, arguments):
     head_dim, head_tile, _ = arguments
-    # Products: scores, and O^T += V^T P^T for the four blocks of 64 channels of an output warpgroup.
     assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16)
-    # Bulk copies load keys and rows of Q. The code has one copy for keys, and one for each stage that the rows of Q
-    # occupy: two stages with 64 heads, else one. Only the layout with 512 channels, whose scales are separate from the
-    # rows, needs cp.async for the scales.
+    # UBLKCP: one in the code for keys, and one for each stage of rows of Q (two with 64 heads, else one). Only the
+    # layout of 512 channels has separate scales, which cp.async loads.
     assert_counts(sass, UBLKCP=3 if head_tile == 64 else 2, LDGSTS=0 if head_dim == HEAD_DIM else 1)
     check_roles(sass, fp8_kv.SCORE_WARPGROUPS[head_tile], fp8_kv.REGISTERS[head_tile])

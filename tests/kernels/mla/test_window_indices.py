@@ -8,7 +8,7 @@ REGISTERS = 40  # allows 48 warps per SM
 
 @shipped(kernels.compile_window_indices)
 def test_indices(sass):
-    # Loads: a lane loads both boundaries of UNROLL sequences at a time. Four more are for the query's sequence.
+    # A lane loads both boundaries of UNROLL sequences at a time. The 4 other loads are for the query's sequence.
     assert_counts(sass, LDG=2 * kernels.UNROLL + 4, STG=kernels.UNROLL)
     assert sass.registers <= REGISTERS
 
@@ -16,6 +16,6 @@ def test_indices(sass):
 @shipped(kernels.compile_window_slots)
 def test_slots(sass, arguments):
     (ring,) = arguments
-    # Loads: the sequence's length, and unless the cache is a ring, the page numbers of UNROLL keys.
+    # LDG: the sequence's length, and without a ring the page numbers of UNROLL keys.
     assert_counts(sass, LDG=1 if ring else 1 + kernels.UNROLL, STG=kernels.UNROLL)
     assert sass.registers <= REGISTERS

@@ -7,18 +7,14 @@ from tests.kernels.variants import assert_counts
 
 
 def check_router(sass, tokens, loads, reductions):
-    """Check the counts of loads, mma instructions, reductions and stores to other CTAs.
-
-    loads, reductions: expected counts without the loads of the product and without the reductions of the sort, which
-    this function adds. Per k-step of a round (small_m_product.py), each lane executes two loads of the matrix and one
-    load of x per eight tokens.
-    """
+    """loads, reductions: the expected counts without the loads of the product and the reductions of the sort. Per
+    k-step of a round (small_m_product.py), a lane executes two loads of the matrix and one load of x per eight
+    tokens."""
     round_ = ROUND[CTAS, tokens]
     assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
     assert_counts(sass, REDUX=reductions + entry_order.BATCH)
-    # One store sends partial sums to another CTA. With more than FEW_TOKENS tokens, the tile has TILE_TOKENS, and a
-    # cluster of 8 CTAs sorts the entries. For each of these CTAs, one more store sends the sort keys to it
-    # (entry_order.py).
+    # One store sends partial sums to another CTA. With TILE_TOKENS, a cluster sorts the entries (entry_order.py), and
+    # one more store per CTA sends the sort keys.
     assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
 
 

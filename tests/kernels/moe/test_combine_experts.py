@@ -11,9 +11,8 @@ def test_sass(sass, arguments):
     assert_counts(sass, LDGSTS=BATCH, LDGDEPBAR=1)
     # Loads: the index and weight of each of BATCH rows; the vectors of the shared expert and of the residual.
     assert_counts(sass, LDG=(1 + weighted) * BATCH + shared + residual, STG=1)
-    # Products are rounded before they are added, so a product is an FMUL and not a part of an FFMA.
+    # Products are rounded before they are added, so they are FMUL and not FFMA.
     assert_counts(sass, FMUL=weighted * BATCH * (4 if dtype == "float32" else 8))
-    # 48 registers allow 10 CTAs per SM. 56 registers, without weights, allow 9. Both keep enough bytes in flight;
-    # shared memory has room for 13. With 64-bit row indices, shared expert and residual, the kernel needs two more
-    # registers, and an SM runs one CTA fewer.
+    # 48 registers allow 10 CTAs per SM, and 56 allow 9. Both keep enough bytes in flight. With 64-bit indices, shared
+    # expert and residual, the kernel needs two more registers, and an SM runs one CTA fewer.
     assert sass.registers <= (48 if weighted else 56) + 2 * (numbers == "int64" and shared and residual)

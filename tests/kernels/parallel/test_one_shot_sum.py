@@ -14,10 +14,9 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_one_shot_sum)
 def test_sass(sass, arguments):
     _, ranks = arguments
-    # Loads: the turn (the number of the sum), this rank's first place (8 bytes of a tensor), and the next place. Then
-    # per rank, a packet and the flag turns[2]. The code loads packet and flag twice: in a first check, and in a waiting
-    # loop. Stores: a packet to each rank, and the result; turns[0] and turns[1], which the last CTA writes; and per
-    # rank turns[2] and `lost`, which a thread writes if it stops waiting.
+    # LDG: the turn (the number of the sum), this rank's first place, and the next place. Per rank, a packet and the
+    # flag turns[2]. Both are loaded twice: in a first check, and in a waiting loop. STG: a packet to each rank, the
+    # result, turns[0] and turns[1]. Per rank, turns[2], and `lost` if a thread stops waiting.
     assert_counts(sass, LDG=3 + 4 * ranks, ATOMG=1, STG=ranks + 1 + 2 + 2 * ranks)
     assert sass.registers <= 64
 
@@ -25,8 +24,8 @@ def test_sass(sass, arguments):
 @shipped(experts.compile_experts_sum)
 def test_sass_of_experts(sass, arguments):
     _, ranks, shared = arguments
-    # For each place, the kernel loads row indices and weights, and copies the rows, BATCH at a time. The code for this
-    # exists twice: for the first place and for later places.
+    # The kernel copies a place's rows, BATCH at a time. The code exists twice: for the first place and for later
+    # places.
     assert_counts(sass, LDGSTS=2 * BATCH, LDGDEPBAR=2)
     assert sass.instructions["LDG"] >= 1 + 2 * (2 * BATCH + shared) + ranks
     assert sass.registers <= 96 and sass.shared <= BATCH * kernels.THREADS * PART + 2048
@@ -39,7 +38,7 @@ def test_all_ctas_run_at_once(parts, ctas):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_largest_parts_fit_the_memory(ranks):
-    """The receive memory has two buffers, each with a part from every rank. A part needs twice its bytes there, because
-    half of each packet is the number of the sum."""
+    """The receive memory has two buffers, each with a part from every rank. A part needs twice its bytes, because half
+    of each packet is the number of the sum."""
     most = most_bytes(ranks)
     assert most % PART == 0 and MEMORY - 4096 < 2 * 2 * ranks * most <= MEMORY

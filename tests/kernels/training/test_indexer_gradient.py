@@ -9,8 +9,8 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(indexer_scores_sm90.compile_indexer_scores)
 def test_scores(sass, arguments):
     _, dim, config = arguments
-    # All wgmma of a tile share one start and one wait (WARPGROUP). Each accumulator takes one multiply-add, and one
-    # shift that collects its sign bit (active_bits.py).
+    # All wgmma of a tile share one start and one wait (WARPGROUP). Per accumulator: one multiply-add, and one shift
+    # that collects its sign bit (active_bits.py).
     assert_counts(sass, HGMMA=dim // 16, WARPGROUP=2, UTMALDG=2 * (dim // 64), FFMA=config.columns // 2)
     assert sass.instructions["SHF"] >= config.columns // 2
 
@@ -18,17 +18,14 @@ def test_scores(sass, arguments):
 @shipped(indexer_query_grad_sm90.compile_indexer_query_grad)
 def test_query_grad(sass, arguments):
     heads, _, config = arguments
-    # Each half of a tile of 128 keys has 4 wgmma and one start per block of 64 (query, head) rows, and one wait for all
-    # blocks.
+    # Per half of a tile of 128 keys: 4 wgmma and one start per block of 64 (query, head) rows, and one wait.
     assert_counts(sass, HGMMA=2 * config.blocks * 4, WARPGROUP=2 * (config.blocks + 1))
-    # One bulk copy per key tile loads dI (the gradient of the scores) for the queries of a work tile. It needs
-    # contiguous memory, so these queries must lie in one half of the score tile: in rows 0 to 63, or in rows 64 to 127
-    # (gradients_of in q_tiles.py).
+    # One bulk copy per key tile loads dI (the gradient of the scores), and needs contiguous memory. So the queries of a
+    # work tile must lie in one half of the score tile (gradients_of in q_tiles.py).
     assert Q_TILE // 2 * heads % (config.column_blocks * COLUMN_BLOCK) == 0
 
 
 @shipped(indexer_key_grad_sm90.compile_indexer_key_grad)
 def test_key_grad(sass):
-    # The kernel contains code for 64 keys and code for 128 keys. Each has 4 wgmma and one start per 64 keys, and one
-    # wait.
+    # There is code for 64 keys and for 128 keys. Each has 4 wgmma and one start per 64 keys, and one wait.
     assert_counts(sass, HGMMA=4 + 8, WARPGROUP=2 + 3)

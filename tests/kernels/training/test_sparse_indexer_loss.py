@@ -14,14 +14,13 @@ PER_THREAD = 65536 // 128  # limit of the registers per thread, summed over the 
 def test_target_sass(sass, arguments):
     channels, row_tiles, index_channels = arguments
     chunks = channels // CHUNK
-    # Gathered tiles: one of keys, `row_tiles` of queries, one of index keys and one of index queries. All are gathered
-    # in chunks of 64 channels, with LANE_ROWS copies (LDGSTS) per lane and chunk.
+    # Tiles of keys, queries (`row_tiles`), index keys and index queries. A lane gathers a chunk with LANE_ROWS copies
+    # (LDGSTS).
     gathered = (1 + row_tiles) * chunks + 2 * index_channels // CHUNK
-    # Fences: one before the wgmma that read each chunk of keys, one for the index keys, one for the queries, and one
-    # for the mbarriers.
+    # FENCE: one per chunk of keys, one for the index keys, one for the queries, and one for the mbarriers.
     assert_counts(sass, HGMMA=(channels + index_channels) // K16, LDGSTS=gathered * LANE_ROWS, FENCE=chunks + 1 + 2)
-    # WARPGROUP: a start per chunk, because the kernel waits for each chunk's data before its wgmma; a wait per group of
-    # chunks. The limit leaves room for four more, such as the start and the wait of the index product.
+    # One start per chunk, because the kernel waits for each chunk's data before its wgmma. One wait per group of
+    # chunks. The limit leaves room for four more, such as those of the index product.
     groups = -(-chunks // target.RELEASE_GROUP)
     assert sass.instructions["WARPGROUP"] <= chunks + 1 + groups + 3
     assert 2 * target.ATTENTION_REGISTERS + target.INDEX_REGISTERS + target.PRODUCER_REGISTERS <= PER_THREAD
@@ -30,8 +29,8 @@ def test_target_sass(sass, arguments):
 @shipped(grad.compile_sparse_indexer_grad)
 def test_grad_sass(sass, arguments):
     channels, fixed = arguments
-    # Products: the query warpgroup computes heads x keys and dq, a key warpgroup computes keys x heads and dk. Fences:
-    # one for the keys of each warpgroup, one for the weighted queries, and one for the mbarriers.
+    # HGMMA: the query warpgroup computes heads x keys and dq, a key warpgroup keys x heads and dk. FENCE: the keys of
+    # each warpgroup, the weighted queries, and the mbarriers.
     assert_counts(sass, HGMMA=2 * (channels + TILE) // K16, FENCE=4)
     # A lane adds its numbers of two rows to dk: four fp32 numbers per reduction, or one 64-bit integer if `fixed`.
     assert_counts(sass, REDG=2 * channels // (4 if fixed else 16))

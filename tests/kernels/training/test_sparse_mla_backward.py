@@ -9,14 +9,13 @@ from tests.kernels.variants import assert_counts, shipped
 @shipped(kernels.compile_sparse_mla_backward)
 def test_sass(sass, arguments):
     _, channels, ordered = arguments
-    # An LDGSTS gathers a chunk (64 channels) of four keys; a warp gathers 16 keys of a tile. Fences: one before the
-    # wgmma that read each chunk, two for a rope part (one per half), one for dS, and one for the mbarriers.
+    # An LDGSTS gathers a chunk of four keys, and a warp gathers 16 keys of a tile. FENCE: one per chunk, two for a rope
+    # part (one per half), one for dS, and one for the mbarriers.
     fences = kernels.VALUE // kernels.CHUNK + 2 * (channels > kernels.VALUE) + 2
     assert_counts(sass, LDGSTS=channels // kernels.CHUNK * 4, FENCE=fences)
     # dKV is added to global memory by reductions (REDG), or with `ordered` stored to separate rows.
     assert bool(sass.instructions["REDG"]) != ordered
-    # With too few registers, the assembler would start and wait for every wgmma separately: two WARPGROUP instructions
-    # per HGMMA.
+    # With too few registers, the assembler would start and wait for every wgmma separately.
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     allocated = 2 * kernels.CONSUMER_REGISTERS + kernels.PRODUCER_REGISTERS
     assert allocated <= sass.registers * kernels.THREADS // WARPGROUP

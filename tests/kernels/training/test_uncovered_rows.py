@@ -6,7 +6,7 @@ from tests.kernels.variants import assert_counts, shipped
 
 @shipped(kernels.compile_uncovered_rows)
 def test_sass(sass, arguments):
-    # One store per tensor in each of three loops: rows before the first sequence, rows after the last, and the rows of
-    # a sequence that exceed the maximum length `most`, which the caller passes.
+    # One store per tensor in each of three loops: rows before the first sequence, rows after the last, and rows past a
+    # sequence's maximum length `most`.
     assert_counts(sass, STG=3 * len(arguments[0]))
     assert sass.registers <= 64

@@ -9,10 +9,9 @@ from tests.kernels.variants import assert_counts, shipped
 def test_target(sass, arguments):
     _, dim = arguments
     channels, query_stages, key_stages = kernels.STAGES[dim]
-    # The number of products in the code: one, or four (one before the loop, two in it, and one after it).
+    # The products in the code: one, or one before the loop, two in it, and one after it.
     heads_at_a_time = 1 if dim > channels else 4
-    # One start and one wait (WARPGROUP) per group of wgmma, as in the source. More would mean that the compiler has
-    # added a wait after every wgmma.
+    # One start and one wait per group of wgmma, as in the source. More would mean that the compiler has added waits.
     groups = dim // channels if dim > channels else heads_at_a_time
     assert_counts(sass, HGMMA=dim // 16 * heads_at_a_time, WARPGROUP=2 * groups, UTMALDG=2 * channels // 64)
     assert (query_stages + key_stages) * 128 * channels * 2 <= 13 * 16384

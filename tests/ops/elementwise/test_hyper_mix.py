@@ -29,8 +29,7 @@ from dsa.cases import cases_of
     ],
 )
 def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows):
-    """The kernels for many tokens get a token's streams and channels as one dimension. hyper_mix_few_tokens gets them
-    as two dimensions."""
+    """hyper_mix_few_tokens gets a token's streams and channels as two dimensions. The other kernels get them as one."""
     CASE.run(CASE.arguments(**{"tokens": tokens, "channels": 64} | options))
     ((name, variant, (streams, parts, *_)),) = named_launches
     assert (name, variant) == (kernel, (rows,))
@@ -38,9 +37,8 @@ def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows)
 
 
 def test_streams_with_gaps(named_launches):
-    """The first tensor has gaps between tokens, which the TMA kernel accepts. The second also has gaps between streams,
-    and the third has a token stride of 0. The TMA kernel accepts neither, so these two tensors run the kernel for few
-    tokens, although they have 300 tokens."""
+    """The TMA kernel accepts gaps between tokens. It accepts neither gaps between streams (the second tensor) nor a
+    token stride of 0 (the third)."""
     wide = torch.randn(300, 6, 128).bfloat16()
     for streams in (wide[:, :4], wide[:, :4, :64]):
         dsa.hyper_mix(streams, torch.randn(3, 24, 4 * streams.shape[2]).bfloat16())

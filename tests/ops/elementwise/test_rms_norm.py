@@ -58,7 +58,6 @@ def test_what_the_gradients_kernel_gets(dtype, weighted, named_launches):
 
 
 def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
-    """For rows that the kernel does not accept, the op computes the gradients with PyTorch."""
     rows = (torch.randn(shape) for shape in ((3, 12), (3, 4104), (0, 16)))
     others = torch.randn(16, 3).T, torch.randn(3, 20)[:, 1:17], torch.randn(4, 3, 2, 16).transpose(0, 1)
     for x in (*rows, *others):

@@ -118,7 +118,7 @@ def test_in_place_the_kernel_gets_the_rotated_channels_alone(dims, first, launch
 
 
 def test_an_odd_number_of_channels_only_in_place(launches):
-    """The two calls differ only in `out`. The first is in place, where the kernel gets only the rotated channels."""
+    """In place, the kernel gets only the rotated channels."""
     x, cos, sin = inputs((5, 3, 23))
     for _ in range(2):
         dsa.apply_rotary(x, cos, sin, interleaved=False, out=x.view(x.shape))

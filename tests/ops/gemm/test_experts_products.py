@@ -42,7 +42,6 @@ def same(got, expected):
 
 @pytest.mark.parametrize("name", OPS)
 def test_expected_rows_of_any_number_of_rows_in_one_graph(name):
-    """In the graph, expected_rows is computed from a symbolic number of rows."""
     a, b = operands(name)
 
     def run(a, b, ends, rows):
@@ -68,8 +67,6 @@ def test_expected_rows_change_no_result(name):
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
-    """Rows after the last end have undefined results, in eager calls and in compiled graphs. All other rows have the
-    right results."""
     a, b = operands(name)
     numbers, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     rows = torch.cat((ROWS[:used], torch.full((4 - used,), -1, dtype=torch.int32)))
@@ -90,9 +87,8 @@ def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
 @pytest.mark.parametrize(("begin", "end"), [(0, 2), (2, 5), (5, 6), (6, 8)])
 @pytest.mark.parametrize("fp4", [False, True])
 def test_a_process_with_some_of_the_experts(fp4, begin, end):
-    """Tokens choose among experts 0 to 5. A process that has only the experts `begin` to `end` - 1 computes the same
-    rows for them as a process that has experts 0 to 5. Choices of other experts get the row index -1, which counts as
-    zero in the sum. The rows from ends[-1] on belong to no expert of the process; the reference fills them with NaN."""
+    """Tokens choose among experts 0 to 5, and the process has experts `begin` to `end` - 1. Choices of other experts
+    get the row index -1, which counts as zero in the sum. The reference fills rows from ends[-1] on with NaN."""
     chosen = torch.rand(11, 6).argsort(-1)[:, :3]
     x = torch.randn(11, 256).bfloat16()
     first, second = "grouped_fp8_fp4_gemm_swiglu" if fp4 else "grouped_fp8_gemm_swiglu", "fp4" if fp4 else "fp8"
@@ -117,13 +113,11 @@ def test_a_process_with_some_of_the_experts(fp4, begin, end):
 
 
 def padded(scales):
-    """Return scales whose rows are padded to multiples of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
 def many(count, matrices):
-    """Return (rows, ends). rows: `count` random indices from 0 to 4, for five tokens. ends: all rows belong to the
-    first matrix."""
+    """Return (rows, ends): `count` random indices of five tokens, and ends that give all rows to the first matrix."""
     ends = torch.full((matrices,), count, dtype=torch.int32)
     return torch.randint(0, 5, (count,), dtype=torch.int32), ends
 
@@ -133,12 +127,12 @@ def bytes_of(q):
 
 
 def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
-    """For up to 4096 rows, the kernel gathers the rows. For more, the op copies them before the launch. Only products
-    of copied rows are scheduled dynamically, and only for enough rows. For two matrices, 4097 rows are enough."""
+    """The kernel gathers up to 4096 rows. The op copies more rows before the launch, and only then can schedule them
+    dynamically."""
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)
-        rows[-1] = -7  # outside q, so it is clamped
+        rows[-1] = -7
         dsa.grouped_fp8_gemm_swiglu((q, s), b, ends, rows=rows)
         _, variant, arguments = named_launches.pop()
         assert variant[-2:] == (gathered, is_dynamic)
@@ -163,8 +157,7 @@ def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
     ],
 )
 def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, name, chosen_for, named_launches):
-    """`expected_rows` determines the kernel and its tile, and also whether rows are gathered and whether scheduling is
-    dynamic. The kernel computes 5000 rows in all cases."""
+    """`expected_rows` also decides whether rows are gathered and whether scheduling is dynamic."""
     a, b = operands("fp8", matrices=2)
     rows, ends = many(5000, 2)
     if not gathered:
@@ -185,7 +178,7 @@ def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, na
 
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (48, 48), (49, 49)])
 def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for, named_launches):
-    """The small-M kernel runs for up to 24 expected rows per weight matrix, which is 48 rows for two matrices."""
+    """The small-M kernel runs for up to 24 expected rows per weight matrix: 48 for two matrices."""
     a, b = operands("fp4", matrices=2)
     rows, ends = many(5000, 2)
     dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
@@ -200,7 +193,7 @@ def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for,
 
 @pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])
 def test_swiglu_of_nothing(name, named_launches):
-    """Without rows no kernel runs. Without channels the sums are zero, and the op returns the cast of zeros."""
+    """Without channels the sums are zero, and the op returns the cast of zeros."""
     a, b = operands(name)
     none = torch.zeros(3, dtype=torch.int32)
     out, scale = OPS[name](tuple(x[:0] for x in a), b, none)
@@ -212,8 +205,7 @@ def test_swiglu_of_nothing(name, named_launches):
 
 
 def test_without_weights_no_row_belongs_to_an_expert(named_launches):
-    """A grouped cast would read the last element of `ends`, which is empty here. So the op runs the cast that does not
-    read `ends`."""
+    """A grouped cast would read the last element of `ends`, which is empty here."""
     a, b = operands("fp4", channels=128)
     a = tuple(x[:1].expand(30000, -1) for x in a)
     none = torch.zeros(0, dtype=torch.int32)

@@ -15,7 +15,6 @@ ROWS = torch.tensor([4, 0, 0, 3], dtype=torch.int32)
 
 
 def operands(columns=256, channels=384):
-    """Return a, with five tokens, and b, with three weight matrices."""
     a = torch.randn(5, channels).to(torch.float8_e4m3fn), torch.rand(5, -(-channels // 128))
     packed = torch.randint(-128, 128, (3, columns, channels // 2), dtype=torch.int8)
     scale = torch.randint(120, 128, (3, columns, channels // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
@@ -35,8 +34,7 @@ def test_many_rows_are_copied_and_numbers_outside_are_clamped(launches):
 
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (1, 1), (72, 72), (73, 73), (5000, 5000)])
 def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for, named_launches):
-    """The small-M kernel runs for up to 24 expected rows per weight matrix, which is 72 rows for three matrices. The
-    kernel computes 5000 rows in all cases."""
+    """The small-M kernel runs for up to 24 expected rows per weight matrix: 72 for three matrices."""
     a, b = operands()
     rows = torch.randint(0, 5, (5000,), dtype=torch.int32)
     out = dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=rows, expected_rows=expected)
@@ -53,10 +51,8 @@ def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for,
 
 
 def test_the_tile_of_one_token_depends_on_the_number_of_gpus():
-    """In DeepSeek-V4-Flash both products of an expert (gate with up, and down) have 4096 columns. One token goes to 6
-    experts, so it has 6 rows. A single GPU has all 256 experts and computes the 6 rows. Each of two GPUs has 128
-    experts and expects 3 rows. The test passes 128 experts in both cases, because the choice for 6 rows is the same
-    with 256."""
+    """In DeepSeek-V4-Flash, one token has 6 rows, for 6 of 256 experts. Each of two GPUs has 128 experts and expects 3
+    rows. For 6 rows, the choice with 128 experts is that with 256."""
     chosen = [few_rows_kernels.choose_config(rows, 4096, 128, 132) for rows in (6, 3)]
     sizes = [(config.groups, config.rows, config.stages, config.resident) for config in chosen]
     assert sizes == [(1, 8, 3, 3), (2, 8, 5, 1)]
@@ -80,7 +76,6 @@ def test_nothing_to_multiply_launches_no_kernel(matrices, channels, count, launc
 
 
 def test_casts_of_weights_are_pytorch():
-    """The casts run in PyTorch on every device and with every backend, so they have no kernels."""
     assert not {"fp4_block_scales", "widen_fp4"} & backends.ARCHS.keys()
     _, (packed, scale, block_scale) = operands()
     q, again = dsa.widen_fp4(packed, scale)

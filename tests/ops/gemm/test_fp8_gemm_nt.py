@@ -21,8 +21,6 @@ LAYERS = (2112, 7168), (4096, 8192), (6144, 2048), (7168, 2048), (12288, 6144), 
 
 
 def operands(rows=6, columns=136, channels=256, matrices=None, leading=()):
-    """Return a and b. b has `matrices` weight matrices. If `matrices` is None, b is one matrix, without a dimension of
-    matrices."""
     many = () if matrices is None else (matrices,)
     groups = -(-channels // 128)
     a = torch.randn(*leading, rows, channels).to(E4M3), torch.rand(*leading, rows, groups)
@@ -34,7 +32,6 @@ def same(x, y):
 
 
 def padded(scales):
-    """Return scales whose rows are padded to multiples of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
@@ -76,7 +73,7 @@ def test_which_kernel_gets_how_many_rows(shape, name, named_launches):
     ],
 )
 def test_which_kernel_gets_how_many_rows_of_matrices(rows, matrices, options, name, named_launches):
-    """The small-M kernel runs for several matrices and few expected rows, but not in calls with `rows` or `weights`."""
+    """The small-M kernel runs for several matrices and few expected rows, but not with `rows` or `weights`."""
     ends = torch.full((matrices,), rows, dtype=torch.int32)
     dsa.grouped_fp8_gemm_nt(*operands(rows=rows, columns=8, channels=128, matrices=matrices), ends, **options)
     assert [launch[0] for launch in named_launches] == [name]
@@ -109,7 +106,6 @@ def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
     dsa.grouped_fp8_gemm_nt((q, s), b, ends + 1, rows=rows)
     copied, arguments = launches.pop()
     assert copied[2:] == (False, False, True) and arguments[2] is None
-    # Indices in `rows` that are outside q are clamped.
     clamped = rows.clamp(0, 5)
     assert torch.equal(arguments[0].view(torch.uint8), q.view(torch.uint8)[clamped])
     assert torch.equal(arguments[1], padded(s)[clamped])
@@ -120,8 +116,6 @@ def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
     [(1024, 1, False), (1023, 2, False), (1024, 2, True), (1279, 40, False), (1280, 40, True)],
 )
 def test_dynamic_scheduling_has_a_counter(rows, matrices, is_dynamic, launches):
-    """With several matrices and enough rows, work tiles are scheduled dynamically. The kernel then gets a counter,
-    which is new in each call and zero."""
     a, b = operands(rows=rows, channels=16, columns=8, matrices=matrices)
     ends = torch.full((matrices,), rows, dtype=torch.int32)
     for _ in range(2):
@@ -138,8 +132,7 @@ def test_dynamic_scheduling_has_a_counter(rows, matrices, is_dynamic, launches):
 )
 @pytest.mark.parametrize("gathered", [False, True])
 def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, launches):
-    """The tile is chosen for `expected_rows`, not for the 5000 rows of the call. If the call has `rows` (`gathered`),
-    `expected_rows` also decides whether the kernel gathers these rows or the op copies them before the launch."""
+    """`expected_rows` also decides whether the kernel gathers `rows` or the op copies them before the launch."""
     count, matrices = 5000, 2
     (q, s), b = operands(rows=6 if gathered else count, channels=512, columns=8, matrices=matrices)
     rows = torch.randint(0, 6, (count,), dtype=torch.int32) if gathered else None
@@ -203,9 +196,8 @@ def test_columns_of_a_wider_weight_are_read_where_they_are(rows, part, named_lau
 
 
 def test_scales_that_the_kernel_cannot_read_are_copied(named_launches):
-    """The kernel needs every row of scales to start at a multiple of 16 bytes. So in a slice of a wider tensor, the
-    wider tensor's number of blocks and the slice's first block must be multiples of 4. Rows with a stride of 0 are not
-    copied."""
+    """Every row of scales must start at a multiple of 16 bytes. So in a slice, the wider tensor's number of blocks and
+    the slice's first block must be multiples of 4. Rows with a stride of 0 are not copied."""
     _, (whole, scales) = operands(channels=1536)
     a, few = operands(channels=512)[0], operands(channels=256)[0]
     of_all = scales[:1, :4].expand(2, 4)

@@ -19,7 +19,6 @@ def test_other_groups_and_strides_run_the_reference():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_what_the_kernel_gets(dtype, launches):
-    """x is a slice [2, 4, 128] whose rows are 384 elements apart. The kernel gets a view [8, 128] of it."""
     x = torch.zeros(2, 4, 384, dtype=dtype)[:, :, 128:256]
     q, scale = dsa.per_token_cast_to_fp8(x, False, hadamard=True)
     assert q.shape == x.shape and scale.shape == (2, 4, 1) and q.is_contiguous() and scale.is_contiguous()

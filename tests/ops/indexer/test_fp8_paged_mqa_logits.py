@@ -49,12 +49,12 @@ def test_what_the_kernels_get(launches):
     assert torch.equal(rows, weights) and rows.data_ptr() % 16 == 0
     assert torch.equal(column, lengths[:, None]) and blocks is table and schedule is plan and whole is out
     assert (capacity, filled) == (5 * 32, 1000)
-    # The logits have 50 columns, which is less than the 100 keys of the last query. With clean_logits=False the kernel
-    # writes no -inf after the keys.
+    # The last query has 100 keys, more than the logits' 50 columns. With clean_logits=False the kernel writes no -inf
+    # after the keys.
     CASE.run(given | {"context_lens": PER_QUERY, "schedule_meta": plan, "max_context_len": 50, "clean_logits": False})
     _, got = launches[2]
     assert got[2] is weights and got[3] is PER_QUERY and got[7:] == (50, 0)
-    # The row stride of these weights, 36 bytes, is not a multiple of 16 bytes, so the op copies the weights.
+    # The row stride of 36 bytes is not a multiple of 16 bytes, so the op copies the weights.
     CASE.run(given | {"weights": torch.randn(6, 9)[:, :8], "schedule_meta": plan})
     assert layout(launches[3][1][2]) == ((6, 8), (8, 1), torch.float32)
 

@@ -39,8 +39,8 @@ def test_fp16_accumulation_only_where_arithmetic_bounds(heads, next_n, expected,
 
 
 def test_a_query_is_selected_from_what_it_sees(launches):
-    """With one length per sequence the last query sees all keys, and each earlier query sees one key fewer than the
-    next query. Any int32 is allowed as a length."""
+    """With one length per sequence, the last query sees all keys, and each earlier query one key fewer. A length can be
+    any int32."""
     lengths = {"context_lens": i32([70, -(2**31), 2**31 - 1])}
     CASE.run(CASE.arguments(lengths=(70, 0, 128), next_n=3, slots=True) | lengths)
     *_, (_, of_topk) = launches

@@ -13,7 +13,7 @@ SIZES = [(heads, dim) for heads in (8, 64) for dim in (32, 128)]
 
 
 def _case(heads, dim):
-    """Return (inputs, expected scores, sums of the terms' magnitudes) of queries that see all but the last 20 keys."""
+    """Return (inputs, expected scores, sums of the terms' magnitudes). Queries see all but the last 20 keys."""
     given = CASE.arguments(queries=QUERIES, keys=KEYS, heads=heads, dim=dim)
     q, (k, scale), weights = (given[name] for name in ("q", "kv", "weights"))
     expected, terms = (x * scale for x in scores(q, k, weights))
@@ -22,15 +22,15 @@ def _case(heads, dim):
 
 
 def _cut(x, bits, of=None):
-    """Truncate x to multiples of p * 2^-bits, where p is the largest power of two that is at most |x|, or at most `of`
-    if this is given."""
+    """Truncate x to multiples of p * 2^-bits. p is the largest power of two that is at most |x|, or at most `of` if
+    given."""
     step = torch.exp2((x.abs() if of is None else of).clamp_min(1e-30).log2().floor() - bits)
     return (x / step).trunc() * step
 
 
 def _on_hopper(q, k, scale, weights, half):
-    """Return scores with rounding like Hopper's. But fp16 values are truncated here, while the hardware rounds them to
-    nearest, so the errors here can be twice as large."""
+    """Return scores with rounding like Hopper's. fp16 values are truncated here, while the hardware rounds them to
+    nearest. So the errors can be twice as large."""
     q, k = q.double(), k.double()
     products = q.new_zeros(*q.shape[:2], KEYS)
     for chunk_q, chunk_k in zip(q.split(32, 2), k.split(32, 1)):
@@ -61,9 +61,8 @@ def test_rounding_is_far_inside_the_bounds(heads, dim, accumulators):
 @pytest.mark.parametrize("accumulators", OF_TERMS)
 @pytest.mark.parametrize(("heads", "dim"), SIZES)
 def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
-    """Either one score of typical magnitude is wrong, or one query has a finite score for a key that it does not see.
-    All other scores of the matrix are correct. So for a finite wrong score calc_diff is at most 5e-6, which is too
-    small to show the error."""
+    """One score of typical magnitude is wrong, or one query has a finite score for a key that it does not see. All
+    other scores are correct. So calc_diff of a finite wrong score is at most 5e-6, too small to show the error."""
     _, expected, terms = _case(heads, dim)
     seen = expected != -torch.inf
     at = (expected[0, : KEYS - 20].abs() - expected[seen].square().mean().sqrt()).abs().argmin()

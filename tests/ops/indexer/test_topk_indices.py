@@ -55,7 +55,7 @@ def test_options_tell_the_kernel_what_is_given(launches):
     assert all(variant == ("float32", config) for variant, _ in launches)
     first, second, third, fourth = (arguments for _, arguments in launches)
     assert second[1] is per_row and third[2] is per_row and fourth[4] is per_row and fourth[3] is table
-    # For arguments that are not given, the kernel gets placeholders. All calls share them.
+    # All calls share the placeholders for arguments that are not given.
     assert first[1] is first[2] is third[1] and first[3] is third[3]
     assert third[6].shape == (5, 3) and first[6].shape == (1, 1)
 

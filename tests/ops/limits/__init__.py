@@ -1,8 +1,8 @@
-"""Calls that an op refuses: calls that the reference accepts but the op's kernels do not, and calls whose arguments are
-invalid or do not fit each other.
+"""Calls that an op refuses. Either the op's kernels do not accept the arguments, though the reference does, or the
+arguments are invalid.
 
-Each family has a module with a list LIMITS. An entry is (name of a valid call, function of the call's arguments that
-returns the changed ones, regular expression of the error message).
+Each family has a module with a list LIMITS of (name of a valid call, function of the call's arguments that returns the
+changed ones, error message as a regular expression).
 """
 
 import importlib

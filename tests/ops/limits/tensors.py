@@ -9,8 +9,7 @@ BYTES = torch.uint8
 
 
 def zeros(*shape, dtype=F32, device="cpu"):
-    """Return a tensor of zeros. If it has more than 2^20 elements, it is a view of a single number, with strides of
-    0."""
+    """Return zeros. Above 2^20 elements, they are a view of a single number, with strides of 0."""
     whole = (1,) * len(shape) if math.prod(shape) > 2**20 else shape
     return torch.zeros(whole, device=device).to(dtype).expand(shape)
 
@@ -24,5 +23,4 @@ def kv_b(rows, columns):
 
 
 def row(x, count):
-    """Return a view of `count` rows, all of which are the first row of x."""
     return x[:1].expand(count, *x.shape[1:])

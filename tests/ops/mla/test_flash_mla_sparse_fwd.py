@@ -58,7 +58,7 @@ def test_queries_of_many_keys_are_split_and_combined_unless_they_are_batch_invar
     DECODE.run(given)
     (name, variant, arguments), (end, _, end_arguments) = named_launches
     assert (name, end, variant) == ("sparse_mla_fp8_kv", "sparse_mla_combine", (576, 16, 1))
-    # Six queries have ten key tiles each. For each of the two head tiles, 30 CTAs divide these 60 tiles, two per CTA.
+    # Six queries have ten key tiles each. 30 CTAs per head tile divide these 60 tiles.
     assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
     named_launches.clear()
     DECODE.run(given | {"enable_batch_invariant": True})
@@ -102,8 +102,8 @@ def test_a_list_without_keys_is_left_out(named_launches):
 
 
 def test_a_dtype_without_a_kernel_is_compiled_whole(monkeypatch):
-    """In float32, which has no kernel, torch.compile traces the reference. The op's checks must not ask for the address
-    of a traced tensor, because that would break the graph."""
+    """torch.compile traces the reference for float32, which has no kernel. The checks must not ask for the address of a
+    traced tensor, because that would break the graph."""
     monkeypatch.setattr(dsa.runtime.backends, "_warned", {"flash_mla_sparse_fwd", "flash_mla_sparse_fwd in float32"})
     q, kv, indices = torch.randn(2, 4, 576), torch.randn(9, 1, 576), torch.randint(0, 9, (2, 1, 4), dtype=torch.int32)
 

@@ -22,8 +22,7 @@ def i32(values):
 
 
 def inputs(s_q=2, h_q=4, h_k=1, page_size=16, dtype=torch.bfloat16):
-    """Return q, cache, block table and lengths of three sequences. One sequence is empty, and each has three pages in
-    the block table."""
+    """Return q, cache, block table and lengths of three sequences, with three pages each in the block table."""
     q, cache = torch.randn(3, s_q, h_q, D).to(dtype), torch.randn(10, page_size, h_k, D).to(dtype)
     return q, cache, torch.randperm(10)[:9].view(3, 3).int(), i32([2 * page_size + 5, 0, page_size])
 
@@ -38,7 +37,6 @@ def assert_same(got, expected):
 
 
 def wider(x, before, after):
-    """Return x as a slice of a tensor with more elements in the last dimension."""
     return torch.nn.functional.pad(x, (before, after))[..., before : before + x.shape[-1]]
 
 
@@ -67,8 +65,7 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
     assert all(named_launches[i][2][4] is plan and named_launches[i][2][5] is num_splits for i in (1, 3))
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
-    # Without a plan, every call makes one. With a plan from get_mla_metadata(lengths, ...), only get_mla_metadata
-    # launches the plan kernel.
+    # Without a plan, every call makes one. With a plan from get_mla_metadata(lengths, ...), no call makes one.
     for _ in range(2):
         decoded(*arguments, lengths)
     decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
@@ -77,8 +74,8 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, monkeypatch):
-    """A plan that is made during a capture has contents only when the graph is replayed. So calls outside this capture,
-    and in other captures, need another plan. A plan that is made outside of captures serves all calls."""
+    """A plan that is made during a capture has contents only when the graph is replayed. So calls outside this capture
+    need another plan. A plan that is made outside of captures serves all calls."""
     arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
     for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
@@ -93,7 +90,7 @@ SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 1
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
 def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, named_launches):
-    """The block table has 1000 pages of 16 keys per sequence. This is enough work for all CTAs."""
+    """1000 pages of 16 keys per sequence are enough work for all CTAs."""
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
@@ -104,7 +101,7 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
     old = [layout(x) for x in dsa.get_mla_metadata(arguments[3], rows, h_k)]
     assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k, 0)] and old[0] == layout(plan)
-    # With a given plan, the workspace has room for two partial results per part of that plan, which has 7 parts here.
+    # The workspace has room for two partial results per part of the given plan.
     decoded(*arguments, *ANY_PLAN)
     assert named_launches[-2][2][8].shape == (14, h_k, rows, D_V)
 
@@ -115,8 +112,8 @@ WHOLE += [(128, 128, 16384, False), (80, 128, 4096, False), (3, 64, 65536, False
 
 @pytest.mark.parametrize(("batch", "heads", "keys", "whole"), WHOLE)
 def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch):
-    """All sequences have the same length. No sequence is split if the largest number of tiles that the plan assigns to
-    a part is enough for ceil(batch / parts) sequences."""
+    """All sequences have the same length. None is split if a part's largest number of tiles is enough for ceil(batch /
+    parts) sequences."""
     monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
     parts, overhead = op._parts(torch.full((batch,), keys, dtype=torch.int32), heads, 1, keys)
     assert overhead == (op.OVERHEAD if whole else op.OVERHEAD_OF_LONG)
@@ -124,19 +121,17 @@ def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch
     assert whole == (-(-batch // parts) <= most // each)
 
 
-# An entry is (pages of 16 keys per sequence in the block table, parts of the plan, fixed cost per sequence in key
-# tiles, whether a part has few tiles). All entries are for three sequences, 132 SMs and 128 rows (queries x heads). 128
-# rows are two row tiles.
+# (pages per sequence in the block table, parts of the plan, fixed cost per sequence in key tiles, whether a part has
+# few tiles). There are three sequences, pages of 16 keys, 132 SMs, and two row tiles (128 rows).
 SHORT = [(1, 3, 0, True), (40, 30, 0, True), (44, 33, 0, True), (176, 33, 0, True), (180, 66, 5, True)]
 SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """The number of key tiles for which the block table has room determines the number of parts. Two row tiles leave 66
-    parts for 132 SMs. Up to HALVED * 66 key tiles, there is a part per tile, but at most 33 parts. Above that, there
-    are 66 parts. If a part has few tiles, CTAs do not form clusters. A plan from get_mla_metadata(lengths, ...), which
-    does not know the block table, has 66 parts."""
+    """The room of the block table in key tiles determines the number of parts. Up to HALVED * 66 tiles, there is a part
+    per tile, but at most 33 parts. Above that there are 66, because two row tiles share 132 SMs. CTAs form no clusters
+    if a part has few tiles. get_mla_metadata(lengths, ...) does not know the block table, so it makes 66 parts."""
     q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
@@ -170,13 +165,12 @@ def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, pl
     got, capacity = named_launches[0][2], min(pages * page_size, 2**31 - 64)
     assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in named_launches)
     assert got[8].shape == (3 * splits, 1, 8, D_V) and got[9].shape == (3 * splits, 1, 8)
-    # The kernel does not read the plan, so it gets a placeholder in place of the given plan.
+    # The kernel does not read the plan, so it gets a placeholder.
     assert got[4] is not plan[0] and layout(got[4])[1:] == ((8, 1), torch.int32)
 
 
 def test_batch_invariant_kernels_do_not_depend_on_the_batch(named_launches):
-    """The kernels do not depend on the batch or on the width of the block table. Other kernels would add the splits in
-    another order."""
+    """Other kernels would add the splits in another order."""
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
         decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
@@ -195,8 +189,7 @@ def test_nothing_to_attend_to(sizes, style, named_launches):
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
-    # A call without a plan, or with an empty FlashMLASchedMeta, may make a plan although it attends to nothing. Later
-    # calls with the FlashMLASchedMeta use this plan.
+    # A call without a plan, or with an empty FlashMLASchedMeta, may make a plan although it attends to nothing.
     assert not named_launches or (names(named_launches) == [PLANS] and style in ("new", None) and batch)
 
 
@@ -214,7 +207,7 @@ def test_into_a_part_of_a_tensor(dtype):
 
 
 class Foreign:
-    """An object with the fields of FlashMLA's class for plans."""
+    """An object with the fields of FlashMLASchedMeta."""
 
     def __init__(self, plan=None, num_splits=None, config=None):
         self.have_initialized, self.config = plan is not None, config
@@ -231,7 +224,6 @@ def test_an_object_of_another_library(filled, named_launches):
     assert names(named_launches) == [PLANS, *DECODES, *DECODES]
     plan = named_launches[0][2][1]
     assert all(named_launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
-    # The fields of the foreign object are unchanged.
     assert (meta.tile_scheduler_metadata, meta.num_splits, meta.config) == theirs and meta.have_initialized is filled
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
@@ -257,7 +249,7 @@ def test_which_plans_the_kernel_makes(named_launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
     assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
     assert plan[:, :6].eq(-1).all() and plan[:, 6:].eq(0).all()
-    # For selected keys (topk is given), the reference makes the plan, without a kernel.
+    # For selected keys (topk is given), the reference makes the plan.
     arguments = (i32([70, 0, 128]), 16, 1, 16, True, 2048)
     assert_same(dsa.get_mla_metadata(*arguments), mla_metadata.get_mla_metadata(*arguments))
     many = torch.zeros(32769, dtype=torch.int32)

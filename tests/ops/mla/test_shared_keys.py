@@ -56,8 +56,8 @@ def test_where_queries_may_share(named_launches, s_q, heads, k, s_kv, shares, in
 
 @pytest.mark.parametrize("size", GROUP_SIZES.values())
 def test_keys_that_a_list_can_have(size):
-    """An entry of a list has enough bits for every key number. The kernel samples one key out of SAMPLE, and its table
-    has an entry for every sampled key."""
+    """An entry of a list has enough bits for every key number. The kernel's table has an entry for every key that it
+    samples (one out of SAMPLE)."""
     assert shared.MOST_KEYS <= 2**MEMBER_SHIFT
     table = selection_union_sm90.SelectionUnionSm90(size).range
     assert shared.MOST_KEYS <= table * selection_union_sm90.SAMPLE
@@ -71,8 +71,7 @@ def test_what_is_launched(named_launches):
     assert (of_union, of_groups, of_queued) == ((4,), ("bfloat16", 576, 4), ("bfloat16", 576))
     index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
     assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
-    # A list has room for all 5000 keys of the cache, or for 7/10 of the indices of the group's four queries if that is
-    # less, as in the last call below.
+    # A list has room for 7/10 of the indices of four queries, but at most for all 5000 keys of the cache.
     assert lists.shape == (513, 1, 5000) and found.shape == group_queue.shape == (513,)
     assert query_queue.shape == (2050,) and numbers.tolist() == [0, 0]
     assert groups[2] is lists and groups[3] is found and groups[-4:] == (132, numbers, group_queue, query_queue)

@@ -29,7 +29,6 @@ def joined():
 
 
 def decode(layout="bf16, 576", window=6, **sizes):
-    """Return arguments for three cached sequences, one of which is empty."""
     return DECODE.arguments(layout=layout, lengths=(24, 0, 9), heads=4, page=8, window=window, **sizes)
 
 
@@ -110,8 +109,7 @@ def test_parts_of_larger_tensors_are_used_where_they_are(named_launches):
     WINDOW.run(given | {"kv": wide})
     _, [keys], *_ = named_launches[-1][2]
     assert keys.stride()[1:] == (576, 1) and keys.data_ptr() == wide.data_ptr()
-    # The op does not refuse a list or a sink whose last dimension is not contiguous. It copies them, because they are
-    # small.
+    # A list or a sink whose last dimension is not contiguous is copied, because it is small.
     near = torch.zeros(len(given["q"]), 12, dtype=torch.int32)[:, ::2]
     WINDOW.run(given | {"attn_sink": torch.randn(8)[::2], "indices": near})
     _, _, [indices], _, _, sink, *_ = named_launches[-1][2]

@@ -24,7 +24,7 @@ def test_stream_k(queries, head_tiles, tiles):
     rest = queries - full_waves * workers
     assert rest < workers and (split_workers > 0) == (rest > 0)
     if rest > 0:
-        # Every CTA has a tile, and no CTA takes longer than another wave of unsplit queries would.
+        # Every CTA has a tile. No CTA takes longer than another wave of unsplit queries would.
         assert rest < split_workers <= rest * tiles and -(-rest * tiles // split_workers) < tiles
     workers, full_waves, split_workers = launch.stream_k(queries, head_tiles, tiles, 132, may_split=False)
     assert split_workers == 0 and workers * (full_waves - 1) < queries <= workers * full_waves
@@ -32,8 +32,7 @@ def test_stream_k(queries, head_tiles, tiles):
 
 @pytest.mark.parametrize(("queries", "tiles", "splits"), [(131, 10**5, True), (131, 125_000, False), (1, 2**24, False)])
 def test_queries_of_many_tiles_are_split_only_where_these_can_be_counted(queries, tiles, splits):
-    """In int32, the scheduler multiplies the number of tiles of the split queries by the number of CTAs that share
-    these tiles. If the product would exceed int32, no query is split."""
+    """The scheduler multiplies the number of split tiles by the number of CTAs that share them, in int32."""
     assert (launch.stream_k(queries, 1, tiles, 132, may_split=True)[2] > 0) == splits
 
 
@@ -41,7 +40,7 @@ def test_queries_of_many_tiles_are_split_only_where_these_can_be_counted(queries
     ("queries", "tiles", "workers", "full_waves", "split_workers"), [(3, 10, 13, 0, 13), (5, 7, 2, 2, 2)]
 )
 def test_where_split_tiles_meet(queries, tiles, workers, full_waves, split_workers):
-    """Check the arithmetic of `StreamKScheduler`, which computes the range of tiles of a CTA and the CTA of a tile."""
+    """Check the arithmetic of `StreamKScheduler`: the range of tiles of a CTA, and the CTA of a tile."""
     rest = queries - full_waves * workers
     bounds = [min(worker, split_workers) * rest * tiles // split_workers for worker in range(split_workers + 2)]
     assert bounds[0] == 0 and bounds[split_workers] == bounds[split_workers + 1] == rest * tiles
@@ -62,8 +61,8 @@ def test_where_split_tiles_meet(queries, tiles, workers, full_waves, split_worke
             (128, 64, 32, 64),
             (256, 128, 32, 64),
         ],
-        # Measurements show that fewer heads per CTA are faster if SMs would be idle otherwise. They can also be faster
-        # because partial results are smaller.
+        # Measured: fewer heads per CTA are faster if SMs would be idle otherwise. They can also be faster because
+        # partial results are smaller.
         *[(1, 128, 32, 16), (4, 128, 32, 16), (8, 128, 32, 32), (32, 128, 32, 32), (64, 64, 32, 32)],
     ],
 )

@@ -29,8 +29,6 @@ def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
 
 
 def test_what_ships():
-    """Variants ship in bf16, for each tile and each pair (number of experts, top_k) for which the kernel of `moe_gate`
-    ships with the scores "sqrtsoftplus"."""
     from dsa.kernels.moe import moe_gate_sm90
 
     gates = {arguments[:2] for _, arguments in moe_gate_sm90.shipped_variants() if arguments[2] == "sqrtsoftplus"}

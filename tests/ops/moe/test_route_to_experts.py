@@ -29,8 +29,6 @@ def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
 
 
 def test_what_ships():
-    """Variants ship in bf16, for each tile and each combination of arguments for which the kernel of `moe_gate`
-    ships."""
     from dsa.kernels.moe import moe_gate_sm90
 
     gates = {arguments for _, arguments in moe_gate_sm90.shipped_variants()}

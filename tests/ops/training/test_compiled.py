@@ -25,8 +25,7 @@ Function = Callable[..., Any]
 
 
 def trained(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Return the arguments of a call, with bf16 tensors converted to `dtype`. The arguments that get gradients are
-    leaves."""
+    """Return the arguments of a call, with `dtype` instead of bf16. The arguments in GRADIENTS are leaves."""
     given = {
         key: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x
         for key, x in CALL[name].arguments().items()
@@ -63,7 +62,6 @@ def test_one_graph_has_the_results_and_gradients_of_eager_calls(name, dtype, tol
 
 
 def test_one_graph_of_the_sparse_stage():
-    """A graph of selection, attention and loss, in which attention uses the keys that the indexer selects."""
     torch._dynamo.reset()
     given = trained("sparse_indexer_loss", torch.float32)
     leaves = [given[name].requires_grad_() for name in ("q", "kv", "q_idx", "k_idx", "w_idx")]
@@ -110,8 +108,6 @@ def test_a_second_backward_pass_is_an_error(name, compiled, launches):
 
 
 class Called(TorchDispatchMode):
-    """Record the ops of dsa that torch calls: (op, arguments, results)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[Any, tuple[Any, ...], Any]] = []
@@ -135,8 +131,7 @@ def called(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
 
 @by_op
 def test_torch_knows_the_op_and_its_gradients(name, monkeypatch):
-    """Fake results have the shapes, strides and dtypes of the references' results, so that a traced call matches the
-    call that runs."""
+    """A traced call must match the call that runs in shapes, strides and dtypes."""
     for op, own, _ in called(name, trained(name), monkeypatch):
         library.opcheck(op, own)
 
@@ -149,8 +144,7 @@ ABSORBED = LIKE_V32 | {"dims": (576, 512), "key_heads": 1}
     ("name", "sizes"), [*((name, {}) for name in GRADIENTS), (WARMUP, LIKE_V32), (WARMUP, ABSORBED)]
 )
 def test_kernels_return_the_strides_that_torch_expects(name, sizes, launches, monkeypatch):
-    """Kernels return results with the strides of the fake results, because the code that torch.compile generates relies
-    on them."""
+    """The code that torch.compile generates relies on these strides."""
 
     def flash(grad, q, k, v, *_, **__):
         return tuple(map(torch.empty_like, (q, k, v)))

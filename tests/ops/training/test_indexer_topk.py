@@ -17,7 +17,7 @@ def inputs(lengths=LENGTHS, **sizes):
 
 
 def plan_of(sequences, queries, keys, causal):
-    """Stand in for `make_plan`: compute the plan on the CPU, with an unused q tile at the end."""
+    """Stand in for `make_plan` on the CPU, with an unused q tile at the end."""
     cu_q, cu_k, _, longest = sequences
     q_tiles = []
     for first_q, end_q, first_k, end_k in zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist()):
@@ -32,8 +32,7 @@ def plan_of(sequences, queries, keys, causal):
 
 
 def scores_of(q, minus_k, w, q_tiles, scores, active):
-    """Stand in for `index_scores`: for each q tile, write the score tiles that have keys. Fill the rest of `scores`
-    with NaN."""
+    """Stand in for `index_scores`: write the score tiles that have keys, and fill the rest with NaN."""
     scores.fill_(torch.nan)
     for s, (first_q, rows, first_k, keys, _, _, tiles, _) in enumerate(q_tiles.tolist()):
         for j in range(min(tiles, scores.shape[1])):

@@ -35,9 +35,8 @@ def test_chunks_are_whole_turns_of_tiles(count, budget, tiles, workers):
 
 
 def test_two_sequences_of_16_tiles_take_no_turn_more_than_their_tiles():
-    """Four sequences of 2048 tokens have 16 q tiles each, with 1 to 16 score tiles. These are 544 score tiles, or 5
-    waves on 132 SMs. Two equal chunks of 272 score tiles would take 3 waves each, 6 in total. The chunks of this plan
-    take 2 and 3 waves. The plan also has 4 unused q tiles."""
+    """Four sequences of 2048 tokens have 544 score tiles, or 5 waves on 132 SMs. Two equal chunks of 272 would take 3
+    waves each. The chunks of this plan take 2 and 3."""
     sizes = [c.stop - c.start for c in _warmup_sum.Plan(torch.zeros(68, 8), torch.zeros(69), 16).chunks(10, 600, 132)]
     tiles = [i % 16 + 1 for i in range(64)] + [0] * 4
     assert [-(-sum(tiles[:31]) // 132), -(-sum(tiles[31:]) // 132)] == [2, 3] and sizes == [31, 37]
@@ -87,8 +86,7 @@ def test_without_sequences_no_query_selects_a_key(causal):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_absorbed_gradients_are_deterministic_as_pytorch_is_told(monkeypatch, deterministic):
-    """Absorbed attention gets gradients from `sparse_gradients`, the function of the sparse stage's attention. The last
-    argument of this function, `deterministic`, must be PyTorch's setting."""
+    """The last argument of `sparse_gradients`, `deterministic`, must be PyTorch's setting."""
     asked = []
 
     def gradients(q, kv, indices, *rest):
@@ -144,8 +142,7 @@ def test_flash_attention_is_given_as_many_heads_as_it_can_count(monkeypatch, hea
     given = []
 
     def flash(grad, q, k, v, out, lse, *_, **__):
-        """Return the gradients of sum(grad q k v), where grad is multiplied by out and lse, so that the test notices
-        wrong slices of heads."""
+        """Return gradients that depend on out and lse, so that the test notices wrong slices of heads."""
         given.append(q.shape[1])
         grad = grad.float() * out.float() * lse.T[..., None]
         q, k, v = (x.float().requires_grad_() for x in (q, k, v))

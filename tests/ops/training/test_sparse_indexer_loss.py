@@ -21,9 +21,8 @@ def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtyp
 
 @pytest.fixture
 def launches(kernel_path, monkeypatch):
-    """Return the list of the op's launches. A launch is (arguments of the compile function, arguments of the kernel).
-    Stand-ins for the kernels write 1 to the loss, 0.5 to d_scores and 1 to the gradients. If the sums for the gradient
-    of k_idx are integers, the stand-ins write 2^40 to them."""
+    """Return the list of launches: (arguments of the compile function, arguments of the kernel). Stand-ins for the
+    kernels write 1 to the loss and the gradients, 0.5 to d_scores, and 2^40 to integer sums for k_idx."""
     found = []
 
     def stand_in(variant):
@@ -49,8 +48,7 @@ def launches(kernel_path, monkeypatch):
 
 
 def test_the_kernels_ship_all_that_the_op_takes(launches):
-    """The sizes include the smallest and the largest sizes that the public docstring promises. Every promised size has
-    a shipped variant, and every shipped variant is used."""
+    """The sizes include the smallest and the largest that the public docstring promises."""
     asked = {"forward": set(), "backward": set()}
     for d, heads, di, index_heads, k, deterministic in itertools.product(
         (512, 576), (1, 64, 65, 128), (64, 128), (1, 64), (1, 2048), (False, True)
@@ -80,8 +78,8 @@ def test_gradients(launches, deterministic, w_dtype):
         assert x.dtype == y.dtype and (x == 1).all()
     assert k_idx.grad.dtype == torch.bfloat16
     if deterministic:
-        # bound: the largest possible magnitude of a term, with upstream gradients of at most 4. A sum of 350 terms, one
-        # per index, fits in 62 bits, and the scale is not needlessly small.
+        # bound: the largest magnitude of a term, with upstream gradients of at most 4. A sum of 350 terms, one per
+        # index, fits in 62 bits.
         scale, bound = arguments[6].item(), 4 * w.abs().sum(1).max().item() * q_idx.abs().max().item()
         assert 2**58 <= 350 * bound * scale < 2**62
         assert torch.allclose(k_idx.grad.float(), torch.full_like(k_idx, 2**40 / scale).float(), rtol=2**-8)
@@ -113,8 +111,7 @@ def test_units_of_numbers_that_are_none():
 
 
 def test_what_is_copied(launches):
-    """Rows of queries that are not at multiples of 16 bytes, and indices with gaps, are copied. Aligned tensors are
-    not."""
+    """Unaligned rows of queries and indices with gaps are copied."""
     q, kv, q_idx, k_idx, w, indices, scale = inputs()
     dsa.sparse_indexer_loss(q, kv, q_idx, k_idx, w, indices, scale)
     assert [x.data_ptr() for x in launches[0][1][:5]] == [x.data_ptr() for x in (q, kv, q_idx, k_idx, w)]

@@ -11,7 +11,6 @@ BF16 = torch.bfloat16
 
 
 def inputs(tokens=3, heads=5, keys=7, k=4, d=576, dtype=BF16, sink=True):
-    """Return (q, kv, indices, sink)."""
     q, kv = torch.randn(tokens, heads, d).to(dtype), torch.randn(keys, 1, d).to(dtype)
     indices = torch.randint(-1, keys + 1, (tokens, 1, k), dtype=torch.int32)
     return q, kv, indices, torch.randn(heads) if sink else None
@@ -62,7 +61,6 @@ def test_deterministic_works_on_some_queries_at_a_time(launches):
     assert names == ["backward_inputs", *["sparse_mla_backward", "sum_lists"] * 3, "reorder_sums"]
     assert [len(arguments[0]) for name, _, arguments in launches if name == "sparse_mla_backward"] == [66, 66, 18]
     assert [variant for name, variant, _ in launches if name == "sparse_mla_backward"] == [("bfloat16", 576, True)] * 3
-    # Each launch has a new counter, which is zero.
     counters = [arguments[7] for name, _, arguments in launches if name == "sparse_mla_backward"]
     assert all(x.eq(0).all() for x in counters) and len({x.data_ptr() for x in counters}) == 3
 

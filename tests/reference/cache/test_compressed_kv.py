@@ -44,9 +44,8 @@ def test_chunks_continue_from_the_state(chunks, overlap):
     [(1, 0, True), *((drafts, drafts - 1 - few, not few) for drafts in (2, 3, 5) for few in (0, 1))],
 )
 def test_the_state_needs_a_row_for_each_rejected_draft_after_the_first(drafts, spare, enough, overlap):
-    """Each pass computes one token and `drafts` draft tokens. `right` is random: the first `right` draft tokens are
-    accepted. The next pass begins after the accepted tokens and replaces the other draft tokens. The entries agree with
-    the formula if and only if the state has drafts - 1 spare rows (`enough`)."""
+    """A pass computes one token and `drafts` draft tokens. The first `right` drafts are accepted, and the next pass
+    replaces the others. The entries are right if and only if the state has drafts - 1 spare rows (`enough`)."""
     given = arguments([60], overlap)
     state, generator = state_without_tokens(given, spare), torch.Generator().manual_seed(drafts)
     found, done = {}, 0

@@ -9,7 +9,7 @@ from tests.reference.common import BYTE, E4M3, assert_same_bits, i32
 
 
 def test_bytes_by_hand():
-    """Two pages with 2 tokens of 2 numbers each. In e4m3, 1.0 is 0x38, -1.0 is 0xb8, 2.0 is 0x40, 448 is 0x7e."""
+    """In e4m3, 1.0 is 0x38, -1.0 is 0xb8, 2.0 is 0x40, 448 is 0x7e."""
     cache = torch.full((2, 2, 1, 6), 0xEE, dtype=BYTE)
     k = torch.tensor([[1.0, -1.0], [2.0, 448.0]]).to(E4M3)
     write_indexer_cache(k, torch.tensor([1.0, 0.3]), cache, i32([3, 2]))

@@ -24,7 +24,6 @@ def latent(d, **values):
 
 
 def bytes_of(size, parts):
-    """Return `size` bytes: zeros, except the given bytes at the given positions."""
     expected = bytearray(size)
     for at, part in parts.items():
         expected[at : at + len(part)] = part

@@ -12,6 +12,5 @@ MANTISSAS = {decode(byte): byte & 7 for byte in range(256) if byte & 0x7F != 0x7
 
 
 def encode_value(x: float) -> float:
-    """Return the e4m3 value nearest to x, with ties to an even mantissa, by trying all values; |x| must be at most
-    448."""
+    """Return the nearest e4m3 value, with ties to an even mantissa; |x| must be at most 448."""
     return min(MANTISSAS, key=lambda value: (abs(x - value), MANTISSAS[value] % 2))

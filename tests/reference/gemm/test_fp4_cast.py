@@ -65,8 +65,8 @@ def test_the_largest_spread_is_exact(code):
 
 
 def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
-    """Return (packed, scale) of a rows x rows weight in which every code is the largest one and every group has the
-    exponent `top`. Group `group` of row `row` has the given code and exponent instead."""
+    """Return (packed, scale) of a rows x rows weight. All codes are the largest one and all groups have the exponent
+    `top`, except group `group` of row `row`."""
     codes, exponents = torch.full((rows, rows), LARGEST), torch.full((rows, rows // 32), top)
     codes[row, 32 * group : 32 * group + 32], exponents[row, group] = code, exponent
     return pack(codes), e8m0(exponents)
@@ -75,10 +75,10 @@ def spread_out(rows, row, group, exponent, top=0, code=LARGEST):
 @pytest.mark.parametrize(
     ("weight", "block", "exponents", "spread"),
     [
-        # At 2^-15 e4m3 cannot represent code 1, but it can represent some larger codes. All codes are refused, because
-        # the kernels have a table for an exponent only if e4m3 can represent all codes.
+        # At 2^-15 e4m3 cannot represent code 1. All codes are refused, because the kernels have a table for an exponent
+        # only if e4m3 can represent all codes.
         *((spread_out(256, 200, 5, -15, code=code), "[1, 1]", "2^-15 to 2^0", 15) for code in range(1, 8)),
-        # In fp32 the ratio of these scales, 2^-254, is 0. The group must be refused, and not be treated as zeros.
+        # In fp32 the ratio of these scales, 2^-254, is 0. The group must not be treated as zeros.
         (spread_out(128, 3, 3, -127, 127), "[0, 0]", "2^-127 to 2^127", 254),
     ],
 )

@@ -17,7 +17,6 @@ CASE, *_ = cases_of("fp8_fp4_gemm_nt")
 @pytest.mark.parametrize("tokens", [0, 7])
 @pytest.mark.parametrize("sizes", [[2, 0, 5], [0, 5, 1], [0, 0, 0]])
 def test_products_have_the_bits_of_the_widened_weights(sizes, columns, channels, tokens, dtype):
-    """Rows from the last end on are NaN. The packed bytes may be int8 or uint8."""
     sizes = {"sizes": sizes, "tokens": tokens, "columns": columns, "channels": channels, "after": 2}
     given = CASE.arguments(**sizes, out_dtype=dtype, weighted=tokens > 0)
     (got,), (packed, *scales) = CASE.run(given), given["b"]

@@ -26,16 +26,15 @@ def test_errors_are_at_most_1e_5(rows, columns, channels):
 
 @pytest.mark.parametrize(("scales", "total"), [([2.0**24, 1.0, 1.0], 2.0**24), ([1.0, 1.0, 2.0**24], 2.0**24 + 2)])
 def test_blocks_are_added_in_order(scales, total):
-    """Each block of channels adds 2^24 or 1. In fp32, adding 1 twice to 2^24 gives 2^24, but adding 2^24 to 1 + 1 gives
-    2^24 + 2."""
+    """In fp32, 2^24 + 1 + 1 is 2^24, but 1 + 1 + 2^24 is 2^24 + 2."""
     q = torch.zeros(1, 384).to(E4M3)
     q[0, ::128] = 1.0
     assert fp8_gemm_nt((q, torch.tensor([scales])), (q, torch.ones(1, 3)), F32).item() == total
 
 
 def exact(*rows, channels=256):
-    """Return (small integers in e4m3, power-of-two scales). Sums of their products are exact, so they have the same
-    bits in any order and on any CPU.
+    """Return (small integers in e4m3, power-of-two scales). Sums of their products have the same bits in any order and
+    on any CPU.
 
     rows: (M,) for activations, or (E, N) for weights.
     """
@@ -53,7 +52,6 @@ def test_leading_dimensions_and_empty_inputs():
 
 
 def grouped(rows):
-    """Return a with 9 rows, b with 4 weight matrices, and `ends` for a product of `rows` rows."""
     return exact(9), exact(4, 136), i32([2, 2, rows - 1, rows])
 
 
@@ -83,8 +81,6 @@ def test_weights_multiply_sums_before_they_are_rounded(rows, dtype):
     dtype=st.sampled_from([F32, BF16, F16]),
 )
 def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, dtype):
-    """Rows from `used` on belong to no expert. The product does not read their values, scales, weights and row
-    numbers."""
     (q, s), b, _ = grouped(9)
     ends = i32(sorted(min(cut, count) for cut in cuts))
     used, weights, rows = int(ends[-1]), torch.rand(count), None
@@ -104,7 +100,7 @@ def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, d
 
 @pytest.mark.parametrize(("rows", "weights"), [(0, 4), (9, 4), (9, 0)])
 def test_no_weight_has_rows(rows, weights):
-    """The first call has no rows, and the last has no weight matrices. In the second, no row belongs to a matrix."""
+    """The calls have no rows, no row with a matrix, and no matrices."""
     a, b, _ = grouped(9)
     got = grouped_fp8_gemm_nt([x[:rows] for x in a], [x[:weights] for x in b], i32([0] * weights))
     assert got.shape == (rows, 136) and got.isnan().all()

@@ -8,8 +8,7 @@ from tests.reference.common import INT32, i32, zeros
 
 
 def test_places_outside_are_ignored():
-    """The places -1 and 4 are outside the 4 rows of the result. Rows that receive no token are zero, with scales of
-    1."""
+    """The result has 4 rows. Rows without a token are zero, with scales of 1."""
     x = torch.randn(2, 128)
     q, scale = scatter_cast_to_fp8(x, i32([[3, -1], [4, 0]]))
     expected, scales = per_token_cast_to_fp8(x)

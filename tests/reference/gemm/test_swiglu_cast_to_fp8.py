@@ -9,8 +9,8 @@ from tests.reference.common import INF, NAN
 
 
 def test_by_hand():
-    """silu(0) is 0, silu(x) is x for large x, and 0 for very negative x. So silu(gate) * up is 0, -100, 448 and 0. 448
-    is the largest e4m3 number, so the scale is 1. With a limit, gate and up are clamped before silu."""
+    """silu(x) is x for large x, and 0 for 0 and for very negative x. So silu(gate) * up is 0, -100, 448 and 0. With a
+    limit, gate and up are clamped before silu."""
     gate, up = torch.tensor([[0.0, 50.0, 100.0, -1000.0]]), torch.tensor([[9.0, -2.0, 4.48, 3.0]])
     q, scale = swiglu_cast_to_fp8(gate, up)
     assert scale.tolist() == [[1.0]] and q.float().tolist() == [[0.0, -96.0, 448.0, 0.0]]

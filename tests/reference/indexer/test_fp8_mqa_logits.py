@@ -12,13 +12,11 @@ CASE, _, _ = cases_of("fp8_mqa_logits")
 
 
 def scored(starts, ends, keys, **options):
-    """Return the arguments of a call in which query t sees the keys starts[t] to ends[t] - 1 of `keys` keys."""
     given = CASE.arguments(queries=len(starts), keys=keys, heads=4, dim=16, **options)
     return given | {"cu_seq_len_k_start": i32(starts), "cu_seq_len_k_end": i32(ends)}
 
 
-# Without max_seqlen_k (`columns` is 0), rows have room for 300 + 256 columns, rounded up to a multiple of 1024 bytes:
-# 768 columns of 4 bytes, or 1024 columns of 2 bytes. With 257 they have room for 512 columns.
+# Rows have room for 300 + 256 columns, or with max_seqlen_k for 257. They are rounded up to multiples of 1024 bytes.
 @pytest.mark.parametrize(("columns", "stride", "bf16_stride"), [(0, 768, 1024), (257, 512, 512)])
 def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(columns, stride, bf16_stride):
     given = scored([0, 5], [300, 200], 300, max_seqlen_k=columns)

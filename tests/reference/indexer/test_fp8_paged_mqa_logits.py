@@ -46,7 +46,7 @@ def test_empty_batch_and_empty_cache(empty):
 @pytest.mark.parametrize(
     ("lengths", "sms", "plan"),
     [
-        # A split is 256 keys: 600, 0 and 256 keys have 3, 0 and 1 splits. The 3 SMs get 1, 1 and 2 splits.
+        # A split is 256 keys, so the sequences have 3, 0 and 1 splits. The 3 SMs get 1, 1 and 2.
         ([600, 0, 256], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
         # With a length per query, a sequence has as many splits as its longest query needs.
         ([[1, 600], [0, 0], [256, 9]], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),

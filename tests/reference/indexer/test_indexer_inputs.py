@@ -18,9 +18,9 @@ def bf16(x):
 
 
 def test_every_stage_rounds_to_the_dtype():
-    """Only channel 0 is nonzero, and the Hadamard transform spreads it evenly. Three numbers are rounded to bf16: the
-    input of rope (for keys, the result of the norm), the result of rope, and the result of the Hadamard transform.
-    Without one of these roundings the scale would differ."""
+    """The Hadamard transform spreads channel 0 evenly. Three numbers are rounded to bf16: the input of rope (for keys,
+    the norm's result), the result of rope, and the transform's result. Without one of these roundings the scale would
+    differ."""
     amax = bf16(bf16(bf16(0.3) * 0.7) / 128**0.5)
     assert amax not in (bf16(bf16(0.3 * 0.7) / 128**0.5), bf16(bf16(0.3) * 0.7 / 128**0.5))
     one = zeros(D)

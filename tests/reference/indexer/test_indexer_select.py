@@ -17,7 +17,7 @@ MIN, MAX = -(2**31), 2**31 - 1
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("row_to_seq", [True, False])
 def test_every_number_of_queries_at_a_time_is_right(row_to_seq, page_size, return_values, chunk):
-    """The operands have exact sums, because a CPU can sum in another order if a chunk has few queries."""
+    """The sums are exact, because a CPU can sum in another order if a chunk has few queries."""
     sizes = {"queries": 5, "keys": 90, "top_k": 12, "page_size": page_size, "return_values": return_values}
     given = CASE.arguments(**sizes, exact=True)
     if page_size and not row_to_seq:  # one row of the table per query

@@ -21,8 +21,8 @@ LENGTHS = {
 
 
 def arguments(lengths=(80, 80, 80), next_n=2, columns=80, **options):
-    """Return arguments with tables of 5 pages. The operands have exact sums, because a CPU can sum in another order if
-    a chunk has few sequences."""
+    """Return arguments with tables of 5 pages. The sums are exact, because a CPU can sum in another order if a chunk
+    has few sequences."""
     sizes = {"lengths": lengths, "next_n": next_n, "page_size": PAGE, "columns": columns, "exact": True}
     given = CASE.arguments(**sizes, **options)
     return given | {"block_table": given["block_table"][:, :5]}
@@ -50,8 +50,7 @@ def test_every_number_of_sequences_at_a_time_is_right(name, columns, slots, chun
     ],
 )
 def test_keys_without_a_page_are_selected_if_there_are_too_few_others(top_k, slots, columns, expected, finite):
-    """Pages 0 and 2 of the sequence's 40 keys are missing. Their keys have the score -inf, so they are selected
-    last."""
+    """Pages 0 and 2 are missing. Their keys have the score -inf, so they are selected last."""
     given = arguments((48,), 1, columns=48, top_k=top_k, slots=slots) | {"context_lens": i32([40])}
     given["block_table"][0, 0], given["block_table"][0, 2] = -1, 1000
     got, values = paged_indexer_select(**given)

@@ -87,8 +87,8 @@ def test_rows_without_columns():
     assert topk_indices(torch.zeros(2, 0), 3).eq(-1).all()
 
 
-# (scores, block table). In a row of length 8, k = 5 selects the columns 0, 2, 3, 5 and 6. A page has 2 keys, so the
-# pages of these columns are in the table's columns 0, 1, 1, 2 and 3, and the offsets in the pages are 0, 0, 1, 1 and 0.
+# (scores, block table). With k = 5, a row of length 8 selects the columns 0, 2, 3, 5 and 6. A page has 2 keys, so their
+# pages are in the table's columns 0, 1, 1, 2 and 3.
 PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2, 0, 1], [3, -1, 5, 6]])
 
 

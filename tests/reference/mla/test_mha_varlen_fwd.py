@@ -38,13 +38,12 @@ def test_no_indices_and_no_keys_set_no_bit(indices, max_keys):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_queries_that_see_few_keys_see_all_of_them(causal):
-    """Queries that see at most `dense_keys` keys see all of them, whatever their selection bits are. The kernel does
-    the same."""
+    """Queries that see at most `dense_keys` keys ignore their selection bits. The kernel does the same."""
     given = MHA.arguments(top_k=3, causal=causal, heads=2, dims=(64, 64))
     results = [MHA.run(given | {"dense_keys": n}) for n in (0, 77)]
     for n, found in zip((0, 77), results):
         MHA.check(given | {"dense_keys": n}, found)
-    # The case's first sequence has 77 queries and 77 keys. With dense_keys = 77 its queries see all visible keys.
+    # The first sequence has 77 queries and 77 keys.
     assert not torch.equal(results[0][0][:77], results[1][0][:77])
 
 
@@ -67,8 +66,8 @@ WRONG = (-1, -(2**31), 7, 2**31 - 1)
     ],
 )
 def test_a_sequence_with_a_wrong_bound_attends_to_nothing(cu_q, cu_k, kept):
-    """The first sequence has a wrong boundary; in the last case both sequences have one. Queries from `kept` on belong
-    to a sequence without a wrong boundary, and their results do not change."""
+    """The first sequence has a wrong boundary, and in the last case both have one. Queries from `kept` on have right
+    boundaries."""
     q, k = torch.randn(4, 1, 3), torch.randn(6, 1, 3)
     right, right_lse = mha_varlen_fwd(q, k, k, i32([0, 2, 4]), i32([0, 3, 6]), 6, 1.0)
     out, lse = mha_varlen_fwd(q, k, k, i32(cu_q), i32(cu_k), 6, 1.0)

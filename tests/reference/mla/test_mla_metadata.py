@@ -73,7 +73,7 @@ def test_calls_take_no_plan_and_plans_of_the_old_style(plan):
     "make", [FlashMLASchedMeta, Theirs, lambda: Theirs(True, "theirs", i32([[9] * 8]), i32([9] * 3))]
 )
 def test_a_plan_of_the_new_style_is_bound_to_the_shapes_of_its_first_call(make, other):
-    """If the class of the plan object comes from another library, the op does not change the fields of the object."""
+    """The op does not change the fields of another library's object."""
     meta = make()
     before = dict(vars(meta))
     decode(meta)

@@ -37,8 +37,8 @@ def test_queries_without_a_sequence_or_keys_attend_to_nothing(cu_q, cu_k, querie
 
 
 def test_a_list_beyond_the_windows_keys_selects_nothing():
-    """The caller's list of query 1 contains index 8, and kv has 4 rows. This index must not select row 8 - 4 of the
-    compressed keys. Row 4 is NaN, and only query 2 selects it."""
+    """The list of query 1 contains index 8, and kv has 4 rows. This index must not select row 8 - 4 of the compressed
+    keys. Row 4 is NaN, and only query 2 selects it."""
     given = {"q": torch.randn(4, 2, 24), "kv": torch.randn(4, 1, 24), "window": 2, "attn_sink": None}
     given |= {"cu_seqlens_q": i32([0, 4]), "cu_seqlens_k": i32([0, 4]), "compressed": torch.randn(5, 1, 24)}
     given |= {"indices": i32([[0, 1], [2, 3], [4, 0], [1, -1]]), "topk_length": None, "softmax_scale": 0.3}

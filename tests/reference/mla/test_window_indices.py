@@ -42,8 +42,8 @@ def test_bounds_in_any_order_name_no_negative_key(seed):
 @pytest.mark.parametrize("window", [1, 3, 8, 50])
 @pytest.mark.parametrize("more", [None, 0, 5])
 def test_slots_are_right(more, window, s_q):
-    """more: None for a paged cache in which some pages are missing. Otherwise the cache is a ring with window + s_q - 1
-    + `more` rows. The queries of a sequence see at most window + s_q - 1 different keys."""
+    """more: None for a paged cache with missing pages. Otherwise the cache is a ring of window + s_q - 1 + `more`
+    rows."""
     lengths = (0, 1, 2, 5, 9, 12, 13, 40, -3, -(2**31), 2**31 - 1)
     page, ring = (3, False) if more is None else (window + s_q - 1 + more, True)
     given = SLOTS.arguments(lengths=lengths, s_q=s_q, window=window, pages=4, page=page, ring=ring)

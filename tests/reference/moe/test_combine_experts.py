@@ -36,9 +36,8 @@ def test_nan_reaches_only_the_tokens_that_use_it():
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_rows_that_no_token_names_are_neither_read_nor_get_a_gradient(dtype, weighted):
-    """A process has 4 of the 12 experts. The rows of y after those of the 4 experts are undefined, as after grouped
-    products. Here they are NaN and infinity. These rows get no gradient, and neither do the weights of the other
-    experts' entries."""
+    """A process has 4 of the 12 experts. Grouped products leave the rows of y after `used` undefined; here they are NaN
+    and infinity. They get no gradient, and neither do the weights of other experts' entries."""
     _, rows, ends = sort_by_expert(torch.randint(0, 12, (10, 3)) - 4, 4)
     used = int(ends[-1])
     assert 0 < used < 30

@@ -19,7 +19,7 @@ def test_ties_go_to_the_lowest_numbers_and_weights_are_divided_by_their_sum():
 
 @by_scores
 def test_scores_of_0_have_weights_of_0(scores):
-    """All selected scores are 0, but the divisor is not, because 1e-20 is added to their sum."""
+    """The divisor is not 0, because 1e-20 is added to the sum of the scores."""
     logits = torch.full((2, 8), -torch.inf)
     logits[1, 2] = 0.0
     bias = torch.tensor([0.0, 3.0, -3.0, 2.0, 0.0, 0.0, 0.0, 0.0])
@@ -58,7 +58,6 @@ def test_sort_by_hand(experts, expected, dtype):
     count=st.integers(1, 6),
 )
 def test_entries_without_an_expert_come_last(experts, begin, count):
-    """As in expert parallelism, a process has `count` experts from `begin` on. Entries of other processes' experts come
-    last."""
+    """A process has `count` experts from `begin` on, as in expert parallelism."""
     call = {"experts": torch.tensor(experts, dtype=torch.int64) - begin, "count": count}
     SORT.check(call, sort_by_expert(**call))

@@ -38,8 +38,7 @@ def test_only_the_indexer_learns_from_the_loss():
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
-    """Row 0 is NaN, because an implementation could read row 0 for an invalid index. In the last call kv and k_idx have
-    no rows."""
+    """Row 0 is NaN, because an implementation could read it for an invalid index."""
     given = inputs(leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {name: given[name].index_fill(0, torch.tensor(0), torch.nan) for name in ("kv", "k_idx")}

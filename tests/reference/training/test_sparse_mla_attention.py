@@ -32,8 +32,7 @@ def test_the_gradients_formula_is_that_of_autograd(of, sink):
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
-    """Row 0 is NaN, because an implementation could read row 0 for an invalid index. In the last call kv has no
-    rows."""
+    """Row 0 is NaN, because an implementation could read it for an invalid index."""
     given = inputs(sink=False, leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {"kv": given["kv"].index_fill(0, torch.tensor(0), torch.nan)}
@@ -44,8 +43,8 @@ def test_nan_in_a_row_that_no_index_names_reaches_nothing():
 
 @pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
 def test_an_infinite_sink_has_a_gradient(sink):
-    """The gradient of an infinite sink is 0. The last query has no keys, so its LSE is infinite as well. The difference
-    of LSE and sink must not become NaN."""
+    """The gradient of an infinite sink is 0. The LSE of the last query is infinite, too, and the difference of LSE and
+    sink must not become NaN."""
     given = inputs() | {"attn_sink": torch.full((3,), sink, dtype=torch.float64, requires_grad=True)}
     out, lse = sparse_mla_attention(**given)
     assert (out[-1] == 0).all()
@@ -62,8 +61,7 @@ def test_an_infinite_sink_has_a_gradient(sink):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
 def test_a_sink_far_below_the_keys_has_its_full_gradient(above, dtype):
-    """The LSE of the keys exceeds the sink by `above`. The sink's probability, about e^-above, is too small to be
-    computed as 1 minus the sum of the keys' probabilities."""
+    """The sink's probability, about e^-above, is too small to be computed as 1 minus the keys' probabilities."""
     given = inputs(dtype=dtype, tokens=1, leaves=(), invalid=0.0)
     plain, lse = sparse_mla_attention(**with_leaves(given, torch.float64) | {"attn_sink": None})
     sink = (lse[:, 0] - above).to(dtype).requires_grad_()

@@ -4,7 +4,7 @@ from tests.reference.common import BF16, INT32, zeros
 
 
 def other_streams(n, channels):
-    """Return arguments of `hyper_collapse_norm_cast_to_fp8` for 3 tokens with n streams of `channels` channels."""
+    """Return arguments of `hyper_collapse_norm_cast_to_fp8` for 3 tokens."""
     count = (2 + n) * n
     return {
         "streams": zeros(3, n, channels, dtype=BF16),

@@ -35,7 +35,6 @@ def part(name, i, change):
 
 
 def three_quarters_of_the_rows(a):
-    """Return b with only the first three quarters (rounded up) of the rows, in the weights and in the scales."""
     return {"b": [x[:, : math.ceil(x.shape[1] * 3 / 4)] for x in a["b"]]}
 
 
