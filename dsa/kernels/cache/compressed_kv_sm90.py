@@ -449,7 +449,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
-        """Write kv and Z = gate + ape of a sequence's new tokens to the state, at most as many as it has rows. The
+        """Write kv and Z = gate + ape of a sequence's new tokens to the state: the last ones, if it has fewer rows. The
         threads from `keeper` on do this."""
         vectors = self.row_threads * (2 if self.overlap else 1)  # per token in this CTA
         first, step = cutlass.max(length - state.shape[1], 0), self.threads - keeper

@@ -198,9 +198,9 @@ class HyperMixSm90:
 
     @cute.jit
     def load_blocks(self, pipeline: Pipeline, v_copy, w_copy, tokens, blocks):
-        """The mainloop of the producer warp. A slice shorter than the longest one is padded with the block past the end
-        of the channels, which TMA fills with zeros. After its last block, a consumer warp reads one more stage without
-        using the data. So the producer signals these last stages as full without loading them."""
+        """The mainloop of the producer warp. Shorter slices are padded with the block past the end of the channels,
+        which TMA fills with zeros. After its last block, a consumer warp reads one more stage without using the data.
+        So the producer signals these last stages as full without loading them."""
         v_atom, v_shared, v = v_copy
         w_atom, w_shared, w = w_copy
         first, end, step, longest = self.work(tokens, blocks)

@@ -138,8 +138,8 @@ class Ring(NamedTuple):
     codes       FP4 codes of the weights
     scales      e8m0 scales of the weights
     rows        rows of activations
-    row_scales fp32 scales of the activations' rows (16 bytes per row), then the weights' block scales, one per block of
-                the stage
+    row_scales  fp32 scales of the activations' rows (16 bytes per row), then the weights' block scales, one per block
+                of the stage
     """
 
     codes: Int32

@@ -134,7 +134,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         results = out, of_rows, None
         a_layout, b_layout, as_layout, bs_layout = self.layouts()
         slots = self.config.scale_slots
-        # TMA writes the codes of a converter warp to the beginning of its OWN_BYTES of b.
+        # TMA writes the codes of a converter warp to the first of the warp's OWN_BYTES of b.
         boxes = CONVERTERS * self.stages
         codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
         es_layout = cute.make_layout((GROUP, SCALE_BYTES, slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES))

@@ -8,8 +8,8 @@ the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.jso
 models' tile is more than 1% slower. The file is valid for GPUs with as many SMs as the H200; other GPUs use the cost
 models.
 ROWS lists the numbers of rows that were timed. For another number of rows, the winner for the next larger number in
-ROWS is used, unless the cost models call that tile too slow for the product's number of rows (WORSE). A tile can be too
-slow if few rows are left for the last work tile: then the product can take three times as long.
+ROWS is used. If the cost models call that tile too slow (WORSE), the models' tile is used. A tile can be too slow if
+few rows are left for the last work tile: then the product can take three times as long.
 """
 
 from bisect import bisect_left
@@ -82,8 +82,8 @@ def microseconds(config: Tile, rows: int, columns: int, channels: int, multiproc
 
 
 def may_win(rows: int, columns: int, channels: int, multiprocessors: int, config: Tile) -> bool:
-    """Whether a search tries this tile. It skips tiles that cannot run, that have far too many rows, or that the model
-    calls more than 1.5 times slower than its choice."""
+    """Whether a search tries this tile. It skips tiles that cannot run or have far too many rows. It skips tiles with
+    more than 1.5 times the modelled time of the models' tile."""
     sizes = rows, columns, channels, multiprocessors
     if isinstance(config, FewRowsConfig):
         possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)

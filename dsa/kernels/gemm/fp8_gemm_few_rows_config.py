@@ -117,7 +117,7 @@ def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, 
     """Return the modelled time without the launch. CTAs run in whole rounds. A round is one CTA per SM; with split-K,
     only a fraction ROOM of the SMs is used. A block of channels takes the time of the mainloop or of the SM's loads,
     whichever is longer. Memory delivers all operands once. The times of an SM and of memory overlap in part, so the
-    result is the root of the sum of their squares."""
+    result is the root of the sum of squares."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     ctas = work_tiles(config, rows, columns) * config.ctas
     rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))

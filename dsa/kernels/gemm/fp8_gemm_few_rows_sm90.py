@@ -168,9 +168,7 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def prefetch(self, b_atom, mb, tiles: OneMatrixTiles, groups, sb, lane):
-        """Prefetch as much of b of this CTA's first work tile to L2 as fits in the ring. The producer warp calls
-        this.
-        """
+        """Prefetch as much of b of the CTA's first work tile as fits in the ring. The producer warp calls this."""
         column = tiles.rows_first(static_persistent_scheduler().first, Int32(0), lane).column
         _, tbg = tiles_of(b_atom, self.filled(sb), mb, (self.columns, GROUP), column)
         prefetch_blocks(b_atom, tbg, 0, cutlass.min(groups, self.stages), 1, SCALES)

@@ -89,9 +89,7 @@ BOX_ROWS = 64  # rows of `a` per TMA load (a box), in kernels that skip boxes wi
 
 
 class Fp8GemmSm90:
-    """gathered: the tensor `rows` selects the rows of `a`. swap_ab: work tiles with up to SWAP_AB_ROWS rows swap
-    A/B.
-    """
+    """gathered: `rows` selects the rows of `a`. swap_ab: work tiles with up to SWAP_AB_ROWS rows swap A/B."""
 
     def __init__(
         self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, swap_ab: bool = False
@@ -324,8 +322,8 @@ class Fp8GemmSm90:
     @cute.jit
     def sources(self, gather, info: WorkTileInfo):
         """Return the indices in `a` of the rows that this thread gathers; a negative index means no row. Entry i is for
-        row thread // 8 + 16 i of the work tile, of which the thread gathers 16 bytes per block. The last entry is for
-        row `thread`, whose scales it gathers."""
+        row thread // 8 + 16 i of the work tile. The thread gathers 16 bytes of this row per block. The last entry is
+        for row `thread`, whose scales it gathers."""
         a, _, rows, thread = gather
         found = []
         for i in cutlass.range_constexpr(self.rows // 16 + 1):

@@ -47,8 +47,7 @@ class ResultEpilogue:
 
     @cute.jit
     def pieces_in_next_block(self, column):
-        """Return, for each piece of a work tile's columns but the first, whether it is in the scale block after the
-        first piece's."""
+        """Return, for each piece of the work tile after the first, whether it is in the next scale block."""
         before = column // self.piece % self.pieces
         # `before` is the index of the tile's first piece in that piece's scale block. Piece j is in the next block if
         # before + j >= pieces.

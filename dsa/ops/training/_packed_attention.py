@@ -46,7 +46,7 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of q, k and v. In absorbed attention v is a view of k, so the gradient of k includes that of
+    """Return the gradients of q, k and v. In absorbed attention v is a view of k. So the gradient of k includes that of
     v, and the third result is None."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)

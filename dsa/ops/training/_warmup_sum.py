@@ -131,8 +131,8 @@ def losses(
 
 
 def workspace(*inputs: torch.Tensor) -> int:
-    """Return the budget of the workspace in bytes: LEAST_WORKSPACE, or if that is more, SHARE of the inputs' bytes, so
-    that workspace and results together need less than twice the inputs' memory."""
+    """Return the budget of the workspace in bytes: LEAST_WORKSPACE, or SHARE of the inputs' bytes if that is more. So
+    workspace and results together need less than twice the inputs' memory."""
     return max(LEAST_WORKSPACE, int(sum(x.numel() * x.element_size() for x in inputs) * SHARE))
 
 
