@@ -5,7 +5,7 @@ A key's value is its first d_v channels. A query without keys has output 0, LSE 
 
 import torch
 
-# Elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, and 4 MiB, for the caches, on a CPU.
+# Elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, 4 MiB, for the caches, on a CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
