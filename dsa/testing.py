@@ -72,8 +72,8 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.devic
 
 
 def poison_free_memory(device: str | torch.device = "cuda", mebibytes: int = 512) -> None:
-    """Allocate blocks of 1 MiB to `mebibytes` MiB, fill them with NaN, and free them. PyTorch's allocator then uses
-    these blocks for outputs, so elements that a kernel does not write are NaN."""
+    """Fill blocks of 1 MiB to `mebibytes` MiB with NaN, and free them. PyTorch's allocator uses them for outputs, so
+    elements that a kernel does not write are NaN."""
     blocks = [poisoned((size << 18,), torch.float32, device) for size in (1, 4, 16, 64) for _ in range(4)]
     blocks.append(poisoned((mebibytes << 18,), torch.float32, device))
     del blocks

@@ -26,7 +26,7 @@ def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int
 
 def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """Partition `shared` [rows, columns, stages] and `tiles` [rows, columns, ...] for copies by the TMA atom `atom`. ->
-    (shared [tile, stages], tiles [tile, ...]), where the first mode is all elements of a tile."""
+    (shared [tile, stages], tiles [tile, ...]). The mode `tile` is all elements of a tile."""
     grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
@@ -85,7 +85,7 @@ def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer
 @cute.jit
 def arrive_when_gathered(barrier: cute.Pointer):
     """Make this lane arrive at the barrier when its earlier cp.async copies (`gather_16`, `gather_8`) are complete. The
-    call does not wait for them. The number of arrivals with which the barrier was initialised includes this arrival."""
+    call does not wait for them. Initialise the barrier with a number of arrivals that includes this one."""
     cute.arch.inline_ptx(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())]
     )
@@ -96,9 +96,8 @@ def arrive_when_gathered_too(barrier: cute.Pointer):
     """Keep the barrier's current phase from ending before this lane's earlier cp.async copies are complete.
 
     The call does not wait for the copies. It adds one expected arrival to the phase, and this arrival follows when the
-    copies are complete. So the number of arrivals with which the barrier was initialised does not include it. (With
-    `arrive_when_gathered` the number includes the arrival.) The call must come before the warp's ordinary arrival (for
-    example `expect_bytes`), because that arrival could end the phase.
+    copies are complete. So the barrier is initialised without it, unlike for `arrive_when_gathered`. The call must come
+    before the warp's ordinary arrival, which could end the phase.
     """
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
 

@@ -21,13 +21,11 @@ def wait_for_prerequisite_grids():
     """Wait until all previous kernels of the stream have ended and their writes are visible; then trigger the next
     kernel's launch. All threads of all CTAs call this once, before any branch.
 
-    The instruction waits only for the previous kernel. If the previous kernel calls this function, too, it ends only
-    after this wait. If it is launched without use_pdl, it begins only after all earlier kernels have ended. In both
-    cases the end of the previous kernel implies the end of all earlier kernels.
+    The instruction waits only for the previous kernel. But the previous kernel ends only after all kernels before it:
+    it either calls this function, too, or is launched without use_pdl.
 
-    The next kernel begins only after every CTA of this kernel has triggered, so after all these CTAs have started. If
-    the next kernel could begin earlier, it could occupy the SM that a CTA of this kernel still needs, and other CTAs of
-    this kernel could wait for that CTA without end.
+    The next kernel begins only after every CTA of this kernel has started. If it could begin earlier, it could occupy
+    the SM that a CTA of this kernel still needs. Other CTAs of this kernel could wait for that CTA without end.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

@@ -20,10 +20,9 @@ def cute_dtype(name: str) -> type[cutlass.Numeric]:
 
 
 def fake(dtype: type[cutlass.Numeric], shape: tuple, stride: tuple, align: int = 16) -> cute.Tensor:
-    """Return a fake tensor aligned to `align` bytes. Extents and strides are ints or symbols (cute.sym_int,
-    cute.sym_int64); the compiled kernel accepts any value that has the symbol's divisibility. Offsets are 64-bit if a
-    stride is a 64-bit symbol. If all strides are ints, offsets are 32-bit, and the tensor must have fewer than 2^31
-    elements."""
+    """Return a fake tensor aligned to `align` bytes. Extents and strides are ints or symbols. The compiled kernel
+    accepts any value that has the symbol's divisibility. Offsets are 64-bit if a stride is a 64-bit symbol. If all
+    strides are ints, offsets are 32-bit, and the tensor must have fewer than 2^31 elements."""
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
 

@@ -28,11 +28,10 @@ def page_planes(
     cache: cute.Tensor, page: Int32, page_size: Int32, dim: cutlass.Constexpr, value_type: cutlass.Constexpr
 ):
     """-> (values [P, D] of value_type, scales [P] fp32), views of page `page` of the cache. P is `page_size`, and D is
-    `dim`. A value has one byte: value_type is e4m3, or uint8 if values are only copied."""
+    `dim`. value_type is e4m3, or uint8 if values are only copied."""
     start = (cache.iterator + page * cache.stride[0]).align(16)
     values = cute.make_tensor(
         cute.recast_ptr(start, dtype=value_type), cute.make_layout((page_size, dim), stride=(dim, 1))
     )
-    # D is a multiple of 16 and a value is one byte, so the scales start at a multiple of 16 bytes.
     after_rows = (start + page_size * dim).align(16)
     return values, cute.make_tensor(cute.recast_ptr(after_rows, dtype=Float32), cute.make_layout(page_size))

@@ -82,19 +82,18 @@ def start() -> PipelineState:
 
 @cute.jit
 def state_at(count, stages: cutlass.Constexpr) -> PipelineState:
-    """Return the state after `count` stages in a ring of `stages` stages. If a loop carries `count` instead of a
-    state, it saves a register. But every state that is computed from `count` costs a division."""
+    """Return the state after `count` stages. A loop that carries `count` instead of a state saves a register, but every
+    call costs a division."""
     return PipelineState(count % stages, count // stages & 1)
 
 
 def state_at_of_two(count: Int32) -> PipelineState:
-    """Return the state after `count` stages in a ring of two stages, with bit operations instead of a division."""
+    """Return the state after `count` stages in a ring of two stages, without a division."""
     return PipelineState(count & 1, (count >> 1) & 1)
 
 
 def pipeline_storage(stages: int, parts: int = 1) -> type:
-    """Return the type of a @cute.struct field that contains the barriers of a ring of `stages` stages, with `parts`
-    full barriers per stage."""
+    """Return the type of a @cute.struct field for the barriers of a ring."""
 
     @cute.struct
     class PipelineStorage:
@@ -107,8 +106,7 @@ def pipeline_storage(stages: int, parts: int = 1) -> type:
 @dataclass(frozen=True)
 class Pipeline:
     """A ring of `stages` stages, each with `parts` full barriers and one empty barrier in shared memory. Several rings
-    can share the arrays `full` and `empty`; `first` is the index of this ring's first stage among the stages of all
-    rings."""
+    can share the arrays `full` and `empty`. The stages of this ring begin at index `first` of the arrays."""
 
     full: cute.Pointer
     empty: cute.Pointer
@@ -118,14 +116,12 @@ class Pipeline:
 
     @staticmethod
     def of(storage, stages: int, parts: int = 1) -> "Pipeline":
-        """Return the pipeline whose barriers are in `storage`, which has the type `pipeline_storage(stages, parts)`."""
         return Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), stages, Int32(0), parts)
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr, producers: cutlass.Constexpr = 1):
         """Initialise the barriers. A part of a stage is full after `producers` arrivals and all bytes that they
-        announced; a stage is empty after `consumers` warps have released it. One thread calls this, before
-        mbarrier_init_fence and a barrier of the CTA."""
+        announced; a stage is empty after `consumers` warps have released it. One thread calls this."""
         for i in cutlass.range_constexpr(self.stages):
             for part in cutlass.range_constexpr(self.parts):
                 cute.arch.mbarrier_init(self.full + (i * self.parts + part), producers)
@@ -146,69 +142,57 @@ class Pipeline:
 
     @cute.jit
     def skip(self, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
-        """Return the state `count` stages later; count <= stages."""
         wraps = state.stage >= self.stages - count
         stage = state.stage + count
         return PipelineState(stage - self.stages if wraps else stage, state.phase ^ 1 if wraps else state.phase)
 
     @cute.jit
     def producer_wait(self, state: PipelineState):
-        """Wait until the stage is empty."""
         cute.arch.mbarrier_wait(self.empty + self.index(state), state.phase ^ 1)
 
     @cute.jit
     def producer_expect(self, state: PipelineState, size, part=0):
-        """Announce `size` bytes of asynchronous copies to a part of the stage, and arrive. One elected lane does both,
-        with one instruction."""
+        """Announce `size` bytes of asynchronous copies to a part of the stage, and arrive, with one instruction."""
         with cute.arch.elect_one():
             expect_bytes(self.producer_barrier(state, part), size)
 
     @cute.jit
     def producer_acquire(self, state: PipelineState, size):
-        """Wait until the stage is empty, and announce `size` bytes of asynchronous copies to it (if it has several
-        parts, to part 0)."""
         self.producer_wait(state)
         self.producer_expect(state, size)
 
     @cute.jit
     def producer_commit(self, state: PipelineState, part=0):
-        """Arrive at a part's full barrier after this warp has written the part and called sync_warp. One elected lane
-        arrives."""
+        """Arrive at a part's full barrier, after this warp has written the part and called sync_warp."""
         with cute.arch.elect_one():
             arrive(self.producer_barrier(state, part))
 
     def producer_barrier(self, state: PipelineState, part=0) -> cute.Pointer:
-        """Return the full barrier of a part of the stage. It counts producers' arrivals and bytes copied to the
-        part."""
+        """Return the full barrier of a part of the stage."""
         if self.parts == 1:
             return self.full + self.index(state)
         return self.full + (self.index(state) * self.parts + part)
 
     @cute.jit
     def consumer_wait(self, state: PipelineState, part=0):
-        """Wait until a part of the stage is full."""
         cute.arch.mbarrier_wait(self.producer_barrier(state, part), state.phase)
 
     @cute.jit
     def is_full(self, state: PipelineState, part=0):
-        """Whether a part of the stage is full. This does not wait."""
         return cute.arch.mbarrier_test_wait(self.producer_barrier(state, part), state.phase)
 
     @cute.jit
     def consumer_release(self, state: PipelineState):
-        """Arrive at the stage's empty barrier after this warp has read the stage. One elected lane arrives."""
+        """Arrive at the stage's empty barrier, after this warp has read the stage."""
         with cute.arch.elect_one():
             arrive(self.consumer_barrier(state))
 
     def consumer_barrier(self, state: PipelineState) -> cute.Pointer:
-        """Return the stage's empty barrier, which counts the warps that have read the stage."""
         return self.empty + self.index(state)
 
 
 @dataclass(frozen=True)
 class Mbarriers:
-    """`count` single barriers in shared memory, from `first` on. The kernel keeps track of their phase bits."""
-
     first: cute.Pointer
     count: cutlass.Constexpr[int]
 
@@ -220,25 +204,22 @@ class Mbarriers:
             cute.arch.mbarrier_init(self.first + i, arrivals)
 
     def barrier(self, index=0) -> cute.Pointer:
-        """Return barrier number `index`, for `arrive`, `expect_bytes` and copies."""
         return self.first + index
 
     @cute.jit
     def wait(self, phase, index=0):
-        """Wait for the end of the phase with phase bit `phase`."""
         cute.arch.mbarrier_wait(self.barrier(index), phase)
 
     @cute.jit
     def arrive(self, index=0):
-        """Arrive at barrier number `index`. One elected lane of the calling warp arrives."""
         with cute.arch.elect_one():
             arrive(self.barrier(index))
 
 
 @cute.jit
 def arrive(barrier: cute.Pointer, cta: cutlass.Constexpr = None):
-    """The calling thread arrives at the barrier. If `cta` is given, the thread arrives instead at CTA `cta`'s barrier
-    at the same shared-memory offset; `cta` is a rank in the cluster."""
+    """The calling thread arrives at the barrier. With `cta`, a rank in the cluster, it arrives at that CTA's barrier at
+    the same shared-memory offset."""
     cute.arch.mbarrier_arrive(barrier, cta)
 
 

@@ -17,9 +17,8 @@ AMAX_MIN = 1e-4
 
 @cute.jit
 def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
-    """v <- 128^-0.5 H128 v, where H128 is Sylvester's Hadamard matrix (entries 1 and -1) and v are the group's 128
-    channels. `lane` is the lane's index in the group, and element i of the lane's v is channel `lane` * `channels` +
-    i."""
+    """v <- 128^-0.5 H128 v, where H128 is Sylvester's Hadamard matrix. v are the group's 128 channels. `lane` is the
+    lane's index in the group, and element i of the lane's v is channel `lane` * `channels` + i."""
     for log in cutlass.range_constexpr(7):
         stride = 1 << log
         if const_expr(stride < channels):
@@ -29,7 +28,7 @@ def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
                     v[i], v[i + stride] = a + b, a - b
         else:
             lane_bit = stride // channels
-            # The lower lane of a pair computes partner + v, the upper lane partner - v. A sign avoids a branch.
+            # The lower lane of a pair computes partner + v, the upper lane partner - v. The sign avoids a branch.
             sign = Float32(1.0)
             if lane & lane_bit != 0:
                 sign = Float32(-1.0)
@@ -44,8 +43,7 @@ def hadamard(v: cute.Tensor, lane: Int32, channels: cutlass.Constexpr):
 def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
     """v <- v rounded to dtype, but stored as fp32."""
     if const_expr(dtype is BFloat16):
-        # Convert pairs by PTX. The compiler's own conversion to bf16 and back handles one element at a time, at a
-        # quarter of the rate.
+        # Convert pairs by PTX. The compiler's own conversion to bf16 and back has a quarter of the rate.
         for i in cutlass.range_constexpr(0, cute.size(v), 2):
             pair = cute.arch.inline_ptx(
                 "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[v[i + 1], v[i]]
@@ -57,8 +55,7 @@ def round_to(v: cute.Tensor, dtype: cutlass.Constexpr):
 
 @cute.jit
 def scale_of(amax: Float32) -> Float32:
-    """Return amax * fp32(1 / 448). On a GPU, PyTorch computes the reference's amax / 448 in this way, so the bits
-    agree."""
+    """Return amax * fp32(1 / 448). On a GPU, PyTorch computes amax / 448 in this way, so the bits agree."""
     return amax * Float32(1.0 / E4M3_MAX)
 
 
@@ -76,7 +73,6 @@ def ceil_to_ue8m0(scale: Float32) -> Float32:
 
 @cute.jit
 def quantize(v: cute.Tensor, channels: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """Call `quantize_group` for a group of 128 channels, `channels` per lane, and return the scale."""
     return quantize_group(v, GROUP // channels, use_ue8m0)
 
 

@@ -6,7 +6,6 @@ from cutlass import Float32, Int32
 
 
 def filled(shape, value, dtype: type[cutlass.Numeric] = Float32) -> cute.Tensor:
-    """Return a new tensor in registers, filled with `value`."""
     registers = cute.make_rmem_tensor(shape, dtype)
     registers.fill(value)
     return registers
@@ -20,7 +19,6 @@ def loaded(source: cute.Tensor) -> cute.Tensor:
 
 
 def converted(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Return the values converted to `dtype`, in new registers."""
     registers = cute.make_rmem_tensor(values.shape, dtype)
     registers.store(values.load().to(dtype))
     return registers

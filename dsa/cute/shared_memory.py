@@ -91,7 +91,7 @@ def pack(low: Float32, high: Float32, dtype: cutlass.Constexpr):
 @cute.jit
 def store_matrices(address: Int32, words):
     """Store one, two or four 8 x 8 matrices; lane 8 i + r gives the address of row r of matrix i. `words` has one word
-    per matrix, with columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
+    per matrix: columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4."""
     _store(address, words, "")
 
 
@@ -116,6 +116,6 @@ def _store(address: Int32, words, kind: cutlass.Constexpr):
 def swizzled(row, vector):
     """Return the index of the first element of vector `vector` in row `row` of a swizzled tile.
 
-    A row of the tile is 64 16-bit elements, a vector is 8 of them, and the swizzle is wgmma's 128-byte swizzle.
+    A row is 64 elements of 16 bits, and a vector is 8 elements. The swizzle is wgmma's 128-byte swizzle.
     """
     return row * 64 + (vector ^ (row % 8)) * 8

@@ -8,8 +8,8 @@ from cutlass import Int32
 WARP = 32
 WARPGROUP = 128  # threads that issue a wgmma together
 SHARED_BYTES = 232448  # largest shared memory of a CTA
-# {consumer warpgroups: (registers per consumer thread, per producer thread)}. At launch all threads get the same number
-# of registers; setmaxregister then redistributes them.
+# {consumer warpgroups: (registers per consumer thread, per producer thread)}. setmaxregister redistributes the
+# registers after the launch.
 REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 

@@ -113,8 +113,6 @@ class SmallMProduct:
 
     @cute.jit
     def prefetch(self, weight, column, first, end, lane):
-        """Prefetch a warp's channels (k-steps `first` to `end` - 1) of the work tile's matrix rows to L2, one row per
-        lane."""
         row = column * ROWS + lane
         if lane < ROWS and row < weight.shape[0] and first < end:
             source = weight[row, None].iterator.toint() + Int64(first) * (2 * STEP)
@@ -146,8 +144,8 @@ class SmallMProduct:
                         source = cute.local_tile(x[token, None], (VECTOR,), (at,))
                         cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, i])
             # Keep all loads before the first mma. Otherwise ptxas would move loads after mma instructions that wait for
-            # earlier loads. ptxas moves no load across this barrier, in which only this warp takes part. ptxas moves no
-            # mma before the barrier either, because every mma needs the zero that is read after the barrier.
+            # earlier loads. ptxas moves no load across a barrier. It moves no mma before it either, because every mma
+            # needs the zero that is read after it.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.round):
@@ -191,9 +189,7 @@ class SmallMProduct:
 
 @cute.jit
 def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-    """Send two partial sums of this CTA's group to the CTA of the cluster that adds all groups' sums and stores the
-    results.
-
+    """Send two partial sums of this CTA's group to the CTA that adds the sums of all groups.
     received  [2, pairs that a CTA stores, sending CTA] in each CTA's shared memory"""
     owned = received.shape[1]
     numbers = cute.make_rmem_tensor((2,), Float32)

@@ -12,8 +12,7 @@ from dsa.cute.fake_tensors import fake
 
 @cute.jit
 def draw(tile_counter: cute.Tensor, lane):
-    """Return the counter's value and increment the counter. All lanes of the calling warp get the same value; each call
-    by a warp gets a different one. The kernel turns the value into a tile index."""
+    """Return the counter's value and increment the counter. All lanes of the calling warp get the same value."""
     number = Int32(0)
     if lane == 0:
         number = cute.arch.atomic_add(tile_counter.iterator, Int32(1), sem="relaxed", scope="gpu")

@@ -21,12 +21,11 @@ _trial: dict[tuple[str, str, str], Any] = {}
 
 
 def choices(*values: int) -> Any:
-    """Return a dataclass field for a configuration. The field's metadata has the values to try."""
+    """Return a dataclass field for a configuration, with the values to try."""
     return dataclasses.field(metadata={"choices": values})
 
 
 def candidates(config_type: type[Config]) -> list[Config]:
-    """Return a configuration for every combination of the fields' choices."""
     fields = dataclasses.fields(config_type)
     return [config_type(*values) for values in itertools.product(*(f.metadata["choices"] for f in fields))]
 
@@ -48,7 +47,6 @@ def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
 
 
 def path_of(op: str, arch: str) -> Path:
-    """Return the path of the file with the op's winners for an arch."""
     return TUNED / arch / f"{op}.json"
 
 

@@ -59,10 +59,9 @@ def add_weighted_rows(
                     factors[j] = weights[token, first + j]
         for j in cutlass.range_constexpr(BATCH):
             valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-            # The values of an absent row are 0. Its weight is set to 0, too, because 0 times an infinite weight is NaN.
+            # An absent row has the values 0. 0 times an infinite weight would be NaN.
             factors[j] = factors[j] if valid else Float32(0.0)
-            # With an absent row's index the address could overflow. Pass the address of y's first row, which is not
-            # read.
+            # With an absent row's index the address could overflow.
             row = Int64(numbers[j]) if valid else Int64(0)
             gather(scratch + j * (threads * vector_bytes), start + row * row_bytes, valid)
         cute.arch.cp_async_commit_group()

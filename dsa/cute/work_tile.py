@@ -62,7 +62,6 @@ class StaticPersistentScheduler(NamedTuple):
 
 @cute.jit
 def static_persistent_scheduler() -> StaticPersistentScheduler:
-    """Return this CTA's scheduler in a one-dimensional grid."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     return StaticPersistentScheduler(cta, ctas)
@@ -75,8 +74,6 @@ def _words(info_type: type) -> int:
 
 
 def work_tile_storage(info_type: type) -> type:
-    """Return the type of a @cute.struct field that contains a WorkTilePipeline's shared memory."""
-
     @cute.struct
     class WorkTileStorage:
         barriers: pipeline_storage(INFO_STAGES)
@@ -87,10 +84,8 @@ def work_tile_storage(info_type: type) -> type:
 
 @dataclass(frozen=True)
 class WorkTilePipeline:
-    """A ring in shared memory through which one warp passes work tiles to other warps.
-
-    info [fields, stages] contains one WorkTileInfo per stage. `info_type`, a NamedTuple of Int32, is the type of these
-    WorkTileInfos."""
+    """A ring in shared memory through which one warp passes work tiles to other warps. info [fields, stages] contains
+    one WorkTileInfo, of type `info_type`, per stage."""
 
     pipeline: Pipeline
     info: cute.Tensor
@@ -98,7 +93,6 @@ class WorkTilePipeline:
 
     @staticmethod
     def of(storage, info_type: type) -> "WorkTilePipeline":
-        """Return the pipeline in `storage`, a `work_tile_storage(info_type)`."""
         layout = cute.make_layout((len(info_type._fields), INFO_STAGES), stride=(1, _words(info_type)))
         info = storage.info.get_tensor(layout)
         return WorkTilePipeline(Pipeline.of(storage.barriers, INFO_STAGES), info, info_type)
@@ -110,8 +104,7 @@ class WorkTilePipeline:
 
     @cute.jit
     def publish(self, state: PipelineState, info) -> PipelineState:
-        """Wait until the state's stage is empty, and write a work tile to it. One warp calls this. Return the next
-        state."""
+        """Write a work tile to the state's stage when it is empty, and return the next state. One warp calls this."""
         self.pipeline.producer_wait(state)
         return self.commit(state, info)
 
@@ -125,7 +118,6 @@ class WorkTilePipeline:
 
     @cute.jit
     def current(self, state: PipelineState):
-        """Wait for the next work tile and return its WorkTileInfo."""
         self.pipeline.consumer_wait(state)
         return self.read(state)
 
@@ -145,7 +137,6 @@ class WorkTilePipeline:
 
 @cute.jit
 def write_info(memory: cute.Tensor, stage: Int32, info):
-    """Write a WorkTileInfo to a stage of memory [fields, stages]. One thread calls this."""
     for i in cutlass.range_constexpr(len(info)):
         memory[i, stage] = info[i]
 

@@ -8,8 +8,6 @@ import torch
 
 
 def without_autocast(function: Callable) -> Callable:
-    """Return `function` wrapped so that autocast is off while it runs."""
-
     @functools.wraps(function)
     def run(*args, **kwargs):
         for device in ("cpu", "cuda"):

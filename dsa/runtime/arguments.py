@@ -57,8 +57,8 @@ from dsa.runtime.checks import (
 
 F32 = (torch.float32,)
 Layout = str | Callable[[torch.Tensor], str]
-REST = "..."  # any number of dimensions
-ROW_COUNT = "rows"  # the product of the dimensions that REST stands for
+REST = "..."
+ROW_COUNT = "rows"
 
 
 class Sizes(dict[str, Any]):
@@ -71,14 +71,13 @@ class Sizes(dict[str, Any]):
         self.origin: dict[str, str] = {}
 
     def bind(self, name: str, size: object, argument: str) -> None:
-        """Bind `name` to `size`, unless it is bound already. argument: the argument that gave the size, for messages"""
+        """argument: the argument that gave the size, for messages"""
         self.setdefault(name, size)
         self.origin.setdefault(name, argument)
 
 
 class Word:
-    """A word of a shape. It is parsed once, because parsing in every call would take longer than the launch of a small
-    op."""
+    """A word of a shape, parsed once: parsing in every call would take longer than the launch of a small op."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -95,15 +94,13 @@ class Word:
 
     def known(self, sizes: Sizes) -> tuple[str, ...]:
         """Return the keys of `sizes` that determine the word's size: the word as text if it is bound itself ("R/2"),
-        otherwise its names. Return () for a number, and for a word that is not bound and contains a name that is not
-        bound."""
+        otherwise its names. Return () for a number, and for a word whose size is not known yet."""
         if self.text in sizes:
             return (self.text,)
         return self.names if all(name in sizes for name in self.names) else ()
 
     def size(self, sizes: Sizes) -> int | str:
-        """Return the size that the word stands for. If a name in the word is not bound yet, any size is accepted:
-        return the word as text, for messages."""
+        """Return the word's size, or the word as text if any size is accepted."""
         if self.number is not None:
             return self.number
         if self.text in sizes:
@@ -111,8 +108,8 @@ class Word:
         return self.formula(sizes) if self.known(sizes) else self.shown
 
     def bind(self, argument: str, size: int, shape: Sequence[int], sizes: Sizes) -> None:
-        """If the word is not known, bind it to this size; for "B+1", also bind B to this size minus 1. Raises
-        ValueError if the size is too small for that."""
+        """If the word is not known, bind it to this size, and for "B+1" bind B to this size minus 1. Raises ValueError
+        if the size is too small for that."""
         if self.number is not None or self.known(sizes):
             return
         sizes.bind(self.text, size, argument)
@@ -124,8 +121,6 @@ class Word:
 
 
 class _Shape:
-    """The words of one shape."""
-
     def __init__(self, text: str) -> None:
         words = text.split()
         self.open = REST in words
@@ -133,7 +128,7 @@ class _Shape:
         self.front, self.back = [Word(one) for one in words[:cut]], [Word(one) for one in words[cut + 1 :]]
 
     def check(self, argument: str, value: object, dtypes: Sequence[torch.dtype], sizes: Sizes) -> None:
-        """Check a tensor's dtype and shape, and bind the names that are not bound yet."""
+        """Check a tensor's dtype and shape, and bind names."""
         shape = shape_of(value)
         middle: tuple[int, ...] = ()
         if self.open:
@@ -153,7 +148,6 @@ class _Shape:
     def _middle(
         self, argument: str, value: object, dtypes: Sequence[torch.dtype], shape: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return the dimensions that "..." stands for."""
         count = len(self.front) + len(self.back)
         if len(shape) < count:
             check_tensor(argument, value, dtypes, shape)
@@ -162,7 +156,6 @@ class _Shape:
         return shape[len(self.front) : len(shape) - len(self.back)]
 
     def sources(self, sizes: Sizes) -> dict[str, None]:
-        """Return the arguments that determined the sizes of the shape's words, as keys of a dict."""
         known = [name for word in (*self.front, *self.back) for name in word.known(sizes)]
         rest = [REST] if self.open and REST in sizes else []
         return dict.fromkeys(sizes.origin[name] for name in (*known, *rest))
@@ -176,7 +169,7 @@ class _Shape:
 
 
 class Shapes:
-    """The alternative shapes of a tensor, written with "|" between them."""
+    """Alternative shapes, written with "|" between them."""
 
     def __init__(self, text: str) -> None:
         self.shapes = [_Shape(words) for words in text.split("|")]
@@ -186,8 +179,7 @@ class Shapes:
             self.names.add(ROW_COUNT)
 
     def check(self, argument: str, value: object, dtypes: Sequence[torch.dtype], sizes: Sizes) -> None:
-        """Check a tensor's dtype and shape. Bind the names that are not bound yet, by the first alternative that
-        fits."""
+        """Check a tensor's dtype and shape. Bind names by the first alternative that fits."""
         shape = self.shapes[0]
         if len(self.shapes) > 1:
             got = shape_of(value)
@@ -402,7 +394,7 @@ class Arguments:
         self._limits = self.limits_of("limits", self.limits)
         names = list(specs)
         in_order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
-        # The arguments in the order of the checks: (index, name, spec, name in messages, shapes).
+        # In the order of the checks: (index, name, spec, name in messages, shapes).
         self._rows = [(i, names[i], specs[names[i]], self.names[i], self.shapes.get(names[i])) for i in in_order]
         self._first = first
         # (index, spec, name in messages) of the arguments that torch's dispatcher converts
@@ -415,8 +407,8 @@ class Arguments:
         return Arguments(limits=self.limits, rule=self.rule, first=self._first, **self.specs, **written)
 
     def limits_of(self, what: str, limits: Mapping[str, Accepted]) -> Limits:
-        """Parse limits of these arguments' sizes and numbers. Raises TypeError for a key that names neither a size nor
-        a number of these arguments. what: the name of the limits in messages"""
+        """Parse limits of these arguments' sizes and numbers. Raises TypeError for other keys. what: the name of the
+        limits in messages"""
         numbers = {name for name, spec in self.specs.items() if isinstance(spec, (Int, Number))}
         counts = {spec.count for spec in self.specs.values() if isinstance(spec, Tensors)}
         known = numbers.union(["itemsize"], counts, *(shapes.names for shapes in self.shapes.values()))
@@ -479,8 +471,8 @@ class Arguments:
                 spec.check(shown, value)
 
     def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that takes all arguments in order, and passes to `function` those that the parameters of
-        `function` name.
+        """Return a function that takes all arguments in order, and calls `function` with those that its parameters
+        name.
 
         A parameter `a` gets a tuple of the arguments that messages call a[0], a[1], ... Raises TypeError for a
         parameter that is not an argument. what: the function's name in the message of this error
@@ -511,7 +503,6 @@ class Arguments:
         return call
 
     def check_layouts(self, *values: object) -> None:
-        """Raise ValueError if the memory layout of a tensor is not the one that its spec requires for the kernels."""
         for spec, shown, value in zip(self.specs.values(), self.names, values, strict=True):
             if isinstance(spec, Tensor) and isinstance(value, torch.Tensor):
                 _check_memory(shown, value, spec)
@@ -525,8 +516,8 @@ class Arguments:
 
 def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
     check_address(name, x)
-    # The memory of a lazily negated tensor, such as z.conj().imag, contains the numbers before the negation, which
-    # kernels would read. torch.compile cannot trace is_neg().
+    # Kernels would read the numbers before a lazy negation, such as that of z.conj().imag. torch.compile cannot trace
+    # is_neg().
     if not torch.compiler.is_compiling() and x.is_neg():
         raise ValueError(f"{name}: must be negated in memory, got a lazily negated tensor; call resolve_neg()")
     check_layout(name, x, spec.layout if isinstance(spec.layout, str) else spec.layout(x))
@@ -534,7 +525,7 @@ def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
 
 
 def _check_list(name: str, spec: Tensors, shapes: Shapes, value: object, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Check a list of tensors, and return {name in messages: tensor}."""
+    """Return {name in messages: tensor}."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}: must be a list of tensors, got {type(value).__name__}")
     if not value:
@@ -551,7 +542,6 @@ def _check_list(name: str, spec: Tensors, shapes: Shapes, value: object, sizes: 
 
 
 def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
-    """Check that a tensor has the dtype of the argument `like`, or a dtype in `besides`."""
     if value.dtype == other.dtype or value.dtype in spec.besides:
         return
     besides = [dtype for dtype in spec.besides if dtype != other.dtype]
@@ -562,7 +552,6 @@ def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: 
 
 
 def _check_most(name: str, spec: Int, value: int, sizes: Sizes) -> None:
-    """Check that an int is at most the size of the word in `spec.most`."""
     if isinstance(spec.most, str) and value > sizes[spec.most]:
         of = sizes.origin[spec.most]
         raise ValueError(f"{name}: must be at most {spec.most} = {sizes[spec.most]}, got {value} (sizes as of {of})")

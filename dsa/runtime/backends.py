@@ -21,15 +21,13 @@ import torch
 from dsa.runtime.checks import torch_device
 
 BACKENDS = ("cute", "reference")
-# Public function -> the archs (compute capabilities of GPUs) for which the function has at least one op with kernels
-# (dsa.runtime.op).
+# Public function -> the archs for which at least one op of it has kernels (dsa.runtime.op).
 ARCHS: dict[str, list[str]] = {}
 ARCH_NAMES = {"sm_90": "Hopper", "sm_100": "Blackwell", "sm_103": "Blackwell Ultra", "sm_120": "Blackwell RTX"}
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("dsa_backend", default=None)
 
 
 def archs() -> list[str]:
-    """Return the archs for which any op has kernels."""
     return sorted({arch for archs in ARCHS.values() for arch in archs})
 
 
@@ -62,7 +60,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"{arch} ({ARCH_NAMES[arch]})" if arch in ARCH_NAMES else arch for arch in names)
 
 
-# A look-up in `os.environ` takes a microsecond, mostly to encode the name. So encode the name once.
+# A look-up in `os.environ` takes a microsecond, mostly to encode the name.
 _environment, _VARIABLE = os.environ._data, os.environ.encodekey("DSA_BACKEND")
 
 
@@ -94,8 +92,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def allows_kernels() -> bool:
-    """Whether a call may launch kernels, given that an equal call launched them before: only the chosen backend can
-    have changed since."""
+    """Whether a call may launch kernels, if an equal call launched them before: only the chosen backend can have
+    changed."""
     return _chosen() != "reference"
 
 
@@ -137,8 +135,7 @@ _NO_SWITCH = contextlib.nullcontext()
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Return a context manager that makes the tensor's GPU the current one. It costs nothing if this GPU is already
-    current."""
+    """Return a context manager that makes the tensor's GPU the current one."""
     if tensor.device.index == torch.cuda.current_device():
         return _NO_SWITCH
     return torch.cuda.device(tensor.device)

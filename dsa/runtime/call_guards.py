@@ -65,8 +65,8 @@ def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) 
 
 
 def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
-    """Return the condition, as Python code, that the argument `name` equals `value`, which is not a tensor; None for
-    types of values that guards do not support."""
+    """Return the condition, as Python code, that the argument `name` equals `value`; None for types that guards do not
+    support."""
     if value is None or type(value) is bool:
         return f"{name} is {value}"
     if type(value) is int or type(value) is str:
@@ -84,9 +84,8 @@ def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
 def _addresses(
     tensors: dict[str, torch.Tensor], arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Return two kinds of conditions, as Python code: each tensor has the same address modulo 16 as the tensor in
-    `arguments`; and the two tensors of a pair of `in_place` begin at the same address if, and only if, they do so in
-    `arguments`."""
+    """Return conditions, as Python code. Each tensor has the same address modulo 16 as in `arguments`. The two tensors
+    of a pair of `in_place` begin at the same address exactly if they do so in `arguments`."""
     rests = {name: x.data_ptr() & 15 for name, x in tensors.items()}
     aligned = " | ".join(f"{name}.data_ptr()" for name, rest in rests.items() if not rest)
     found = [f"{name}.data_ptr() & 15 == {rest}" for name, rest in rests.items() if rest]

@@ -13,7 +13,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
 INT_MAX = 2**31 - 1  # the largest int argument; kernels count in int32
-MOST_SLOTS = INT_MAX + 1  # upper limit of the slots of a paged cache, so that a slot's index fits in int32
+MOST_SLOTS = INT_MAX + 1  # in a paged cache, so that a slot's index fits in int32
 # Layouts that kernels require of a tensor's memory. References accept any layout.
 ANY = "any strides"
 INNER = "the last dimension contiguous"
@@ -30,7 +30,7 @@ def check_tensor(
 ) -> None:
     """Check that `value` is a tensor of one of `dtypes` and of `shape`, in which a str stands for any size.
 
-    sizes_of  the arguments that determined the sizes. The message names them, because the mistake may be in one of them
+    sizes_of  the arguments that determined the sizes, for the message: the mistake may be in one of them
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {type(value).__name__}")
@@ -67,7 +67,6 @@ def shape_of(value: object) -> tuple[int, ...]:
 
 
 def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
-    """Check that all tensors have the first one's dtype."""
     name, tensor = first
     for other, value in others.items():
         if value is not None and value.dtype != tensor.dtype:
@@ -75,7 +74,6 @@ def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | N
 
 
 def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
-    """Check that all tensors are on the first one's device."""
     name, tensor = first
     device = tensor.device
     for other, value in others.items():
@@ -84,8 +82,7 @@ def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | 
 
 
 def torch_device(name: str, value: object) -> torch.device:
-    """Return `value` as a torch.device. It may be a torch.device, the name of one, or the number of a GPU. The device
-    need not exist."""
+    """Return `value` as a torch.device. It may be the number of a GPU. The device need not exist."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -97,8 +94,7 @@ def torch_device(name: str, value: object) -> torch.device:
 
 
 def check_memory(name: str, value: torch.Tensor) -> None:
-    """Check that `value` is not on the meta device, where tensors have no memory. For functions that run a
-    reference."""
+    """Check that `value` is not on the meta device. For functions that run a reference."""
     if value.is_meta:
         raise ValueError(f"{name}: must be on a device with memory, got a tensor on meta")
 
@@ -110,8 +106,7 @@ def check_address(name: str, value: torch.Tensor) -> None:
 
 
 def check_updatable(name: str, value: torch.Tensor) -> None:
-    """Check that torch lets a reference write to `value`: outside inference mode, torch refuses to update tensors that
-    were made in it. Kernels can always write to them."""
+    """Outside inference mode, torch refuses to update tensors that were made in it. Kernels do not."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name}: was made in inference mode, must be written in inference mode too")
 
@@ -152,7 +147,6 @@ def _address(value: object) -> int | None:
 
 
 def check_int(name: str, value: object, least: int, most: int = INT_MAX) -> None:
-    """Check that `value` is an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: must be an int, got {type(value).__name__}")
     if value < least:
@@ -198,8 +192,7 @@ def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None
 
 
 def check_pair(name: str, value: object, what: str) -> tuple:
-    """Return `value` as a tuple. Raises TypeError unless it is a tuple or a list of two. what: the two values in words,
-    for the message"""
+    """Return `value` as a tuple of two. what: the two values in words, for the message"""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{name}: must be a pair {what}, got {got}")
@@ -215,12 +208,9 @@ def _listed(words: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-# Layouts
-
-
 def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
-    """Raise ValueError unless x has this layout, one of the constants ANY to PAGES. Tensors without elements always
-    pass. Strides of dimensions with fewer than two elements do not matter."""
+    """Raise ValueError unless x has this layout, one of the constants ANY to PAGES. Strides of dimensions with fewer
+    than two elements do not matter."""
     if not x.numel():
         return
     if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
@@ -248,8 +238,7 @@ def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
 
 
 def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
-    """Raise ValueError unless the dimensions first:end of x can be viewed as one dimension. Empty tensors always
-    pass."""
+    """Raise ValueError unless the dimensions first:end of x can be viewed as one dimension."""
     dims = range(x.dim())[first:end]
     if len(dims) < 2 or not x.numel():
         return
@@ -268,8 +257,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """Return a view of x with `dims` dimensions: the first dimensions are merged, or dimensions of size 1 are added in
-    front."""
+    """Return a view of x with `dims` dimensions: the first ones are merged, or ones of size 1 are added in front."""
     missing = dims - x.dim()
     if missing == 0:
         return x
@@ -277,8 +265,7 @@ def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def unit_inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x, with a stride of 1 in the last dimension if this dimension has a single element. In torch the stride of
-    a single element is arbitrary."""
+    """Return x, with a stride of 1 in a last dimension of size 1, where torch's stride is arbitrary."""
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x

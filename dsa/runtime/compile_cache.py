@@ -73,8 +73,8 @@ OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error
 _ENTRY = "dsa_kernel"
 _EDITED = "sources of dsa have changed since this process began"
 _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
-# Prefixes (after CUTE_DSL_) of the DSL's settings that do not change the compiled code: the arch, which `compile_for`
-# sets itself, and settings that choose what the DSL prints and where it stores files.
+# Prefixes (after CUTE_DSL_) of the DSL's settings that do not change the compiled code. `compile_for` sets the arch
+# itself.
 _HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHARED = Path(__file__).resolve().parent.parent / "cute"
@@ -116,7 +116,6 @@ def compile_for(target: str, function: Callable, *args: Any) -> Any:
 
 
 def compile_sm90(function: Callable, *args: Any) -> Any:
-    """Compile for Hopper, including its arch-specific instructions."""
     return compile_for("sm_90a", function, *args)
 
 
@@ -145,8 +144,8 @@ def cached(compile_function: Callable) -> Callable:
 
 
 def fill(compile_function: Callable, *args: Any) -> bool:
-    """Write the result of a `@cached` compile function to disk, unless it is there already. Return whether it was
-    compiled: False if it was on disk, or if its object file was copied from the package.
+    """Write the result of a `@cached` compile function to disk. Return whether it was compiled: False if it was on disk
+    or in the package.
 
     Nothing is loaded, so no GPU is needed. Raises OSError if the folder cannot be used, and RuntimeError if the
     kernel's sources have changed since this process began.
@@ -197,9 +196,9 @@ def stem_of(compile_function: Callable, args: tuple) -> str:
 
 
 def object_file(compile_function: Callable, *args: Any) -> bytes:
-    """Return the bytes of the object file of a `@cached` compile function's kernel. The file is read from the cache, or
-    compiled and written to the cache; the package's archives are not used. The compiled kernel is not kept if there is
-    no writable cache, or if the kernel's sources have changed since this process began."""
+    """Return the object file of a `@cached` compile function's kernel, from the cache or compiled. The package's
+    archives are not used. The compiled kernel is not kept without a writable cache, or if its sources have changed
+    since this process began."""
     function = compile_function.__wrapped__
     stem = _stem(function, args)
     with _compile_lock, contextlib.ExitStack() as stack:
@@ -247,8 +246,7 @@ def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
 
 
 def _load_packed(function: Callable, stem: str) -> tuple[Any, bytes] | None:
-    """Return the kernel from the package and the bytes of its object file; None if the package has no such kernel, or
-    if the kernel cannot be loaded."""
+    """Return the kernel from the package and its object file; None if there is none, or if it cannot be loaded."""
     content = packed_object(function.__module__, stem)
     if content is None:
         return None
@@ -263,7 +261,6 @@ def _load_packed(function: Callable, stem: str) -> tuple[Any, bytes] | None:
 
 
 def _keep(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Write an object file to the cache. Warn if this fails."""
     try:
         _write(directory, stem, write)
     except Exception as error:  # an exception of the disk or of the DSL's exporter
@@ -271,8 +268,7 @@ def _keep(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def _usable_directory() -> Path | None:
-    """Return the cache's folder; None if the cache is off or, with a warning, if `private_folder` refuses the
-    folder."""
+    """Return the cache's folder. None: the cache is off, or `private_folder` refuses the folder."""
     directory = cache_dir()
     if directory is None:
         return None
@@ -299,13 +295,11 @@ def _key(function: Callable, args: tuple) -> str:
 
 
 def _edited(function: Callable) -> bool:
-    """Whether the kernel's sources have changed since this process imported them."""
     return key_on_disk(function.__module__) != source_key(function.__module__)
 
 
 def _settings() -> list[tuple[str, str]]:
-    """Return the DSL's environment variables that affect the compiled code: line information, assertions, compiler
-    options."""
+    """Return the DSL's environment variables that affect the compiled code."""
     prefix = "CUTE_DSL_"
     return sorted(
         (name, value)
@@ -338,7 +332,7 @@ def _release(handle: int) -> None:
 
 
 def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
-    """Return the path of the object file STEM.<digest of its bytes>.o and the open file; None if there is none.
+    """Return the path of the object file STEM.<digest of the bytes>.o and the open file; None if there is none.
 
     A file that another user may have written is removed. So is a file whose bytes do not match the digest in its name,
     because loading a damaged file would crash the process rather than raise an error.
@@ -361,8 +355,7 @@ def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
 
 
 def _load(directory: Path, stem: str) -> Any:
-    """Return the kernel from the object file on disk; None if no file exists, or if the kernel cannot be loaded. In the
-    second case, the file is removed with a warning."""
+    """Return the kernel from disk, if it is there. A file that cannot be loaded is removed with a warning."""
     found = _find(directory, stem)
     if found is None:
         return None
@@ -414,17 +407,14 @@ def _of(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-# The key of sources
-
-
 @functools.cache
 def source_key(module: str) -> str:
-    """Return the key of the sources of an imported kernel module, as they were at the first call in this process."""
+    """Return the key of an imported kernel module's sources, as they were at the first call in this process."""
     return key_on_disk(module)
 
 
 def key_on_disk(module: str) -> str:
-    """Return the key of the sources of an imported kernel module, as they are now."""
+    """Return the key of an imported kernel module's sources, as they are now."""
     return folder_key(Path(sys.modules[module].__file__).resolve().parent)
 
 
@@ -439,12 +429,8 @@ def folder_key(family: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-# Files that no other user can have written
-
-
 def private_folder(directory: Path) -> Path:
-    """Return `directory` with links resolved, and create it if it is missing. Raises an OSError that says why it cannot
-    be used."""
+    """Return `directory` with links resolved, and create it if it is missing."""
     missing, existing = [], directory
     while not (existing.exists() or existing.is_symlink()):
         missing.append(existing)
@@ -463,8 +449,7 @@ def private_folder(directory: Path) -> Path:
 
 
 def open_private_file(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError unless it is a regular file of this user that no other user may write
-    to."""
+    """Open a file for reading. Raises OSError unless only this user can have written it."""
     # Without O_NONBLOCK, opening a pipe without a writer would block. For regular files the flag has no effect.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -479,8 +464,7 @@ def open_private_file(path: Path) -> BinaryIO:
 
 
 def create_private_file(directory: Path, prefix: str) -> tuple[BinaryIO, Path]:
-    """Create an empty file with mode 0600 under a name that did not exist, not even as a link. Return it, open for
-    writing and reading, and its path."""
+    """Create an empty file with mode 0600 under a new name. Return it, open for writing and reading, and its path."""
     handle, path = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=directory)
     return open(handle, "w+b"), Path(path)
 
@@ -491,7 +475,7 @@ def path_of(file: BinaryIO) -> Path:
 
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor of the file, which is created with mode 0600 if it is missing. Raises OSError for a link."""
+    """Return a descriptor of the file. Raises OSError for a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
@@ -500,9 +484,6 @@ def _check_private(what: str, path: Path, status: os.stat_result) -> None:
         raise PermissionError(f"the {what} belongs to user {status.st_uid} and not to {os.geteuid()}")
     if status.st_mode & _OTHERS_WRITE:
         raise PermissionError(f"other users may write to the {what}: chmod go-w {path}")
-
-
-# Kernels that come with the package
 
 
 def packed_object(module: str, stem: str) -> bytes | None:
@@ -529,8 +510,7 @@ def write_archive(path: Path, objects: Mapping[str, bytes]) -> None:
 
 
 def read_archive(path: Path) -> dict[str, bytes]:
-    """Return {stem: object file} of an archive. Raises OSError, lzma.LZMAError, tarfile.TarError or ValueError if it is
-    damaged."""
+    """Return {stem: object file}. A damaged archive raises OSError, LZMAError, TarError or ValueError."""
     with lzma.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         return dict(_checked(archive))
 
@@ -544,8 +524,7 @@ def _checked(archive: Iterable[tarfile.TarInfo]) -> Iterable[tuple[str, bytes]]:
         yield stem, content
 
 
-# lru_cache keeps the objects of the last module that was read (some 12 MB for the largest module), because a process
-# usually asks for several variants of a module in a row.
+# A process usually asks for several variants of a module in a row. The largest module takes some 12 MB.
 @functools.lru_cache(maxsize=1)
 def _read(path: Path) -> Mapping[str, bytes]:
     try:

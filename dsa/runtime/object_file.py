@@ -31,7 +31,6 @@ def write_object_file(kernel: Any, path: Path, entry: str) -> None:
 
 
 def cubin_in(object_file: bytes) -> bytes:
-    """Return the cubin in an object file. It is an ELF file inside the object file."""
     found = []
     at = object_file.find(b"\x7fELF", 1)
     while at != -1:
@@ -44,8 +43,7 @@ def cubin_in(object_file: bytes) -> bytes:
 
 
 def _elf_size(data: bytes, at: int) -> int:
-    """Return the size of a 64-bit little-endian ELF file. The file ends with the section or header table that ends
-    last."""
+    """Return the size of a 64-bit little-endian ELF file."""
     segments_at, sections_at = struct.unpack_from("<QQ", data, at + 32)
     segment_size, segments, section_size, sections = struct.unpack_from("<HHHH", data, at + 54)
     ends = [segments_at + segment_size * segments, sections_at + section_size * sections]

@@ -89,8 +89,7 @@ class Op:
         dtypes: tuple[torch.dtype, ...],
         public: str,
     ) -> None:
-        """Here `reference`, `results` and `rule` take all arguments in order, unlike the functions that are passed to
-        `op`."""
+        """Unlike in `op`, `reference`, `results` and `rule` take all arguments in order."""
         self.name, self.arguments, self.public = name, arguments, public
         self.reference, self.results = reference, results
         self.limits, self.rule = arguments.limits_of(f"limits of {name}", limits), rule
@@ -100,8 +99,8 @@ class Op:
         self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
         self._written = tuple(places[argument] for argument in arguments.written)
-        # An output may be the same tensor as the input that its spec names in `like` (in place). The limits of kernels
-        # can differ in this case, so the signature contains whether output and input begin at the same address.
+        # An output may be the input that its spec names in `like`. The limits of kernels can differ in this case, so
+        # the signature contains whether output and input begin at the same address.
         like = ((argument, arguments.specs[argument].like) for argument in arguments.written)
         self._in_place = tuple((places[argument], places[other]) for argument, other in like if other)
 
@@ -142,9 +141,8 @@ class Op:
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
-        """Run the kernels or the reference. `__call__` calls this for eager calls, unless a `differentiable` op needs
-        gradients; torch calls it for `torch.ops.dsa.NAME`. In grad mode, an op with `gradient` runs its kernels in an
-        autograd function."""
+        """Run the kernels or the reference. `__call__` and torch (`torch.ops.dsa.NAME`) call this. In grad mode, an op
+        with `gradient` runs its kernels in an autograd function."""
         tensor, call = _first_tensor(arguments), None
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
@@ -177,8 +175,6 @@ class Op:
             return result
 
     def _run_reference(self, arguments: tuple[Any, ...]) -> Any:
-        """Check the arguments, that they are not on the meta device, and that torch lets the reference write to the
-        op's outputs. Then run the reference."""
         self.arguments.check(*arguments)
         named = [
             (f"{name}[0]", x[0]) if isinstance(x, list) and x else (name, x)
@@ -198,8 +194,8 @@ class Op:
         return contextlib.nullcontext() if has_gradient else torch.no_grad()
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
-        """Whether this op runs kernels for this tensor. The op can be one of several parts of a public function, so the
-        archs of this op's launch functions count, not those of the public function."""
+        """Whether this op runs kernels for this tensor. Only the archs of this op count, not those of other parts of
+        the public function."""
         return backends.runs_kernel(self.public, tensor, self.launches)
 
     def check(self, *arguments: Any) -> None:
@@ -222,12 +218,10 @@ class Op:
         return self.launches[arch]
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
-        """Whether the first tensor has a dtype that the kernels do not accept."""
         return bool(self.dtypes) and tensor is not None and tensor.dtype not in self.dtypes
 
     def _check_for_kernels(self, call: tuple, arguments: tuple[Any, ...]) -> None:
-        """Check the arguments for kernels, unless a call with this signature has passed. call: the arguments'
-        signature"""
+        """Check the arguments, unless a call with this signature has passed. call: the arguments' signature"""
         if call not in self.known:
             self._check_all(arguments)
             self.known.remember(call)
@@ -257,9 +251,6 @@ class Op:
         self.arguments.check_layouts(*arguments)
 
     def register(self, signature: inspect.Signature) -> None:
-        """Register `torch.ops.dsa.NAME` with this signature, its fake and, if the op has `gradient`, its backward
-        pass."""
-
         def prototype() -> None:
             """Serve as the function whose signature infer_schema reads."""
 
@@ -285,8 +276,8 @@ class Op:
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """Return an autograd function that launches the kernels of the forward and the backward pass directly. This takes
-    less host time than calls through torch's dispatcher."""
+    """Return an autograd function that launches the kernels directly, in less host time than through torch's
+    dispatcher."""
     save, differentiate = op.gradient
 
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -296,8 +287,8 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         return results
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # If the caller asks for gradients of gradients (grad mode is on), call the op through torch's dispatcher, which
-        # raises an error in the second backward pass.
+        # In grad mode the caller asks for gradients of gradients: torch's dispatcher then raises an error in the second
+        # backward pass.
         return differentiate(ctx, _torch_op if torch.is_grad_enabled() else _launch, *gradients)
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -384,7 +375,6 @@ def op(
 
 
 def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[..., Any] | None:
-    """Return a function that calls `function` with `count` times None as additional last arguments."""
     if function is None or not count:
         return function
     nothing = (None,) * count
@@ -394,7 +384,7 @@ def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[...,
 def _writing(
     reference: Callable[..., Any], results: Callable[..., Any], names: Sequence[str]
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Return (reference, results) for the op that gets tensors for the first results as last arguments."""
+    """Return (reference, results) for `Op.into`."""
     count = len(names)
 
     def write(*given: Any) -> Any:
@@ -410,25 +400,23 @@ def _writing(
 
 
 def _rest(results: Any, count: int) -> Any:
-    """Return the results after the first `count`: None, a single result, or a tuple."""
     rest = results[count:] if isinstance(results, tuple) else ()
     return rest if len(rest) > 1 else rest[0] if rest else None
 
 
 def forget_calls() -> None:
-    """Forget the known and recorded calls of all ops. Call this after changing anything that launches depend on besides
-    signatures."""
+    """Forget the known and recorded calls of all ops. Call this after a change of anything else that launches depend
+    on."""
     for each in OPS.values():
         each.known.forget()
 
 
 def wants_gradient(*arguments: Any) -> bool:
-    """Whether an argument is, or a list argument contains, a tensor that requires a gradient."""
+    """Whether a tensor in the arguments requires a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in _flat(arguments))
 
 
 def _begin_together(x: Any, y: Any) -> bool:
-    """Whether x and y are tensors that begin at the same address."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     try:

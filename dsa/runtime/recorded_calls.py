@@ -37,9 +37,7 @@ _MOST = 4096  # signatures per op
 _MOST_STEPS = 256  # recorded calls per op
 _MOST_GUARDS = 8  # guards per shape of the first argument
 _MOST_ADDED = 4  # guards per signature
-# A call is recorded when it comes for the eighth time, because recording takes half a millisecond. A prompt of a new
-# length pays this once per op, since its layers repeat the same calls. Calls that come only a few times are not
-# recorded.
+# Recording takes half a millisecond, so only calls that come this often are recorded.
 REPEATS = 8
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 Kernel = Callable[..., None]
@@ -53,17 +51,15 @@ _SHORTCUTS = {
     "empty_cuda": empty_cuda,
     "reinterpret": reinterpret,
 }
-# Operators that read numbers from the device, or make tensors from numbers on the host. A recording cannot contain
-# them, because the numbers may differ in the next call.
+# A recording cannot contain operators that read numbers from the device or the host, which may differ in the next call.
 _UNSEEN = {torch.ops.aten._local_scalar_dense, torch.ops.aten.lift, torch.ops.aten.lift_fresh}
 
 
 class KnownCalls:
     """The signatures of an op's valid calls, how often each came, and the steps of recorded calls.
 
-    When there are too many signatures or steps, the oldest are forgotten. Threads may call the op at the same time: one
-    thread may forget steps that another thread has just looked up; those steps stay valid. There is no lock, because a
-    forked process could inherit a lock that another thread holds.
+    When there are too many signatures or steps, the oldest are forgotten. There is no lock, because a forked process
+    could inherit a lock that another thread holds. Steps that another thread has forgotten stay valid.
 
     steps    signature -> steps
     guarded  shape of the first argument, or None if it is not a tensor -> list of (guard, steps). Most calls are found
@@ -86,7 +82,7 @@ class KnownCalls:
         self._times[call] = 0
 
     def count(self, call: tuple) -> int:
-        """Count a remembered call, and return how often the call came, including this time."""
+        """Count a remembered call, and return how often it came."""
         self._times[call] = times = self._times.get(call, 0) + 1
         return times
 
@@ -107,8 +103,7 @@ class KnownCalls:
         arguments: tuple[Any, ...],
         in_place: Sequence[tuple[int, int]],
     ) -> None:
-        """Add a guard that recognises this call. A signature gets only a few guards, because calls that no guard
-        recognises are looked up by their signature."""
+        """Add a guard that recognises this call, if its signature has few guards."""
         if self._added.get(call, 0) >= _MOST_ADDED:
             return
         self._added[call] = self._added.get(call, 0) + 1
@@ -119,7 +114,6 @@ class KnownCalls:
             del found[:-_MOST_GUARDS]
 
     def recount(self, call: tuple) -> None:
-        """Start counting the call again, because its steps are forgotten or recording failed."""
         self._times[call] = 0
 
     def forget(self) -> None:
@@ -130,8 +124,7 @@ class KnownCalls:
 
 
 def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
-    """Return the shape of the first argument; None if it is not a tensor, or is a nested tensor, which the checks
-    refuse."""
+    """Return the shape of the first argument; None without a shape."""
     first = arguments[0] if arguments else None
     try:
         return first.shape if isinstance(first, torch.Tensor) else None
@@ -193,9 +186,8 @@ class _View:
 class _Recording(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not disable torch.compile inside this mode: to disable it, torch would
-        import all of torch.compile, which takes seconds in a process's first call. Calls under torch.compile are never
-        recorded."""
+        """To disable torch.compile inside this mode, torch would import all of it, which takes seconds in a process's
+        first call."""
         return False
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
@@ -248,8 +240,7 @@ class _Recording(TorchDispatchMode):
         self.lines.append(f"{self._constant(kernel)}({self._all(arguments, {})})")
 
     def function(self, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-        """Return the function that runs the steps; None if the call did something that steps cannot repeat, or
-        launched no kernel."""
+        """Return the function that runs the steps, if steps can repeat the call."""
         returned = self._expression(result)
         if not self.replays or not self.launches:
             return None
@@ -334,8 +325,8 @@ class _Recording(TorchDispatchMode):
 def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any] | None]:
     """Return call(*arguments), and a function that runs the recorded steps for arguments of the same signature.
 
-    The function is None if the call launches no kernel, if it does something that steps cannot repeat (such as reading
-    a number from the device), or if this thread is already recording a call.
+    The function is None for a call without kernels, and for a call within another recording. It is None, too, if steps
+    cannot repeat the call, for example if it reads a number from the device.
     """
     if is_recording():
         return call(*arguments), None
@@ -354,8 +345,8 @@ def is_recording() -> bool:
 
 
 def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
-    """Return the arguments. If a tensor occurs more than once, each later occurrence is replaced by a view, because the
-    next call may pass another tensor there."""
+    """Return the arguments, with a view in place of each repetition of a tensor: the next call may pass another tensor
+    there."""
     found = []
     for x in arguments:
         if isinstance(x, list | tuple):
@@ -368,8 +359,7 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
 
 
 def _shows(view: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether `view` is a view of `source` in the same dtype, without gradients. In inference mode torch marks the
-    operators `contiguous` and `reshape` as views, even where they have copied."""
+    """In inference mode torch marks the operators `contiguous` and `reshape` as views, even where they have copied."""
     same = view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return same and view.dtype == source.dtype and not view.requires_grad and not source.requires_grad
 
@@ -384,7 +374,7 @@ def _items(name: str, values: Any) -> list[tuple[str, Any]]:
 
 
 def _has_any_shape(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of the operator's result depends on the contents of its arguments, as in indexing by a mask."""
+    """Whether the shape of the result depends on the contents of the arguments, as in indexing by a mask."""
     if func.overloadpacket is torch.ops.aten.index:
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return torch.Tag.dynamic_output_shape in func.tags

@@ -22,7 +22,7 @@ class Sass:
 
 @functools.cache
 def _tool(name: str) -> str:
-    """Return the path of cuobjdump or nvdisasm: the tool that the test extra installs, otherwise the one in PATH."""
+    """Return the path of the tool that the test extra installs, otherwise of the one in PATH."""
     spec = importlib.util.find_spec("nvidia")
     places = [Path(p) / "cu13" / "bin" / name for p in spec.submodule_search_locations] if spec else []
     found = next((str(place) for place in places if place.exists()), shutil.which(name))
@@ -38,13 +38,12 @@ def disassemble(cubin: bytes) -> Sass:
 
 
 def instructions_in_order(cubin: bytes) -> list[list[str]]:
-    """Return the names of each kernel's instructions, in the order of their addresses."""
+    """Return the names of each kernel's instructions."""
     (sass,) = _cuobjdump(cubin, "-sass")
     return [_names(kernel) for kernel in re.split(r"^\s*Function : ", sass, flags=re.MULTILINE)[1:]]
 
 
 def _cuobjdump(cubin: bytes, *options: str) -> list[str]:
-    """Return the output of cuobjdump for each of the options."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -18,8 +18,7 @@ import torch
 
 
 def works(guards: ModuleType) -> bool:
-    """Whether torch's private module has these functions, and the functions for tensors on the host give the expected
-    results."""
+    """Whether torch's private module has these functions, and those for the host give the expected results."""
     x = torch.arange(6.0, device="cpu").view(2, 3)
     try:
         check = guards.TensorGuards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check

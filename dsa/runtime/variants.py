@@ -14,5 +14,5 @@ class Variant(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-# If set, this function is called in place of the compile functions. `asked_variants` and tests set it.
+# Called in place of the compile functions. `asked_variants` and tests set it.
 stand_in: Callable[[Variant], Kernel] | None = None

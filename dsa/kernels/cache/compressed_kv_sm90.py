@@ -61,9 +61,9 @@ MAX_WORK_TILES = 2**30  # of all sequences together; only overlapping sequences 
 
 
 class WorkTileInfo(NamedTuple):
-    """number: index of the work tile among those of the sequence, or -1 if the work tile does not exist. low, length:
-    the index in kv of the sequence's first new token, and the number of the sequence's new tokens. start: number of
-    tokens that the sequence has before its new tokens. state_slot: the sequence's slot in the state."""
+    """number: index of the work tile in the sequence, or -1 if the work tile does not exist. low: row of kv of the
+    sequence's first new token. length: number of the sequence's new tokens. start: number of tokens before them.
+    state_slot: the sequence's slot in the state."""
 
     number: Int32
     low: Int32
@@ -83,15 +83,15 @@ class WriteCompressedKvSm90:
         self.width = dim // self.slices  # channels per CTA
         self.row_threads = self.width // CHANNELS
         self.threads = self.row_threads * self.groups
-        # With 64 channels per CTA, half a warp is enough for the epilogue. The other half of this warp also runs the
-        # epilogue, because shuffles need all lanes, but stores nothing.
+        # With 64 channels per CTA, half a warp is enough for the epilogue. The other half runs it too, because shuffles
+        # need all lanes.
         self.epilogue_threads = max(self.row_threads, WARP)
         self.squares = self.slices if self.slices > 1 else self.row_threads // WARP
         self.row = Fp8Row("v4", CHANNELS)
         self.launch_options = {}
         if dim == 512:
-            # Minimum CTAs per SM. With overlap, three CTAs per SM leave 80 registers per thread. That is enough only
-            # for fp32 projections, because `read` loads bf16 projections to additional registers; for bf16, two CTAs.
+            # With overlap, three CTAs per SM leave 80 registers per thread. For bf16 that is too few, because `read`
+            # loads bf16 projections to additional registers.
             least = 2 if self.slices == 1 and dtype is not Float32 else 3
             self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
         if self.slices > 1:
@@ -159,7 +159,7 @@ class WriteCompressedKvSm90:
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
         if const_expr(self.slices > 1):
-            # After this wait all CTAs of the cluster have started, so their shared memory may be written.
+            # From here on, the shared memory of the cluster's other CTAs may be written.
             cute.arch.cluster_wait()
         rank, buffer = scheduler.first % self.slices, Int32(0)
         index = scheduler.first // self.slices
@@ -174,8 +174,7 @@ class WriteCompressedKvSm90:
             total = totals[0]
             if number >= 0:
                 first, count = start // self.ratio, (start + length) // self.ratio - start // self.ratio
-                # Of the entries that the call completes for the sequence, work tile 0 has entries 0 and 1, and work
-                # tile n > 0 has entry n + 1.
+                # Work tile 0 has entries 0 and 1 (counted from `start`), and work tile n > 0 has entry n + 1.
                 begin, end = number + 1, cutlass.min(number + 2, count)
                 if number == 0:
                     begin = Int32(0)
@@ -186,21 +185,19 @@ class WriteCompressedKvSm90:
                     )
                     buffer = 1 - buffer
                 if number == 0:
-                    # All threads have read the state before the barriers of `entry`, so the state may be overwritten
-                    # now. After an entry, the epilogue's warps are still busy, so only the other warps write. If there
-                    # was no entry, all warps write.
+                    # All threads have read the state before the barriers of `entry`, so it may be overwritten. After an
+                    # entry, only the warps without an epilogue write.
                     keeper = Int32(self.epilogue_threads if end > begin else 0)
                     self.keep(kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper)
             index += scheduler.step // self.slices
             if index < total:
-                # All threads must have read the WorkTileInfo before it is overwritten.
                 cute.arch.sync_threads()
 
     @cute.jit
     def bounds(self, cu_seqlens: cute.Tensor, starts: cute.Tensor, sequence, tokens):
-        """-> (a sequence's first new token, number of new tokens, number of tokens before the new tokens). Whatever the
-        arguments contain, later accesses with these numbers stay inside the tensors. A sequence whose boundaries
-        decrease or are out of range has no new tokens, so it does not get tokens of other sequences."""
+        """-> (a sequence's first new token, number of new tokens, number of tokens before the new tokens). With these
+        numbers, later accesses stay inside the tensors, whatever the arguments contain. A sequence whose boundaries
+        decrease or are out of range has no new tokens."""
         low, high, start = cu_seqlens[sequence], cu_seqlens[sequence + 1], starts[sequence]
         length = Int32(0) if low < 0 or low > high or high > tokens else high - low
         return low, length, cutlass.max(cutlass.min(start, MAX_POSITIONS - tokens), 0)
@@ -218,11 +215,10 @@ class WriteCompressedKvSm90:
         index,
         lane,
     ):
-        """Write the WorkTileInfo of work tile `index` (of all sequences) to `found`, with number = -1 if this work tile
-        does not exist. Write the number of work tiles of all sequences to `totals`. A sequence without a valid state
-        slot has no work tiles. One warp calls this."""
+        """Write the WorkTileInfo of work tile `index` to `found`. Write the number of work tiles of all sequences to
+        `totals`. A sequence without a valid state slot has no work tiles. One warp calls this."""
         if lane == 0:
-            found[0, 0] = Int32(-1)  # stays if no lane finds the work tile
+            found[0, 0] = Int32(-1)
         cute.arch.sync_warp()
         before = Int32(0)
         for chunk in cutlass.range(0, starts.shape[0], WARP, unroll=1):
@@ -268,9 +264,8 @@ class WriteCompressedKvSm90:
         buffer,
         tid,
     ):
-        """Compute and store entry `number` of a sequence, counted from the sequence's start. The sequence's new tokens
-        begin at row `low` of kv and at position `start` of the sequence. buffer: 0 for the first entry that a CTA
-        computes, then alternately 1 and 0."""
+        """Compute and store entry `number`, counted from the sequence's start. The new tokens begin at row `low` of kv
+        and at position `start` of the sequence. buffer: 0 and 1 alternate from entry to entry of a CTA."""
         group, own = tid // self.row_threads, tid % self.row_threads
         at = rank * self.row_threads + own  # index of this thread's vector (CHANNELS channels) in the entry
         token = low + ((number + 1) * self.ratio - 1 - start)
@@ -304,9 +299,8 @@ class WriteCompressedKvSm90:
         if tid < self.epilogue_threads:
             self.merge(parts, acc, own)
             self.share_square(acc, squares[None, buffer], rank, tid)
-        # After this barrier all threads have read `parts`, so the next entry may overwrite them, and the sums of
-        # squares are visible. The next entry writes its sums to the other buffer. The entry after the next uses this
-        # buffer again; the barriers of the next entry come between.
+        # After this barrier the sums of squares are visible, and the next entry may overwrite `parts`. The next entry
+        # writes its sums to the other buffer. The barriers of the next entry come before this buffer is used again.
         if const_expr(self.slices > 1):
             cluster_sync()
         else:
@@ -333,14 +327,13 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
-        """Load kv (to k) and Z (to z) of a part, the entry's tokens from `first` on. Z is gate plus ape. For new
-        tokens, z gets gate and `bias` gets ape, and the caller adds them. For tokens in the state, z gets Z, and `bias`
-        keeps zeros. For tokens before position 0, k and z keep their initial values, which have no weight in the
-        softmax."""
+        """Load a part: the entry's tokens from `first` on. k gets kv. For new tokens, z gets gate and `bias` gets ape.
+        For tokens in the state, z gets Z, their sum. For tokens before position 0, k and z keep their initial values,
+        which have no weight in the softmax."""
         position, column = number * self.ratio + first, at
         if const_expr(self.overlap):
-            # The first part is the previous block, and uses the first half of a token's channels. The second part is
-            # the entry's own block, and uses the second half.
+            # The first part is the previous block and uses the first half of a token's channels; the second is the
+            # entry's own block and uses the second half.
             position -= self.ratio
             column = at + first // self.ratio * self.row_threads
         if position >= 0:
@@ -361,7 +354,6 @@ class WriteCompressedKvSm90:
                         copy_vector(before, numbers[None, j])
                     new[n] += stride[n]
                 if is_new:
-                    # Token i of a block uses row i of ape.
                     source = ape[(first + j) % self.ratio, None]
                     cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (column,)), bias[None, j])
                 kept += 1
@@ -375,8 +367,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def merge(self, parts, acc, own):
-        """Merge the results of all groups of threads in `parts`. acc gets the entry's values, before the norm, for this
-        thread's channels."""
+        """acc <- the entry's values for this thread's channels, before the norm: all groups' results in `parts`,
+        merged."""
         found = cute.make_rmem_tensor((CHANNELS, 3, self.groups), Float32)
         for g in cutlass.range_constexpr(self.groups):
             for n in cutlass.range_constexpr(3):
@@ -394,7 +386,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def share_square(self, v, squares, rank, tid):
-        """Store this warp's sum of v^2. In a cluster, store it to all CTAs through DSMEM."""
+        """Store this warp's sum of v^2, in a cluster to all CTAs."""
         square = Float32(0.0)
         for i in cutlass.range_constexpr(CHANNELS):
             square = cute.math.fma(v[i], v[i], square)
@@ -408,9 +400,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def store(self, v, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid):
-        """Apply norm, RoPE and, for an index cache, the Hadamard transform to this thread's channels v. Round them to
-        the cache's format, and store them to the slot of the block's last token, if the cache has this slot. square:
-        the entry's sum of squares."""
+        """Finish this thread's channels v, and store them to the slot of the block's last token if the cache has this
+        slot. square: the entry's sum of squares."""
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
@@ -435,7 +426,7 @@ class WriteCompressedKvSm90:
                 if at == 0:
                     scales[offset] = scale
         elif const_expr(self.layout == "v4"):
-            # Lanes with RoPE channels quantise, too, because shuffles need all lanes. Their results are not stored.
+            # Lanes with RoPE channels quantise, too, because shuffles need all lanes.
             step = converted(v, Float32)
             scale = quantize_group(step, 16, True)
             if exists:
@@ -454,13 +445,12 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
-        """Store v, converted to the row's dtype, to the row's channels from CHANNELS * at on."""
         cute.autovec_copy(converted(v, row.element_type), cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
     def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
-        """Write kv and Z = gate + ape of a sequence's new tokens to the state, in fp32. If there are more new tokens
-        than rows of the state, write only the last tokens. The threads from `keeper` on do this."""
+        """Write kv and Z = gate + ape of a sequence's new tokens to the state: the last ones, if it has fewer rows. The
+        threads from `keeper` on do this."""
         vectors = self.row_threads * (2 if self.overlap else 1)  # per token in this CTA
         first, step = cutlass.max(length - state.shape[1], 0), self.threads - keeper
         total = (length - first) * vectors
@@ -469,7 +459,6 @@ class WriteCompressedKvSm90:
                 numbers, weights = [cute.make_rmem_tensor((CHANNELS, KEPT_AT_ONCE), kv.element_type) for _ in range(2)]
                 bias = cute.make_rmem_tensor((CHANNELS, KEPT_AT_ONCE), Float32)
                 for u in cutlass.range_constexpr(KEPT_AT_ONCE):
-                    # Threads past the end load the last vector again and store nothing.
                     i = cutlass.min(begin + u * step, total - 1)
                     row, at = first + i // vectors, rank * vectors + i % vectors
                     sources = kv[low + row, None], gate[low + row, None], ape[(start + row) % self.ratio, None]
@@ -488,13 +477,11 @@ class WriteCompressedKvSm90:
 
 @cute.jit
 def vector_of(row: cute.Tensor, at):
-    """Return the global address of a row's vector number `at`, where a vector has CHANNELS numbers."""
     return Int64(cute.local_tile(row, (CHANNELS,), (at,)).iterator.toint())
 
 
 @cute.jit
 def copy_vector(address, target: cute.Tensor):
-    """Load CHANNELS numbers from a global address into `target`."""
     kind = target.element_type
     pointer = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=CHANNELS * kind.width // 8)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(CHANNELS)), target)
@@ -544,7 +531,6 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_write_compressed_kv, (dtype, dim, ratio, overlap, layout))
         for dtype in COMPRESSED_DTYPES

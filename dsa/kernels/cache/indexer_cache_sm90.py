@@ -93,7 +93,6 @@ def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     return [
         (compile_indexer_cache, (dim, slots, write))
         for dim in INDEX_HEAD_DIMS

@@ -47,7 +47,7 @@ UNROLL = 4  # vectors of a float row per lane in flight
 
 
 def _vector(*types: type[cutlass.Numeric]) -> int:
-    """Return the number of channels per vector: how many elements of the widest of `types` fit in 16 bytes."""
+    """Return the number of channels per vector, whose elements fill 16 bytes in the widest of `types`."""
     return 128 // max(t.width for t in types)
 
 
@@ -60,8 +60,7 @@ def _my_token():
 
 
 def _launch(kernel, tokens: Int32, stream) -> None:
-    """Launch one warp per token. With min_blocks_per_mp, even if it is 1, ptxas issues all of a row's loads first.
-    Without min_blocks_per_mp, ptxas saves registers and loads the row in four rounds."""
+    """Launch one warp per token. Without min_blocks_per_mp, ptxas saves registers and loads a row in four rounds."""
     kernel.launch(
         grid=(cute.ceil_div(tokens, WARPS), 1, 1),
         block=(WARPS * WARP, 1, 1),
@@ -73,15 +72,12 @@ def _launch(kernel, tokens: Int32, stream) -> None:
 
 @cute.jit
 def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
-    """Return v converted to `dtype` through fp32, or v itself if it already has this dtype."""
     if const_expr(v.element_type is dtype):
         return v
     return converted(converted(v, Float32), dtype)
 
 
 class RowsSm90:
-    """Base class of kernels that copy rows to a cache or from it."""
-
     @cute.jit
     def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
         divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
@@ -103,8 +99,7 @@ class FloatRowsSm90(RowsSm90):
             if const_expr(self.write):
                 for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
                     load_vectors(rows[t, None], part, first + lane, WARP, vectors)
-                    # The slot is loaded after the row, so that the row's loads do not wait for the slot. sync_warp
-                    # keeps the compiler from moving the row's loads after the slot's load.
+                    # sync_warp keeps the compiler from moving the row's loads after the slot's load.
                     cute.arch.sync_warp()
                     exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                     if exists:
@@ -167,7 +162,7 @@ class ReadFp8RowsSm90(RowsSm90):
 
 
 class WriteMlaCacheSm90:
-    """Write rows from their projection: RMSNorm, RoPE, and conversion to the cache's layout.
+    """Write rows from their projection.
 
     layout    the cache's float dtype or FP8 layout
     channels  576 if the norm covers only the 512 channels before the RoPE channels; 512 if it covers all channels
@@ -254,7 +249,7 @@ class WriteMlaCacheSm90:
                     cute.autovec_copy(_convert(pair, cache.element_type), self.row.pair(target, lane))
             if keep != 0:
                 if const_expr(self.quantizes):
-                    # `rows` gets the values that a read of the cache's row would give.
+                    # `rows` gets the values that a read would give.
                     self.row.dequantize(out, scales, v)
                     round_to(pair, BFloat16)
                 self.row.store(_convert(v, kv.element_type), rows[t, None], lane)
@@ -271,7 +266,6 @@ class WriteMlaCacheSm90:
 
     @cute.jit
     def rotate(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
-        """Apply RoPE to this lane's two RoPE channels."""
         if const_expr(self.interleaved):
             pair[0], pair[1] = rotate_pair(pair[0], pair[1], cos[0], sin[0])
         else:
@@ -291,8 +285,6 @@ def _cache(layout: str, channels) -> cute.Tensor:
 
 
 def _operands(dtype: type[cutlass.Numeric], layout: str) -> tuple[cute.Tensor, ...]:
-    """Return fake rows, cache and slots. An FP8 layout fixes the number of channels of a row; for a float cache it is
-    any multiple of 8."""
     channels = {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     rows = fake_rows(dtype, cute.sym_int(), channels)
     return rows, _cache(layout, channels), fake_contiguous(Int32, cute.sym_int())
@@ -346,7 +338,6 @@ def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved:
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     scales = [("v32", True), ("v32", False), ("v4", True)]
     stored = [*((cache, False) for cache in FLOAT_DTYPES), *scales]
     rows = [*((cache, channels, False) for cache in FLOAT_DTYPES for channels in LATENT_CHANNELS)]

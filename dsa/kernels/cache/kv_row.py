@@ -35,8 +35,8 @@ def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, di
 
 @cute.jit
 def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, count):
-    """Store values [width, n] to the vectors `first`, `first` + WARP and so on of a row, where a vector is `width`
-    channels. The row has `count` vectors; vectors past the row's end are not stored."""
+    """Store values [width, n] to vectors `first`, `first` + WARP and so on of a row. A vector is `width` channels, and
+    the row has `count` vectors."""
     for n in cutlass.range_constexpr(values.shape[1]):
         at = first + n * WARP
         if at < count:
@@ -69,7 +69,6 @@ class WarpRow:
 
     @cute.jit
     def pair(self, row: cute.Tensor, lane: Int32):
-        """Return a view of this lane's two RoPE channels of a float row."""
         return cute.local_tile(row, (2,), (self.nope // 2 + lane,))
 
 
@@ -84,7 +83,7 @@ class Fp8Row(WarpRow):
     def __init__(self, layout: str, vector: int):
         self.is_v4 = layout == "v4"
         super().__init__(448 if self.is_v4 else 512, vector)
-        self.lanes = (64 if self.is_v4 else 128) // vector  # number of lanes with the channels of one scale
+        self.lanes = (64 if self.is_v4 else 128) // vector  # lanes with the channels of one scale
 
     @cute.jit
     def parts(self, cache: cute.Tensor, page: Int32, offset: Int32):
@@ -107,8 +106,8 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def quantize(self, v: cute.Tensor, use_ue8m0: cutlass.Constexpr):
-        """Quantise v (fp32, [V, steps]), which is overwritten. use_ue8m0: round scales up to powers of two, as V4
-        needs. -> (e4m3 values [V, steps], fp32 scales [steps] of this lane's channels)."""
+        """Quantise v (fp32, [V, steps]), which is overwritten. -> (e4m3 values [V, steps], fp32 scales [steps] of this
+        lane's channels)."""
         scales = cute.make_rmem_tensor((self.steps,), Float32)
         for j in cutlass.range_constexpr(self.steps):
             scales[j] = quantize_group(v[None, j], self.lanes, use_ue8m0)
@@ -116,7 +115,6 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def dequantize(self, values: cute.Tensor, scales: cute.Tensor, v: cute.Tensor):
-        """v (fp32) = values (e4m3, [V, steps]) times scales (fp32, [steps])."""
         v.store(values.load().to(Float32))
         for j in cutlass.range_constexpr(self.steps):
             for i in cutlass.range_constexpr(self.vector):
@@ -133,7 +131,6 @@ class Fp8Row(WarpRow):
         offset: Int32,
         lane: Int32,
     ):
-        """Store the results `out` and `scales` of `quantize`, and the fp32 RoPE pair as bf16, to a row of the cache."""
         values, places, rope = self.parts(cache, page, offset)
         self.store(out, values, lane)
         for j in cutlass.range_constexpr(self.steps):
@@ -148,9 +145,8 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def scale(self, places: cute.Tensor, j: cutlass.Constexpr, lane: Int32) -> Float32:
-        """Return the fp32 scale of this lane's channels in step j. `places` are the row's scales in the cache
-        (`parts`)."""
-        # V4's last step has fewer vectors than lanes. Lanes without a vector read the zero after the 7 scales.
+        """Return the fp32 scale of this lane's channels in step j, from `places`, the row's scales in the cache."""
+        # Lanes without a vector in V4's last step read the zero after the 7 scales.
         found = places[(j * WARP + lane) // self.lanes]
         if const_expr(not self.is_v4):
             return found

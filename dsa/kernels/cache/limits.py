@@ -1,9 +1,7 @@
 """Limits of the cache kernels, as plain numbers and names of torch dtypes, for kernels, ops and tests."""
 
-# Index keys.
 INDEX_HEAD_DIMS = (32, 64, 128)
 
-# The MLA cache.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows and of a float cache
 FP8_LAYOUTS = ("v32", "v4")
 CHANNEL_MULTIPLE = 8  # the channels of a float row are a multiple of this

@@ -36,9 +36,9 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 class SlotMappingSm90:
-    """cached_tokens: if True, sequence b has cache_seqlens[b] tokens, and its packed tokens are the last of these; if
-    False, its packed tokens are the whole sequence. ring: whether a sequence's pages are a ring buffer, which contains
-    only the sequence's last rows; otherwise they contain all rows."""
+    """cached_tokens: whether sequence b has cache_seqlens[b] tokens, the last of which are packed; otherwise all tokens
+    are packed. ring: whether a sequence's pages are a ring buffer with the sequence's last rows; otherwise they contain
+    all rows."""
 
     def __init__(self, cached_tokens: bool, ring: bool):
         self.cached_tokens, self.ring = cached_tokens, ring
@@ -100,8 +100,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def ascends(self, starts: cute.Tensor, tid):
-        """Whether the boundaries ascend: no boundary is below the previous one. For at most AT_ONCE sequences, return
-        False without a check, so that the caller uses `scan`, which is fast then. All threads of the CTA call this."""
+        """Whether the boundaries ascend. For at most AT_ONCE sequences the result is always False, because `scan` is
+        then fast. All threads of the CTA call this."""
         count, ordered = starts.shape[0] - 1, Boolean(False)
         if count > AT_ONCE:
             ordered = Boolean(True)
@@ -124,8 +124,7 @@ class SlotMappingSm90:
 
     @cute.jit
     def search(self, starts: cute.Tensor, t):
-        """Return the sequence of token t, or -1 if no sequence contains t. The boundaries must ascend, so that the
-        token's sequence is the last one that begins at t or before."""
+        """Return the sequence of token t, or -1 if no sequence contains t. The boundaries must ascend."""
         low, high = Int32(-1), starts.shape[0] - 1
         while low + 1 < high:
             middle = (low + high) >> 1
@@ -146,7 +145,6 @@ class SlotMappingSm90:
             for i in cutlass.range_constexpr(AT_ONCE):
                 ends[i] = starts[cutlass.min(first + i + 1, count)]
             for i in cutlass.range_constexpr(AT_ONCE):
-                # An index past the last sequence reads the last boundary again, so it stands for an empty sequence.
                 better = low <= t and t < ends[i] and low >= begins
                 own, begins = first + i if better else own, low if better else begins
                 low = ends[i]
@@ -174,5 +172,4 @@ def compile_slot_mapping(cached_tokens: bool, ring: bool):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_slot_mapping, (cached_tokens, ring)) for cached_tokens in (True, False) for ring in (False, True)]

@@ -31,7 +31,7 @@ def numbers_of(word: Uint32, dtype: cutlass.Constexpr) -> cute.Tensor:
     packed = 32 // dtype.width
     v = cute.make_rmem_tensor((packed,), Float32)
     if const_expr(dtype is BFloat16):
-        # This takes two instructions. The compiler's conversion takes three.
+        # Two instructions; the compiler's conversion takes three.
         v[0], v[1] = (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
     else:
         own = cute.make_rmem_tensor((packed,), dtype)
@@ -70,8 +70,7 @@ def weighted_sum(words: cute.Tensor, pre: cute.Tensor, dtype: cutlass.Constexpr,
 
 @cute.jit
 def shared_by_shuffles(own: Float32) -> cute.Tensor:
-    """Return the four elements of pre, in all lanes of the warp. The first four lanes have one element each in
-    `own`."""
+    """Return the four elements of pre, in all lanes of the warp. Each of the first four lanes has one in `own`."""
     pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
     for k in cutlass.range_constexpr(HYPER_STREAMS):
         pre[k] = cute.arch.shuffle_sync(own, k)
@@ -80,9 +79,8 @@ def shared_by_shuffles(own: Float32) -> cute.Tensor:
 
 @cute.jit
 def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
-    """Return given * y + sum_j weights[j] X_j in fp32, for `width` consecutive channels of a token. y [width]; streams
-    [width, 4 or more]: X_j is column j, j < 4. given: the token's element of post for the new stream. weights: the
-    token's column of comb for the new stream."""
+    """Return given * y + sum_j weights[j] streams[:, j], j < 4, in fp32, for the channels [width] of y. given: the
+    token's element of post for the new stream. weights: the token's column of comb for the new stream."""
     acc = cute.make_rmem_tensor((cute.size(y),), Float32)
     for i in cutlass.range_constexpr(cute.size(y)):
         acc[i] = given * y[i].to(Float32)
@@ -125,7 +123,6 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
 
 @cute.jit
 def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
-    """Return factor * mix + base for the elements 4 * `part` to 4 * `part` + 3 of mix and base."""
     z, bias = [loaded(cute.local_tile(x, (HYPER_STREAMS,), (part,))) for x in (mix, base)]
     z.store(z.load() * factor + bias.load())
     return z
@@ -133,9 +130,8 @@ def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor
 
 @cute.jit
 def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
-    """Divide the factor of each column of comb (if `of_columns`) or of each row (otherwise) by the sum of that column
-    or row plus hc_eps. scales: these factors, which are updated in place. across: the factors of the other
-    dimension."""
+    """Divide each of `scales` by the sum of the column (if `of_columns`) or row of comb plus hc_eps. `scales` are the
+    factors of the columns or rows, and `across` those of the other dimension."""
     totals = filled((HYPER_STREAMS,), 0.0)
     for m in cutlass.range_constexpr(HYPER_STREAMS):
         for n in cutlass.range_constexpr(HYPER_STREAMS):

@@ -135,10 +135,9 @@ class HyperCollapseNormCastSm90:
                 mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps
             )
         else:
-            # This is 0, because together <= MAX_TOKENS, but the compiler cannot know it. `weighted_sum` XORs it into
-            # the words, so that the compiler converts them again and does not keep their fp32 values in registers.
+            # This is 0, but the compiler cannot know it (see `weighted_sum`).
             zero = Uint32(together >> 8)
-            # `opaque` hides tid: otherwise values computed from tid would stay in registers across tokens.
+            # Without `opaque`, values computed from tid would stay in registers across tokens.
             for i in cutlass.range(count, unroll=1):
                 x = self.collapse(
                     *(streams, logits[None, i], squares[None, i], first + i, of_streams, zero, eps, hc_eps, opaque(tid))
@@ -147,9 +146,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
-        """Run the extra warp: compute post and comb of the CTA's tokens, one token per lane. The other warps compute
-        pre, but do not load mix, base and scale. So write the four products mix * scale for pre, and then the four
-        elements of base for pre, to `logits`."""
+        """The extra warp's role: compute post and comb, one token per lane. For pre, which the other warps compute,
+        write four products mix * scale and then four elements of base to `logits`."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
         numbers, bias = loaded(mix[first + own, None]), loaded(base)
@@ -169,9 +167,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
-        """Return 1 / sqrt(mean square of the token's streams + eps). `squares` contains one sum for each warp that the
-        separate collapse kernel would have. The sums are added in the order of that kernel, as a tree: pairs, then
-        pairs of pairs, and so on."""
+        """Return 1 / sqrt(mean square of the token's streams + eps). `squares` contains one sum for each warp of the
+        separate collapse kernel. They are added in the order of that kernel."""
         values = loaded(squares)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
             for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):
@@ -211,7 +208,6 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid):
-        """Compute and store the norm of x of token t, and the norm's FP8 cast. x: from `collapse`."""
         vectors = weight.shape[0] // VECTOR
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
@@ -242,7 +238,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, sums: cute.Tensor, tid: Int32) -> Float32:
-        """Return the sum of x over the row's threads. Every thread of the row gets the same bits."""
+        """Return the sum of x over the row's threads, with the same bits in all of them."""
         total = warp_reduce_sum(x)
         if const_expr(self.warps > 1):
             if tid % WARP == 0:
@@ -277,7 +273,6 @@ def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_hyper_collapse_norm_cast, (*tile, use_ue8m0))
         for tile in HYPER_NORM_TILES

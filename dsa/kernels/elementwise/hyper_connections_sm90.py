@@ -52,14 +52,12 @@ EXPAND_THREADS = 128
 
 class HyperCollapseSm90:
     """The collapse. If post and comb are None, the kernel collapses the streams for the model's head. mix and base then
-    contain only pre's elements. Also, a CTA then has only one token, because only Sinkhorn has a latency that several
-    tokens could share."""
+    contain only pre's elements, and a CTA has only one token."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
         self.width, self.warps = 128 // dtype.width, threads // WARP
-        # CTAs per SM. A thread with 8 vectors of streams (32 registers) gets 64 registers, and a thread with 16 vectors
-        # gets 128.
+        # A thread with 8 vectors of streams (32 registers) gets 64 registers, and a thread with 16 vectors gets 128.
         self.ctas = 2048 // (threads * steps)
 
     @cute.jit
@@ -111,17 +109,17 @@ class HyperCollapseSm90:
         sums = smem.allocate_tensor(Float32, cute.make_layout((self.warps, MAX_TOKENS)))
         scales = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS))
         first = block * together
-        # This is 0, because together <= MAX_TOKENS, but the compiler cannot know it (see `weighted_sum`).
+        # This is 0, but the compiler cannot know it (see `weighted_sum`).
         zero = Uint32(together >> 8)
         wait_for_prerequisite_grids()
         if const_expr(post is None):
             self.collapse(streams, mix, base, scale, x, sums[None, 0], first, share, zero, eps, hc_eps, tid)
         else:
             i = Int32(0)
-            # The loop's bounds are uniform over the CTA, so they are in uniform registers. A precomputed number of
-            # tokens would take a register in each thread.
+            # These bounds are in uniform registers. A precomputed number of tokens would take a register in each
+            # thread.
             while i < together and first + i < streams.shape[0]:
-                # `opaque` hides tid: otherwise values computed from tid would stay in registers across tokens.
+                # Without `opaque`, values computed from tid would stay in registers across tokens.
                 own = opaque(tid)
                 inverse = self.collapse(
                     streams, mix, base, scale, x, sums[None, i], first + i, share, zero, eps, hc_eps, own
@@ -139,8 +137,8 @@ class HyperCollapseSm90:
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
         """Compute and store x of token t, and return 1 / sqrt(mean square of the token's streams + eps). Each warp
-        writes its sum of squares to `sums`. Every token of a CTA has separate `sums`, so the barrier between write and
-        read is enough: no barrier is needed before the next token."""
+        writes its sum of squares to `sums`. Every token of a CTA has separate `sums`, so no barrier is needed before
+        the next token."""
         vectors = streams.shape[2] // self.width
         # Load 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
         words = filled((WORDS, HYPER_STREAMS, self.steps), 0, Uint32)
@@ -267,7 +265,6 @@ def compile_hyper_expand(dtype: str):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     return [
         *((compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
         *((compile_hyper_head, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),

@@ -144,8 +144,7 @@ class HyperExpandMixSm90:
     @cute.jit
     def send(self, received, barrier, rank, pair, group):
         """Send `group`, this CTA's two sums of pair `pair`, to the CTA of the cluster that owns the pair. That CTA's
-        mbarrier counts their bytes. A cluster barrier instead would also wait until the stores of the new streams have
-        reached L2."""
+        mbarrier counts their bytes. A cluster barrier would also wait for the stores of the new streams."""
         owned = received.shape[1]
         there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
         counted = cute.arch.map_dsmem_ptr(barrier, pair // owned)
@@ -159,8 +158,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def channel(self, channels, begin, end, lane):
-        """Find this lane's vector in the TOGETHER blocks from `begin` on. end: end of the slice's blocks. -> (the
-        vector's stream, its index in the stream, whether it exists: it is before block `end` and inside the stream)."""
+        """Find this lane's vector in the TOGETHER blocks from `begin` on. -> (the vector's stream, its index in the
+        stream, whether it exists). A vector outside the stream, or from block `end` on, does not exist."""
         of_stream = cute.ceil_div(channels, BLOCK)
         block = begin + lane // (BLOCK // VECTOR)
         stream = Int32(0)
@@ -172,8 +171,8 @@ class HyperExpandMixSm90:
     @cute.jit
     def multiply(self, y, streams, post, comb, parts, new, kept, matrix, zero, column, first, end, warp, lane):
         """-> this lane's two sums of a slice, for two adjacent mma columns and one token. The slice is the blocks
-        [first, end). `kept` and `matrix` are this warp's shared memory for new streams and matrix; `zero` is a zero in
-        shared memory, which this warp has written."""
+        [first, end). `kept` and `matrix` are this warp's shared memory for new streams and matrix. `zero` is a zero
+        that this warp wrote to shared memory."""
         tokens, channels = streams.shape[0], streams.shape[2]
         place, quad = octet_row(lane // 4), lane % 4
         row, output = cutlass.min(place, tokens - 1), place % OWN_OUTPUTS
@@ -190,10 +189,9 @@ class HyperExpandMixSm90:
             cute.arch.cp_async_commit_group()
             for t in cutlass.range(0, tokens, self.at_once, unroll=1):
                 raw, weights = self.load(y, streams, post, comb, t, stream, at, exists)
-                # All loads must be issued before the first product waits for its operands, but the compiler would
-                # move some loads after this product. The compiler moves no load across a barrier. It also keeps a
-                # product after the barrier if the product needs a value that is read after the barrier: a zero that
-                # this warp wrote to shared memory.
+                # All loads must be issued before the first product waits for its operands. The compiler moves no load
+                # across a barrier. It moves no product before the barrier, because a product needs the zero that is
+                # read after it.
                 cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
                 for i in cutlass.range_constexpr(self.at_once):
                     words = cute.recast_tensor(raw[None, HYPER_STREAMS, i], Uint32)
@@ -215,14 +213,13 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def operand(self, row: cute.Tensor, at: Int32) -> cute.Tensor:
-        """Load vector `at` of a row in shared memory, as four words."""
         return loaded(cute.recast_tensor(cute.local_tile(row, (VECTOR,), (at,)), Uint32))
 
     @cute.jit
     def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
         """Load operands of `at_once` tokens from `first` on. -> (the four old streams and then y at this lane's vector,
-        bf16 [8, 5, tokens]; their weights in new stream `stream`, fp32 [5, tokens]). For tokens past the end, the last
-        token is loaded. If the vector does not exist, all results are zeros."""
+        bf16 [8, 5, tokens]; their weights in new stream `stream`, fp32 [5, tokens]). If the vector does not exist, all
+        results are zeros."""
         raw = filled((VECTOR, HYPER_STREAMS + 1, self.at_once), 0.0, BFloat16)
         weights = filled((HYPER_STREAMS + 1, self.at_once), 0.0)
         if exists:
@@ -237,8 +234,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def expand(self, raw, weights, new, kept, first: Int32, stream, at, stores: Boolean, lane):
-        """Compute new stream `stream` at this lane's vector for `at_once` tokens from `first` on, from the results of
-        `load`. Write it to `kept` (shared memory) and, if `stores`, to `new` (global memory)."""
+        """Compute new stream `stream` at this lane's vector for `at_once` tokens from `first` on. Write it to `kept`
+        (shared memory) and, if `stores`, to `new` (global memory)."""
         for i in cutlass.range_constexpr(self.at_once):
             t = cutlass.min(first + i, new.shape[0] - 1)
             acc = new_stream(
@@ -271,5 +268,4 @@ def compile_hyper_expand_mix(most: int):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_hyper_expand_mix, (most,)) for most in EXPAND_MIX_TOKENS]

@@ -100,8 +100,8 @@ class HyperMixFewTokensSm90:
 
     @cute.jit
     def multiply(self, streams, parts, tile, column, first, end, nothing, warp, lane) -> cute.Tensor:
-        """-> this lane's sums of a slice: [2 adjacent mma columns, octet of tokens]. The slice is the blocks
-        [first, end). nothing: a zero in shared memory, which this warp has written."""
+        """-> this lane's sums of a slice: [2 adjacent mma columns, octet of tokens]. The slice is the blocks [first,
+        end). nothing: a zero that this warp wrote to shared memory."""
         of_stream, vectors = cute.ceil_div(streams.shape[2], BLOCK), streams.shape[2] // VECTOR
         place, quad = octet_row(lane // 4), lane % 4
         output = cutlass.min(column * OUTPUTS + place, parts.shape[1] - 1)
@@ -122,9 +122,8 @@ class HyperMixFewTokensSm90:
                             token = cutlass.min(tile * self.rows + octet * 8 + place, streams.shape[0] - 1)
                             source = cute.local_tile(streams[token, k, None], (VECTOR,), (at,))
                             cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, half, i])
-            # All loads must be issued before the first mma waits for its operands, but the compiler would move some
-            # loads after this mma. The compiler moves no load across a barrier. It also keeps an mma after the barrier
-            # if the mma needs a value that is read after the barrier: a zero that this warp wrote to shared memory.
+            # All loads must be issued before the first mma waits for its operands. The compiler moves no load across a
+            # barrier. It moves no mma before the barrier, because an mma needs the zero that is read after it.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.together):
@@ -158,5 +157,4 @@ def compile_hyper_mix_few_tokens(rows: int):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_hyper_mix_few_tokens, (rows,)) for rows in MIX_FEW_ROWS]

@@ -90,8 +90,8 @@ class HyperMixSm90:
         self.pairs = rows * TOKEN_PAIRS
         self.own_pairs = -(-self.pairs // CONSUMERS)  # per thread
         self.received_numbers = 2 * self.pairs if self.clustered else 0
-        # With one round per CTA, a warp writes its slice to the memory of the tokens in the first stage that the warp
-        # read. No other warp reads that stage, and the producer loads nothing into it any more.
+        # With one round per CTA, a warp writes its slice to the first stage that it read. No other warp reads that
+        # stage, and the producer loads nothing into it any more.
         self.exchange_in_stages = self.clustered and self.halves * self.rounds == 1
         apart = self.slice_warps > 1 and not self.exchange_in_stages
         self.exchanged_numbers = 2 * self.pairs * self.slice_warps if apart else 0
@@ -104,8 +104,8 @@ class HyperMixSm90:
     def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
                stream):  # fmt: skip
         v_layout = k_major_layout(BFloat16, self.rows, BLOCK, self.stages)
-        # The DSL has no shared-memory layout for 72 rows. It also aborts if a composed layout of 72 rows and several
-        # stages is sliced. So make a plain layout of one stage here, and the swizzled layout from it.
+        # The DSL has no shared-memory layout for 72 rows. It aborts if a composed layout of 72 rows and several stages
+        # is sliced. So make the layout of one stage here.
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
         w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
         v_atom, v_tma = tile_load(streams, v_layout, (self.rows, BLOCK))
@@ -180,8 +180,7 @@ class HyperMixSm90:
         return storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
 
     def exchange(self, storage) -> cute.Tensor:
-        """Return the shared-memory buffer for the sums of the warps' slices: fp32 [2, pairs, warps with different
-        slices]."""
+        """Return the buffer for the sums of the warps' slices: fp32 [2, pairs, warps with different slices]."""
         shape = 2, self.pairs, self.slice_warps
         if not self.exchange_in_stages:
             return storage.exchange.get_tensor(cute.make_layout(shape))
@@ -199,9 +198,9 @@ class HyperMixSm90:
 
     @cute.jit
     def load_blocks(self, pipeline: Pipeline, v_copy, w_copy, tokens, blocks):
-        """The mainloop of the producer warp. A slice that is shorter than the longest slice is padded with the block
-        past the end of the channels, which TMA fills with zeros. After its last block, a consumer warp reads one more
-        stage and does not use the data. The producer signals these last stages as full without loading them."""
+        """The mainloop of the producer warp. Shorter slices are padded with the block past the end of the channels,
+        which TMA fills with zeros. After its last block, a consumer warp reads one more stage without using the data.
+        So the producer signals these last stages as full without loading them."""
         v_atom, v_shared, v = v_copy
         w_atom, w_shared, w = w_copy
         first, end, step, longest = self.work(tokens, blocks)
@@ -227,8 +226,8 @@ class HyperMixSm90:
 
     @cute.jit
     def multiply(self, storage, pipeline: Pipeline, out: cute.Tensor, tokens, blocks, warp, tid):
-        """The role of a consumer warp. Per work unit, run the mainloop, and then send the sums to the CTAs that own the
-        results (in a cluster) or store them to global memory."""
+        """The role of a consumer warp. Per work unit, run the mainloop. Then send the sums to the CTAs that own the
+        results, or without a cluster store them to global memory."""
         lane = tid % WARP
         place, quad = octet_row(lane // 4), lane % 4
         token_warp, slice_warp = warp % self.token_warps, warp // self.token_warps
@@ -271,9 +270,8 @@ class HyperMixSm90:
 
     @cute.jit
     def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32, state: PipelineState, column: Int32):
-        """Read this lane's `operands` for half a block from a stage: in each octet of tokens and of matrix rows, 16
-        bytes of one row, at byte `column`. v, w: addresses, in stage 0, of this lane's row in the first octet of tokens
-        and of matrix rows."""
+        """Read this lane's `operands` for half a block: from each octet of tokens and of matrix rows, 16 bytes of one
+        row, at byte `column`. v, w: addresses, in stage 0, of this lane's row in the first octet."""
         v_stage, w_stage = v + state.stage * (self.rows * ROW_BYTES), w + state.stage * (MATRIX_ROWS * ROW_BYTES)
         for tensor, address in zip(operands, (v_stage + column, w_stage + column)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
@@ -283,7 +281,6 @@ class HyperMixSm90:
 
     @cute.jit
     def multiply_half(self, acc: cute.Tensor, operands: cutlass.Constexpr):
-        """Multiply half a block (32 channels) and add the products to acc."""
         v, w = operands
         for pair in cutlass.range_constexpr(0, WORDS, 2):
             for j in cutlass.range_constexpr(MATRIX_OCTETS):
@@ -292,8 +289,8 @@ class HyperMixSm90:
 
     @cute.jit
     def add_slices(self, storage, group: cute.Tensor, half_group: cute.Tensor, acc: cute.Tensor, warp, tid):
-        """Add a round's slices, which are in `acc` of all consumer warps, to `half_group`, this thread's sums of half a
-        group. If the round covers both halves, add the first half to `group` before the second half begins."""
+        """Add a round's slices, which are in `acc` of all consumer warps, to `half_group`. If the round covers both
+        halves, the first half is added to `group` before the second half begins."""
         lane, exchange, slice_warp = tid % WARP, None, warp // self.token_warps
         if const_expr(self.slice_warps > 1):
             exchange = self.exchange(storage)
@@ -326,7 +323,7 @@ class HyperMixSm90:
 
     @cute.jit
     def token_of(self, warp, lane, octet: cutlass.Constexpr):
-        """Return the token, as an index in the tile, to which this lane's sums in an octet belong."""
+        """Return the index in the tile of the token to which this lane's sums in an octet belong."""
         return warp % self.token_warps * WARP_TOKENS + octet * 8 + octet_row(lane // 4)
 
     @cute.jit
@@ -335,7 +332,6 @@ class HyperMixSm90:
 
     @cute.jit
     def send_group(self, received: cute.Tensor, group: cute.Tensor, tid):
-        """Send `group`, this thread's sums of the CTA's group, to the CTAs that own the results."""
         cta, _, _ = cute.arch.block_idx()
         for i in cutlass.range_constexpr(self.own_pairs):
             pair = tid + i * CONSUMERS
@@ -359,7 +355,6 @@ class HyperMixPersistentSm90(HyperMixSm90):
 
     @cute.jit
     def store_half(self, halves: cute.Tensor, half: cute.Tensor, unit, tokens, warp, tid):
-        """Store this thread's sums of half a group to global memory."""
         lane = tid % WARP
         for octet in cutlass.range_constexpr(OCTETS):
             token = unit // self.units * self.rows + self.token_of(warp, lane, octet)
@@ -415,7 +410,6 @@ def _result() -> cute.Tensor:
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         *((compile_hyper_mix, (rows,)) for rows in MIX_ROWS),
         (compile_hyper_mix_persistent, (MIX_PERSISTENT_ROWS,)),

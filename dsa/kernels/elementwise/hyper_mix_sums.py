@@ -122,8 +122,7 @@ def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token
 
 @cute.jit
 def store_sums(groups: cute.Tensor, out: cute.Tensor, token: Int32, first_output: Int32, place: Int32):
-    """Add the groups [2, CTAS] of pair number `place` of a token, and store the pair's two results. A result past the
-    last token or the last output is not stored."""
+    """Add the groups [2, CTAS] of pair number `place` of a token, and store the pair's two results."""
     for i in cutlass.range_constexpr(2):
         total = sum_in_order(groups[i, None])
         output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)

@@ -3,7 +3,6 @@
 DTYPES = ("bfloat16", "float16", "float32")
 CHANNEL_MULTIPLE = 8  # the channels of the norms and the hyper-connections are a multiple of this
 
-# RMSNorm.
 MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
 MAX_NORM_ROWS = 2**31 - 32
 MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # norm with a cast to FP8
@@ -16,7 +15,6 @@ MAX_NORM_GRADIENT_ROWS = 2**30  # leaves room in int32 for row indices past the 
 ROTARY_PAIRS = 4
 MAX_ROTARY_GROUPS = 2**31 - 512  # upper limit on the groups in all rows together
 
-# Hyper-connections.
 HYPER_STREAMS = 4
 # Collapse: (threads per CTA, 16-byte vectors per thread and stream), from the shortest rows to the longest.
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
@@ -40,6 +38,6 @@ MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535
 # Collapse, norm and cast, bf16: (threads of the separate collapse kernel, threads per row of the separate norm kernel,
 # vectors per thread of the separate norm kernel), from the shortest rows to the longest.
 HYPER_NORM_TILES = ((128, 32, 2), (128, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4))
-# The kernel that expands streams and projects them has three variants, for up to 1, 2 and 4 tokens.
+# The largest numbers of tokens of the kernel's three variants.
 EXPAND_MIX_TOKENS = (1, 2, 4)
 MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # two per cluster, and at most 65535 clusters in the grid's y dimension

@@ -120,8 +120,8 @@ class RmsNormGradientSm90:
 
     @cute.jit
     def sums_of_row(self, x: Float32, y: Float32, sums: cute.Tensor, tid: Int32, half: Int32):
-        """-> (sum of x over the row's threads, sum of y over them). Every thread of the row gets the same bits. half:
-        which of the two buffers in `sums` to use."""
+        """-> (sum of x over the row's threads, sum of y over them), the same bits in all of them. half: which of the
+        two buffers in `sums` to use."""
         for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
             x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
             y += cute.arch.shuffle_sync_bfly(y, offset=1 << log)
@@ -155,13 +155,10 @@ def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
 
 
 def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:
-    """Return the number of CTAs: enough for all rows, but at most 1024 threads per SM. With many rows, each thread then
-    processes several rows."""
     return min(-(-rows // (config.threads // config.lanes)), sms * max(1, 1024 // config.threads))
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_rms_norm_gradient, (dtype, weighted, config))
         for dtype in DTYPES

@@ -91,9 +91,9 @@ class RmsNormSm90:
 
     @cute.jit
     def launch(self, x, residual, weight, total, out, q, scale, cos, sin, eps: Float32, stream):
-        """Launch the kernel. x, residual, total (for residual + x), out and q (for out cast to FP8) are [A, B, D].
-        Arguments that an operation does not need are None. With a cast, A is 1 and scale is [B, D / 128]. With RoPE,
-        cos and sin are [A, R / 2]."""
+        """x, residual, total (for residual + x), out and q (for out cast to FP8) are [A, B, D]. Arguments that an
+        operation does not need are None. With a cast, A is 1 and scale is [B, D / 128]. With RoPE, cos and sin are [A,
+        R / 2]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
@@ -120,7 +120,6 @@ class RmsNormSm90:
     ):
         tid, block = thread_and_cta()
         lane, row = tid % self.lanes, block * self.rows_of_cta + tid // self.lanes
-        # Threads past the end load the last row again and store nothing.
         a, b = divmod(cutlass.min(row, rows - 1), inner)
         vectors_of_row = x.shape[2] // self.width
         wait_for_prerequisite_grids()
@@ -133,8 +132,7 @@ class RmsNormSm90:
         if const_expr(weight is not None and self.early):
             load_vectors(weight, gain, lane, self.lanes, vectors_of_row)
         if const_expr(cos is not None):
-            # RoPE rotates the row's vectors from `first_rotated` on. Load the cosines and sines for this thread's
-            # rotated vectors.
+            # RoPE rotates the row's vectors from `first_rotated` on.
             first_rotated = vectors_of_row - 2 * cos.shape[1] // self.width
             c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(self.vectors):
@@ -189,7 +187,7 @@ class RmsNormSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:
-        """Return the sum of x over the row's threads. Every thread of the row gets the same bits."""
+        """Return the sum of x over the row's threads, with the same bits in all of them."""
         x = reduce_sum(x, min(self.lanes, WARP))
         if const_expr(self.warps > 1):
             sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
@@ -201,8 +199,6 @@ class RmsNormSm90:
 
 
 class RmsNormRotarySm90(RmsNormSm90):
-    """RMSNorm and RoPE of heads [T, H, D]."""
-
     @cute.jit
     def __call__(
         self,
@@ -218,8 +214,6 @@ class RmsNormRotarySm90(RmsNormSm90):
 
 
 class RmsNormCastSm90(RmsNormSm90):
-    """RMSNorm and FP8 cast of rows [T, D], optionally of the sum residual + x."""
-
     @cute.jit
     def __call__(
         self,
@@ -241,7 +235,6 @@ class RmsNormCastSm90(RmsNormSm90):
 
 @cute.jit
 def three_dims(x: cute.Tensor) -> cute.Tensor:
-    """Return a view of x [T, D] as [1, T, D]."""
     return cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1, stride=0)))
 
 
@@ -300,18 +293,15 @@ def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: Nor
 
 
 def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
-    """Return the number of channels of the longest row that this configuration supports."""
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
 
 
 @functools.lru_cache(4096)
 def choose_config(dtype: str, channels: int, configs: tuple[NormConfig, ...] = CONFIGS) -> NormConfig:
-    """Return the first of `configs` that has room for a row of `channels` channels."""
     return next(config for config in configs if channels <= max_channels(dtype, config))
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     plain = [
         (function, (dtype, weighted, config))
         for function, configs in ((compile_rms_norm, CONFIGS), (compile_rms_norm_rotary, ROTARY_CONFIGS))

@@ -82,7 +82,6 @@ class ApplyRotarySm90:
         raw = cute.make_rmem_tensor((self.width, self.vectors, self.groups), x.element_type)
         places = [None] * self.groups
         for u in cutlass.range_constexpr(self.groups):
-            # Threads past the end load the last group again and store nothing.
             row, group = divmod(cutlass.min(first + u * self.threads, total - 1), row_groups)
             t, h = divmod(row, heads)
             group -= begin
@@ -104,7 +103,7 @@ class ApplyRotarySm90:
     @cute.jit
     def vectors_of(self, group: Int32, rotates: cutlass.Boolean, begin: Int32, rotated_groups: Int32):
         """Return the indices of a group's vectors in the row. group: the group's index relative to the first rotated
-        group; negative before it. rotates: whether the group is rotated."""
+        group; negative before it."""
         if const_expr(self.interleaved):
             return (begin + group,)
         at, apart = 2 * (begin + group), Int32(1)
@@ -114,7 +113,6 @@ class ApplyRotarySm90:
 
     @cute.jit
     def rotate(self, raw: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, group: Int32):
-        """Rotate the pairs of a group in place."""
         c, s = [loaded(cute.local_tile(angles, (self.pairs,), (group,))) for angles in (cos, sin)]
         v = converted(raw, Float32)
         for i in cutlass.range_constexpr(self.pairs):
@@ -142,16 +140,14 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
 
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
-    """Return the configuration for an input with this number of elements. With short inputs a thread has one group, so
-    that there are more CTAs. With long 16-bit inputs (LONG_INPUT) and P = 4 a thread has two groups, so that 32 bytes
-    of loads are in flight. wide: whether D, R and the alignment of rows allow P = 4."""
+    """Short inputs need many CTAs, so a thread has one group. With long 16-bit inputs and P = 4 a thread has two
+    groups, so that 32 bytes of loads are in flight. wide: whether D, R and the alignment of rows allow P = 4."""
     if not wide:
         return RotaryConfig(pairs=1)
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_apply_rotary, (dtype, interleaved, config))
         for dtype in DTYPES

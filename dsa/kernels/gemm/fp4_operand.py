@@ -58,8 +58,8 @@ def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
 
 @cute.jit
 def table_places_of_blocks(words, group, block_scales) -> Uint32:
-    """Return the byte offsets of four tables, one per byte of the result. The tables are those of one group in each of
-    four consecutive blocks: byte i is for group number `group` (0 to 3) of a row in block i.
+    """Return the byte offsets of four tables. Byte i of the result is for group number `group` (0 to 3) of a row in
+    block i.
 
     words         [4]: a word per block; its bytes are the e8m0 bytes of the row's four groups in this block
     block_scales  [4]: the scales of the blocks, powers of two
@@ -113,8 +113,8 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
 
 
 def ordered_place(word):
-    """Return the index at which word number `word` (four channels) of a row of activations is stored. Stored in this
-    way, the activations have the same order of channels as the widened weights in the lanes."""
+    """Return the index at which word number `word` (four channels) of a row of activations is stored. The activations
+    then have the order of channels of the widened weights."""
     return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
 
 
@@ -131,7 +131,6 @@ def gather_4(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def _four_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Return a word of four numbers rounded to e4m3, the first in the lowest byte."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 y, {$r3}, {$r2}; mov.b32 {$w0}, {x, y}; }}",

@@ -106,7 +106,7 @@ class Fp8Fp4GemmFewRowsConfig:
 
     @property
     def columns(self) -> int:
-        """Number of weight rows of a work tile. They are columns of the result."""
+        """Weight rows of a work tile, which are columns of the result."""
         return 64 * self.groups
 
     @property
@@ -114,11 +114,10 @@ class Fp8Fp4GemmFewRowsConfig:
         return (self.groups + 1) * WARPGROUP
 
     def ctas(self, multiprocessors: int) -> int:
-        """Return the number of CTAs of a launch: as many as are resident at once."""
         return self.resident * multiprocessors
 
     def fits(self) -> bool:
-        """Whether the configuration fits into shared memory. Each resident CTA occupies 1 KiB more than it requests."""
+        """Each resident CTA occupies 1 KiB more than it requests."""
         stage = self.columns * (BOXES * BOX + SCALE_BYTES) + self.rows * BLOCKS * GROUP + (self.rows + 1) * SCALE_BYTES
         barriers = 16 * self.stages + 16 + INFO_BYTES
         others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + barriers + self.groups * WARPGROUP * self.rows + 1024
@@ -139,8 +138,8 @@ class Ring(NamedTuple):
     codes       FP4 codes of the weights
     scales      e8m0 scales of the weights
     rows        rows of activations
-    row_scales  fp32 scales of the activations' rows (16 bytes per row), then the weights' four fp32 block scales, one
-                per block of 128 channels of the stage
+    row_scales  fp32 scales of the activations' rows (16 bytes per row), then the weights' block scales, one per block
+                of the stage
     """
 
     codes: Int32
@@ -165,7 +164,7 @@ class Fp8Fp4GemmSmallMSm90:
         self.cfg = cfg
         self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
-        # Number of register buffers for widened blocks: one per block of a stage if there are enough registers.
+        # Register buffers for widened blocks: one per block of a stage if there are enough registers.
         self.buffers = BLOCKS if cfg.resident <= 2 and cfg.rows <= 16 else 2
 
     @cute.jit
@@ -243,7 +242,7 @@ class Fp8Fp4GemmSmallMSm90:
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
         if tid == 0:
-            # Arrivals per stage: one that announces the bytes of the codes, and one per producer lane for its copies.
+            # Per stage, one arrival announces the bytes of the codes, and one per producer lane is for its copies.
             pipeline.init(consumers=self.consumer_warps, producers=1 + (1 + GATHER_WARPS) * WARP)
             work_tiles.init(consumers=self.consumer_warps + GATHER_WARPS)
         cute.arch.mbarrier_init_fence()
@@ -284,8 +283,8 @@ class Fp8Fp4GemmSmallMSm90:
         work_tiles: WorkTilePipeline,
         lane,
     ):
-        """The role of the first producer warp: find the work tiles, pass them to the other warps, and load the codes,
-        e8m0 scales and block scales of the weights."""
+        """The role of the first producer warp: pass the work tiles to the other warps, and load the weights and their
+        scales."""
         scheduler = static_persistent_scheduler()
         state, tile_state, e = start(), start(), Int32(0)
         columns = b_scale_32.shape[1]
@@ -295,8 +294,8 @@ class Fp8Fp4GemmSmallMSm90:
             tile_state = work_tiles.publish(tile_state, info)
             e, column = info.matrix, info.column
             tbs, tbg = tiles_of(b_atom, sb, mb, (self.columns, BOX), e * columns + column)
-            # Weight rows past the matrix's last row give results that are not stored. So their scales may have any
-            # value; gather_16 writes zeros.
+            # Weight rows past the matrix's last row give results that are not stored, so their scales may have any
+            # value.
             of_rows = b_scale_32[e, cutlass.min(column + lane, columns - 1), None].iterator.toint()
             of_block = b_scale[e, column // GROUP, None].iterator.toint()
             for group in cutlass.range(b_scale.shape[2] // BLOCKS, unroll=1):
@@ -329,9 +328,8 @@ class Fp8Fp4GemmSmallMSm90:
         number: Int32,
         lane,
     ):
-        """The mainloop of gathering warp `number`. It copies the activations of every third row of the work tile,
-        beginning with row `number`. Each lane copies one word of 4 bytes per row and block. Gathering warp 0 also
-        copies the scales of all rows."""
+        """The mainloop of gathering warp `number`. It copies every third row of the work tile, from row `number` on.
+        Gathering warp 0 also copies the scales of all rows."""
         scheduler = static_persistent_scheduler()
         state, tile_state = start(), start()
         sources, channels = a.shape
@@ -381,8 +379,8 @@ class Fp8Fp4GemmSmallMSm90:
         warp,
         lane,
     ):
-        """The mainloop of a consumer warp. No branch with a wgmma depends on the warp, since all warps of a warpgroup
-        must execute each wgmma."""
+        """The mainloop of a consumer warp. No branch with a wgmma depends on the warp, because each wgmma needs all
+        warps of the warpgroup."""
         mma = tiled_mma(1, 64, self.rows, a_in_registers=True)
         thr = mma.get_slice(tid % WARPGROUP)
         activations = mma.make_fragment_B(thr.partition_B(sa))
@@ -408,8 +406,7 @@ class Fp8Fp4GemmSmallMSm90:
                 for i in cutlass.range_constexpr(self.rows // 4):
                     factors[i] = weights[cutlass.min(row + i // 2 * 8 + own_row + i % 2, end - 1)]
             for group in cutlass.range(groups, unroll=1):
-                # No stage follows the CTA's last stage. For the last stage, `add_stage` widens this stage's first block
-                # again, and the result is not used.
+                # After the CTA's last stage, `add_stage` widens that stage's first block again. The result is not used.
                 following = pipeline.advance(state)
                 is_last = group == groups - 1 and index + scheduler.step >= total
                 following = PipelineState(
@@ -441,9 +438,8 @@ class Fp8Fp4GemmSmallMSm90:
         warp,
         lane,
     ):
-        """Multiply the four blocks of stage `state`, scale the products and add them to `sums`. The first block is
-        already widened. Meanwhile wait for stage `following`, load the scales of that stage and widen its first
-        block."""
+        """Multiply the four blocks of stage `state`, scale the products and add them to `sums`. The caller has widened
+        the first block. Meanwhile wait for stage `following`, load its scales and widen its first block."""
         row_scales = ring.row_scales + state.stage * ((self.rows + 1) * SCALE_BYTES)
         of_blocks = [scales.of_blocks[block].bitcast(Float32) for block in range(BLOCKS)]
         for block in cutlass.range_constexpr(BLOCKS):
@@ -460,7 +456,7 @@ class Fp8Fp4GemmSmallMSm90:
                 ]
                 self.await_stage(scales, ring, pipeline, following, warp, lane)
             if const_expr(block >= self.buffers - 1):
-                # The next block is widened into a buffer that an earlier block's wgmma read: wait for these wgmma.
+                # Wait for the wgmma that read the next block's buffer.
                 cute.nvgpu.warpgroup.wait_group(self.buffers - 1)
             at, after = (following, 0) if block == BLOCKS - 1 else (state, block + 1)
             self.widen_block(after, widened[after % self.buffers], scales, ring, tables, at, warp, lane)
@@ -472,10 +468,8 @@ class Fp8Fp4GemmSmallMSm90:
 
     @cute.jit
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """Wait for a stage, and load its scales into `scales`."""
         pipeline.consumer_wait(state)
-        # cp.async wrote the activations through the generic proxy, but wgmma reads them through the async proxy, so a
-        # fence must come in between.
+        # cp.async wrote the activations through the generic proxy, but wgmma reads them through the async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         of_blocks = load_16(ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES)
         first = state.stage * self.columns + warp * OWN_ROWS
@@ -498,9 +492,7 @@ class Fp8Fp4GemmSmallMSm90:
         warp,
         lane,
     ):
-        """Widen a block of a stage, for this warp's weight rows, to `widened` in wgmma's register layout."""
-        # One ldmatrix loads four matrices: a 16-byte vector of each of the warp's 16 rows (two matrices), then the next
-        # vector of each of these rows.
+        # One ldmatrix loads two adjacent 16-byte vectors of each of the warp's 16 rows.
         own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
         chunk = (lane // OWN_ROWS) ^ (lane % 8)
         of_block = scales.of_blocks[block].bitcast(Float32)
@@ -549,12 +541,10 @@ def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) 
 
     def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
         tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)
-        # Bytes per block of channels: codes and e8m0 scales of the weights, and activations.
         return math.ceil(tiles / multiprocessors) * (config.columns * (GROUP // 2 + 4) + config.rows * GROUP)
 
     return min(CONFIGS, key=loaded)
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_fp8_fp4_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]

@@ -68,14 +68,14 @@ from dsa.kernels.gemm.operand_loads import scales_of, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
-CODE_BYTES = GROUP // 2  # bytes of codes per row and block
+CODE_BYTES = GROUP // 2  # per row and block
 CONVERTERS = 4  # converter warps
 OWN_ROWS = 32  # rows of b per converter warp
 OWN_BYTES = OWN_ROWS * GROUP  # e4m3 bytes of these rows per block
 UNITS = CODE_BYTES // 16  # groups of 32 channels per row and block
 UNIT_ROWS = WARP // UNITS  # rows that a warp reads at a time
 # {consumer warpgroups: (registers of a consumer thread, of a converter thread, of a thread of the producer's
-# warpgroup)}. At launch all threads get the same number of registers; setmaxregister then redistributes them.
+# warpgroup)}. setmaxregister redistributes the registers after the launch.
 REGISTERS = {1: (240, 104, 40), 2: (216, 56, 24)}
 # The cost model. BLOCK_CLOCKS: overhead of a block, in cycles. WIDEN_CLOCKS: cycles to widen 128 columns of a block.
 # WIDEN_MOVES: cycles in which shared memory transfers the codes, tables and e4m3 numbers of a block.
@@ -84,15 +84,11 @@ BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 @dataclass(frozen=True)
 class Fp8Fp4GemmConfig(Fp8GemmConfig):
-    """A work tile and its pipeline, with the fields of Fp8GemmConfig; `columns` is 128."""
-
     @property
     def threads(self) -> int:
-        """Number of threads: the consumer warpgroups, one warpgroup of converters, and the producer's."""
         return (self.groups + 2) * WARPGROUP
 
     def fits(self) -> bool:
-        """Whether the configuration fits into shared memory."""
         loaded = self.stages * (self.rows + self.columns) * GROUP
         scales = self.scale_slots * ((self.rows + self.columns) * SCALES * 4 + 256)
         staged = 4 * self.groups * self.chunks * CHUNK_BYTES
@@ -105,20 +101,17 @@ CONFIGS = (Fp8Fp4GemmConfig(1, 1, 128, 8, 2), Fp8Fp4GemmConfig(2, 1, 128, 5, 2),
 
 @dataclass(frozen=True)
 class WidenedPipeline(Pipeline):
-    """The consumers' view of the ring, whose stages are loaded and then widened."""
-
     widened: Mbarriers | None = None
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
-        """Wait until a and the scales of the stage are loaded (the full barrier), and b is widened (the barrier
-        `widened`)."""
+        """Wait until the stage is loaded (the full barrier) and widened (the barrier `widened`)."""
         Pipeline.consumer_wait(self, state)
         self.widened.wait(state.phase, state.stage)
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
-    """epilogue: multiplies the sums by the rows' weights, if there are any, rounds the results and stores them."""
+    """epilogue: applies the rows' weights to the sums and stores them."""
 
     def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
         super().__init__(config, False, epilogue)
@@ -141,8 +134,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         results = out, of_rows, None
         a_layout, b_layout, as_layout, bs_layout = self.layouts()
         slots = self.config.scale_slots
-        # In a stage, each converter warp has OWN_BYTES of b. TMA writes the warp's codes to the beginning of these
-        # bytes.
+        # TMA writes the codes of a converter warp to the first of the warp's OWN_BYTES of b.
         boxes = CONVERTERS * self.stages
         codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
         es_layout = cute.make_layout((GROUP, SCALE_BYTES, slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES))
@@ -243,8 +235,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
 
     @cute.jit
     def produce_codes(self, loads, shared, scheduler, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane):
-        """The role of the producer warp: find the work tiles, pass them to the other warps, and load their operands and
-        scales."""
+        """The role of the producer warp: pass the work tiles to the other warps, and load their operands and scales."""
         (a_atom, ma), (as_atom, mas), (b_atom, mb), (es_atom, mes), (bs_atom, mbs) = loads
         sa, sas, codes, ses, sbs = shared
         state, tile_state, slot = start(), start(), Int32(0)
@@ -291,7 +282,6 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
     def widen_stages(
         self, memory, tables, blocks, pipeline: Pipeline, widened: Mbarriers, work_tiles: WorkTilePipeline, number, lane
     ):
-        """The mainloop of converter warp `number`, which widens its rows of each stage in place."""
         codes, scales, block_scales = memory
         row, unit = lane // UNITS, lane % UNITS
         own = codes + number * OWN_BYTES
@@ -324,8 +314,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                         target = write_at + offset + j * UNIT_ROWS * GROUP
                         store_16(target, wide[:4])
                         store_16(target ^ 16, wide[4:])
-                    # The stores went through the generic proxy, but wgmma reads through the async proxy, so a fence
-                    # must come in between.
+                    # The stores went through the generic proxy, but wgmma reads through the async proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     widened.arrive(state.stage)
@@ -339,15 +328,14 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         return load_16(address + j * (WARP * 16)), load_table(tables, places[j], block)
 
     def places(self, scales, block_scales, unit):
-        """Return a word for each row that this lane widens: the table offsets of the lane's group of 32 channels in
-        SCALES blocks, one byte per block."""
+        """Return, for each row that this lane widens, a word: byte i is the table offset of the lane's 32 channels in
+        block i."""
         of_blocks = load_floats(block_scales)
         rows = [j * UNIT_ROWS for j in range(UNITS)]
         return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
 
 
 def _operands():
-    """Return fake operands with dynamic sizes: a, a_scale, b, b_scale_32, b_scale, ends."""
     rows, columns, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
     row, matrix = strides(2, SCALES)
     return (
@@ -382,20 +370,16 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
 
 
 def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
-    """Return the configuration with the fewest modelled cycles. `rows` is the number of rows of all matrices
-    together."""
     return of_fewest_clocks(CONFIGS, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
-    """Return the modelled cycles of a work tile with `rows` rows. The time of a block is the largest of four times:
-    that of the tensor cores with the multiply-adds, that of shared memory, the latency of one warpgroup (these three as
-    in the FP8 product), and that of the converters."""
+    """Return the modelled cycles of a work tile with `rows` rows. The time of a block is `tile_block_clocks`, as for
+    the FP8 product, or the time of the converters if that is longer."""
     block = tile_block_clocks(config, rows, config.columns // 2 + WIDEN_MOVES, latency=100)
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
     return stored + blocks * (BLOCK_CLOCKS + max(block, WIDEN_CLOCKS))
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_fp8_fp4_gemm, variant) for variant in itertools.product(OUT_DTYPES, CONFIGS, (False, True))]

@@ -1,5 +1,5 @@
-"""The choice of kernel and work tile for a product with one matrix: the measured winner if there is one, else the cost
-models' choice.
+"""The choice of kernel and work tile for `fp8_gemm_nt`, which has one weight matrix: the measured winner if there is
+one, else the cost models' choice.
 
 The two kernels are that of fp8_gemm_sm90.py and the small-M kernel (fp8_gemm_few_rows_sm90.py, with its split-K
 variant). All their tiles give the same bits, so any of them may be chosen. `dsa tune fp8_gemm_nt` timed the tiles on an
@@ -8,8 +8,8 @@ the fastest on average, and 17% longer at worst. dsa/tuned/sm_90/fp8_gemm_nt.jso
 models' tile is more than 1% slower. The file is valid for GPUs with as many SMs as the H200; other GPUs use the cost
 models.
 ROWS lists the numbers of rows that were timed. For another number of rows, the winner for the next larger number in
-ROWS is used, unless the cost models call that tile too slow for the product's number of rows (WORSE). A tile can be too
-slow if few rows are left for the last work tile: then the product can take three times as long.
+ROWS is used. If the cost models call that tile too slow (WORSE), the models' tile is used. A tile can be too slow if
+few rows are left for the last work tile: then the product can take three times as long.
 """
 
 from bisect import bisect_left
@@ -20,20 +20,19 @@ from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
 
 Tile = FewRowsConfig | Fp8GemmConfig
-# The numbers of rows for which `dsa tune` searches the fastest tile.
+# Numbers of rows for which `dsa tune` searches the fastest tile.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 LAUNCH = 2.8  # microseconds of a launch, which the models' times exclude
 # The models always choose the small-M kernel up to OWN_ROWS rows, and can choose it up to MAX_ROWS rows. The measured
 # winners do not follow this: in five shape classes of up to 32 rows the other kernel is faster.
 OWN_ROWS, MAX_ROWS = 32, 512
-# r(n): the modelled time of the measured winner for n rows, divided by that of the models' tile for n rows, both with
-# LAUNCH. The winner was measured for class_rows(n) rows. It is used for n rows if r(n) <= WORSE * r(class_rows(n)).
+# The winner that was measured for class_rows(n) rows is used for n rows if r(n) <= WORSE * r(class_rows(n)). r(n) is
+# `_times(winner, models' tile)` for n rows.
 WORSE = 1.05
 
 
 def choose_for_one_matrix(rows: int, columns: int, channels: int, multiprocessors: int) -> Tile:
-    """Return the tile for a product of [rows, channels] and [columns, channels]. The tile's type determines the
-    kernel."""
+    """Return the tile for a product of [rows, channels] and [columns, channels]. Its type determines the kernel."""
     chosen = modelled(rows, columns, channels, multiprocessors)
     if rows > ROWS[-1]:
         return chosen
@@ -53,18 +52,17 @@ def _times(tile: Tile, other: Tile, *sizes: int) -> float:
 
 
 def class_rows(rows: int) -> int:
-    """Return the smallest number in ROWS that is at least `rows`. `rows` must be at most ROWS[-1]."""
     return ROWS[bisect_left(ROWS, rows)]
 
 
 def shape_class(rows: int, columns: int, channels: int) -> str:
-    """Return the key of a product's class in fp8_gemm_nt.json; `rows` is at most ROWS[-1]."""
+    """Return the key of a product in fp8_gemm_nt.json; `rows` is at most ROWS[-1]."""
     return f"{class_rows(rows)} x {columns} x {channels}"
 
 
 def modelled(rows: int, columns: int, channels: int, multiprocessors: int) -> Tile:
-    """Return the tile with the shortest modelled time. Up to OWN_ROWS rows it is always a tile of the small-M kernel,
-    since the other kernel's tiles have 64 rows or more. Above MAX_ROWS rows it is always a tile of the other kernel."""
+    """Return the tile with the shortest modelled time. Up to OWN_ROWS rows it is a tile of the small-M kernel, since
+    the other kernel's tiles have 64 rows or more."""
     sizes = rows, columns, channels, multiprocessors
     if rows > MAX_ROWS:
         return fp8_gemm_config.choose_one_config(*sizes)
@@ -84,10 +82,8 @@ def microseconds(config: Tile, rows: int, columns: int, channels: int, multiproc
 
 
 def may_win(rows: int, columns: int, channels: int, multiprocessors: int, config: Tile) -> bool:
-    """Whether a search tries this tile. It always tries the models' tile. It skips a tile whose modelled time is more
-    than 1.5 times that of the models' tile, both with LAUNCH. It skips a tile of the small-M kernel if `rows` exceeds
-    MAX_ROWS or if `can_run` refuses the tile. It skips a tile of the other kernel if the tile has at least 2 *
-    max(`rows`, 64) rows."""
+    """Whether a search tries this tile. It skips tiles that cannot run or have far too many rows. It skips tiles with
+    more than 1.5 times the modelled time of the models' tile."""
     sizes = rows, columns, channels, multiprocessors
     if isinstance(config, FewRowsConfig):
         possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)

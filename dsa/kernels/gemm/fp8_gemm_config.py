@@ -42,21 +42,20 @@ class Fp8GemmConfig:
 
     @property
     def has_room(self) -> bool:
-        """Whether TMA stores 16-bit results. It does if a warp has shared memory for all results that it computes in a
-        work tile, and if the tile's columns are whole chunks."""
+        """Whether TMA stores 16-bit results. A warp then has shared memory for all its results of a work tile, and the
+        tile's columns are whole chunks."""
         return self.chunks * CHUNK >= self.columns * self.waves and self.columns % CHUNK == 0
 
     @property
     def piece(self) -> int:
-        """Number of columns of a piece. A piece has one scale of b, so a work tile's columns are scaled piece by piece.
-        Pieces start at multiples of their width, which divides 64. So wherever the work tile begins, no piece straddles
-        two scale blocks of 128 columns."""
+        """Columns of a piece, which has one scale of b. Pieces start at multiples of their width, which divides 64. So
+        no piece straddles two scale blocks of 128 columns."""
         return math.gcd(self.columns, CHUNK)
 
     @property
     def together(self) -> int:
-        """Number of blocks of channels whose wgmma are all issued before the first block's products are added to the
-        sums. More than one hides the latency of a narrow tile's wgmma."""
+        """Blocks of channels whose wgmma are issued before the first block's products are added to the sums. More than
+        one hides the latency of a narrow tile's wgmma."""
         return max(1, 128 // self.columns) if self.waves == 1 else 1
 
     @property
@@ -65,12 +64,11 @@ class Fp8GemmConfig:
 
     @property
     def scale_slots(self) -> int:
-        """Number of slots in shared memory for scales; a slot has the scales of SCALES blocks. Consumers read a slot
-        before they release the first of these blocks, so one slot per SCALES stages is enough."""
+        """A slot has the scales of SCALES blocks. Consumers read it before they release the first of these blocks, so
+        one slot per SCALES stages is enough."""
         return -(-self.stages // SCALES)
 
     def fits(self) -> bool:
-        """Whether the configuration fits into shared memory."""
         loaded = self.stages * (self.rows + self.columns) * GROUP
         scales = self.scale_slots * (self.rows * SCALES * 4 + 256)
         staged = 4 * self.groups * self.chunks * CHUNK_BYTES
@@ -88,8 +86,8 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
-# Configurations for one matrix. They have more widths than CONFIGS, because each width gives another number of work
-# tiles, and one width can occupy SMs that the other widths leave idle.
+# Configurations for one matrix. More widths than in CONFIGS: each gives another number of work tiles, so one can occupy
+# SMs that the others leave idle.
 ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(1, 1, 48, 13, 1),
     CONFIGS[0],
@@ -102,11 +100,11 @@ ONE_MATRIX_CONFIGS = (
 )
 # Configurations for SwiGLU. Half of the columns belong to gate and half to up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
-# Configurations for kernels that gather the rows of `a`, without SwiGLU. Their producer threads have enough registers
-# for the indices of the rows that they gather.
+# Configurations for kernels that gather the rows of `a`, without SwiGLU. Their producer threads have registers for the
+# rows' indices.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
 # Up to this many expected rows of the result, the kernel itself gathers the rows of `a`. For more rows the op copies
-# them before the launch, because a kernel that is bound by the tensor cores is 20 to 25% slower if it gathers.
+# them before the launch: gathering makes a kernel that is bound by the tensor cores 20 to 25% slower.
 GATHERED_ROWS = 4096
 # Configurations for a dynamic scheduler, without SwiGLU.
 DYNAMIC_CONFIGS = CONFIGS[3:]
@@ -139,23 +137,18 @@ def choose_config(
     multiprocessors: int,
     configs: tuple[Fp8GemmConfig, ...] = CONFIGS,
 ) -> Fp8GemmConfig:
-    """Return the configuration with the fewest modelled cycles for `rows` rows of all matrices together. If matrices
-    have at most 64 rows on average, only configurations with one consumer warpgroup are considered, if there are
-    any."""
+    """Return the configuration with the fewest modelled cycles for `rows` rows of all matrices together. For at most 64
+    rows per matrix, configurations with one consumer warpgroup are preferred."""
     few = rows <= 64 * max(min(rows, matrices), 1)
     narrow = [config for config in configs if config.groups == 1] if few else []
     return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_dynamic_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
-    """Return the configuration with the fewest modelled cycles for a product with a dynamic scheduler and without
-    SwiGLU."""
     return of_fewest_clocks(DYNAMIC_CONFIGS, dynamic_tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: int) -> Fp8GemmConfig:
-    """Return the configuration that is modelled as the fastest for one matrix. The model in microseconds is used up to
-    MODEL_ROWS rows, and the model in cycles for more."""
     if rows > MODEL_ROWS:
         return of_fewest_clocks(ONE_MATRIX_CONFIGS, tile_clocks, rows, columns, channels, 1, multiprocessors)
     return min(
@@ -164,18 +157,16 @@ def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: i
 
 
 def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """Return the modelled time of a product with one matrix, without the launch. It is about the larger of two times:
-    that of the busiest SM's work tiles, and that of memory traffic. The fourth root of the sum of their fourth powers
-    makes the transition between the two times smooth."""
+    """Return the modelled time of a product with one matrix, without the launch. It is about the longer of two times,
+    with a smooth transition: the busiest SM's work tiles, and memory traffic."""
     blocks, down = -(-channels // GROUP), -(-rows // config.rows)
     tiles = down * -(-columns // config.columns)
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
     block = tile_block_clocks(config, high, config.columns) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
-        # In the last row of tiles, one of the two warpgroups has no rows. About one of `down` work tiles is in this row
-        # of tiles. On the busiest SM, which has `rounds` work tiles, it is at least one. The additional time is
-        # averaged over the SM's work tiles.
+        # In the last row of tiles, one of the two warpgroups has no rows. One of `down` tiles is in it, and at least
+        # one of the busiest SM's `rounds` tiles.
         block += max(ALONE - block, 0) / min(down, rounds)
     stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
     busy = rounds * (TILE_END + stored + blocks * block)
@@ -194,9 +185,9 @@ def of_fewest_clocks(
     multiprocessors: int,
 ) -> Config:
     """Return the configuration with the fewest modelled cycles. tile_clocks(config, rows, blocks) models a work tile.
-    With one matrix, SMs compute work tiles in whole rounds, one tile per SM. With several matrices, the model spreads
-    the work evenly over the SMs. It assumes that half of the matrices have the mean number of rows minus its square
-    root, and half have the mean plus its square root, because routing spreads the rows at random."""
+    With one matrix, SMs compute work tiles in whole rounds, one tile per SM. With several matrices, the work is spread
+    evenly over the SMs. Routing spreads rows at random, so half of the matrices count with mean - sqrt(mean) rows, and
+    half with mean + sqrt(mean)."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used
@@ -215,8 +206,8 @@ def of_fewest_clocks(
 def _clocks_of_one(
     tile_clocks: TileClocks[Config], config: Config, rows: int, columns: int, blocks: int, multiprocessors: int
 ) -> float:
-    """Return the modelled cycles of a product with one matrix: the work divided evenly among the SMs, or whole rounds
-    of the longest work tile if they take longer."""
+    """Return the modelled cycles of a product with one matrix: work / SMs, or whole rounds of the longest work tile if
+    they take longer."""
     across = -(-columns // config.columns)
     rounds = -(-across * -(-rows // config.rows) // multiprocessors)
     longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)
@@ -224,16 +215,15 @@ def _clocks_of_one(
 
 
 def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int, blocks: int) -> float:
-    """Return the modelled cycles for computing, one after the other, all work tiles of a matrix that have the same
-    columns. The matrix has `rows` rows."""
+    """Return the modelled cycles of all work tiles with the same columns, one after the other, in a matrix with `rows`
+    rows."""
     full, left = divmod(rows, config.rows)
     return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
 
 
 def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """Return the modelled cycles of a work tile with `rows` rows, for a dynamic scheduler. With a configuration of
-    SWAP_AB_CONFIGS, a tile with up to SWAP_AB_ROWS rows swaps A/B. The blocks of such a tile are bound by shared
-    memory, or by the latency of a warpgroup (SWAP_AB_CLOCKS)."""
+    """`tile_clocks` for a dynamic scheduler, which swaps A/B in small tiles. Such a tile is bound by shared memory or
+    by the latency of a warpgroup (SWAP_AB_CLOCKS)."""
     if rows > SWAP_AB_ROWS or config not in SWAP_AB_CONFIGS:
         return tile_clocks(config, rows, blocks)
     moved = config.groups * (64 + rows) + 64 + config.columns
@@ -241,17 +231,18 @@ def dynamic_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """Return the modelled cycles of a work tile with `rows` rows."""
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
     return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows, config.columns))
 
 
 def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: int = 180) -> int:
-    """Return the modelled cycles of a block of 128 channels of a work tile with `rows` rows, without overhead: the
-    largest of three times. (1) The tensor cores plus the multiply-adds, which compete for the registers. (2) Shared
-    memory, which moves 128 bytes per cycle: each wgmma reads 64 rows of `a` and all columns of `b`, and before that `a`
-    and `b` are written; writing `b` takes `b_moves` cycles. (3) One warpgroup alone, which multiplies and then waits
-    `latency` cycles per `config.together` blocks."""
+    """Return the modelled cycles of a block of 128 channels, without overhead: the longest of three times.
+
+    multiplied  tensor cores plus multiply-adds, which compete for the registers
+    moved       shared memory, 128 bytes per cycle: each wgmma reads 64 rows of `a` and all columns of `b`. Before that,
+                `a` and `b` are written; writing `b` takes `b_moves` cycles
+    alone       one warpgroup multiplies, and waits `latency` cycles per `config.together` blocks
+    """
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + b_moves

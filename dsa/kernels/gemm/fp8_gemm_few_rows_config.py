@@ -55,7 +55,6 @@ class FewRowsConfig:
         return SM_BYTES // (self.shared_bytes() + 1024)
 
     def fits(self) -> bool:
-        """Whether the configuration fits into shared memory."""
         return self.shared_bytes() <= SHARED_BYTES
 
 
@@ -63,8 +62,8 @@ WHOLE_CONFIGS = (
     *(FewRowsConfig(8, 6), FewRowsConfig(16, 5), FewRowsConfig(32, 4), FewRowsConfig(64, 3)),
     FewRowsConfig(8, 6, columns=32),
 )
-# Split-K. With 8 or 16 rows a CTA needs at most 113 KiB, so two CTAs share an SM. With one CTA per SM, clusters would
-# leave SMs idle, because a cluster must fit into one GPC.
+# Split-K. With 8 or 16 rows, two CTAs share an SM. Otherwise clusters would leave SMs idle, because a cluster must fit
+# into one GPC.
 SPLIT_CONFIGS = (
     *(FewRowsConfig(8, 4, 4), FewRowsConfig(8, 5, 8)),
     *(FewRowsConfig(16, 3, 8), FewRowsConfig(32, 5, 8)),
@@ -82,29 +81,28 @@ ROOM = 0.8  # fraction of the resident CTAs that clusters can use, since a clust
 def choose_config(rows: int, columns: int, channels: int, multiprocessors: int) -> FewRowsConfig:
     """Return the configuration with the shortest modelled time, among those that `can_run` accepts."""
     sizes = rows, columns, channels, multiprocessors
-    # For more than 8 rows, the model never needs 8-row tiles of 64 columns: each takes as long as a 16-row tile, and
-    # there are twice as many. 8-row tiles of 32 columns stay candidates, because they load less.
+    # For more than 8 rows, 8-row tiles of 64 columns never win: each takes as long as a 16-row tile. Those of 32
+    # columns can win, because they load less.
     configs = [config for config in CONFIGS if rows <= 8 or config.rows > 8 or config.columns < COLUMNS]
     return min((c for c in configs if can_run(c, *sizes)), key=lambda config: microseconds(config, *sizes))
 
 
 def can_run(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> bool:
-    """Whether this tile can be chosen. It must not have more rows than the smallest tile with room for `rows` rows.
-    With split-K, shared memory must also have room for all blocks, and all clusters must be resident at once."""
+    """Whether this tile can be chosen. Taller tiles than the smallest one with room for `rows` rows cannot. With
+    split-K, shared memory must have room for all blocks, and all clusters must be resident at once."""
     heights = sorted({config.rows for config in CONFIGS})
     if config.rows > min((height for height in heights if rows <= height), default=heights[-1]):
         return False
     if config.ctas == 1:
         return True
-    # A cluster must fit into one GPC, and GPCs have different numbers of SMs.
     ctas = work_tiles(config, rows, columns) * config.ctas
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     return blocks <= MAX_SPLIT_BLOCKS and ctas <= ROOM * multiprocessors * config.ctas_per_sm()
 
 
 def choose_grouped_config(rows: int, matrices: int) -> FewRowsConfig:
-    """Return the configuration that is expected to load the fewest bytes. `rows` is the number of rows of `a` in all;
-    each row is multiplied by one of the `matrices` matrices."""
+    """Return the configuration that is expected to load the fewest bytes. Each of the `rows` rows is multiplied by one
+    of the `matrices` matrices."""
     return min(
         GROUPED_CONFIGS,
         key=lambda config: expected_tiles(rows, matrices, config.rows) * (config.columns + config.rows),
@@ -116,11 +114,10 @@ def work_tiles(config: FewRowsConfig, rows: int, columns: int) -> int:
 
 
 def microseconds(config: FewRowsConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """Return the modelled time without the launch. It combines the time of an SM and the time of memory. CTAs run in
-    whole rounds. A round is one CTA per SM; with split-K, only a fraction ROOM of the SMs is used. Each block of
-    channels takes the time of the mainloop or that of the SM's loads, whichever is longer. Without split-K, each work
-    tile also has an epilogue. Memory delivers all operands once. The two times overlap, but not completely, so the
-    result is the root of the sum of their squares. With split-K, the exchange of partial products is added."""
+    """Return the modelled time without the launch. CTAs run in whole rounds. A round is one CTA per SM; with split-K,
+    only a fraction ROOM of the SMs is used. A block of channels takes the time of the mainloop or of the SM's loads,
+    whichever is longer. Memory delivers all operands once. The times of an SM and of memory overlap in part, so the
+    result is the root of the sum of squares."""
     blocks = -(-channels // (SCALES * GROUP)) * SCALES
     ctas = work_tiles(config, rows, columns) * config.ctas
     rounds = math.ceil(ctas / (multiprocessors * (ROOM if config.ctas > 1 else 1)))

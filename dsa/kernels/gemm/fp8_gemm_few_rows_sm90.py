@@ -92,8 +92,7 @@ class GroupedFp8GemmSmallMSm90:
         a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages)
         s_layout = cute.make_layout((self.rows, SCALES, self.stages), stride=(SCALES, 1, self.rows * SCALES))
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
-        # With 32 columns, only half of the 64 rows of b in each block of a stage are loaded. The results of the other
-        # half are not used.
+        # With 32 columns, only 32 of the 64 rows of b in a block are loaded. The results of the others are not used.
         b_box = b_layout if self.columns == COLUMNS else k_major_layout(Float8E4M3FN, self.columns, GROUP, 1)
         b_atom, b_tma = tile_load(b, b_box, (self.columns, GROUP))
         s_atom, s_tma = tile_load(a_scale, s_layout, (self.rows, SCALES))
@@ -169,15 +168,13 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def prefetch(self, b_atom, mb, tiles: OneMatrixTiles, groups, sb, lane):
-        """Prefetch b of this CTA's first work tile to L2: the first blocks, as many as fit in the ring. The producer
-        warp calls this."""
+        """Prefetch as much of b of the CTA's first work tile as fits in the ring. The producer warp calls this."""
         column = tiles.rows_first(static_persistent_scheduler().first, Int32(0), lane).column
         _, tbg = tiles_of(b_atom, self.filled(sb), mb, (self.columns, GROUP), column)
         prefetch_blocks(b_atom, tbg, 0, cutlass.min(groups, self.stages), 1, SCALES)
 
     @cute.jit
     def produce(self, atoms, ma, mb, ms, b_scale, tiles, total, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, lane):
-        """The mainloop of the producer warp."""
         b_atom, a_atom, s_atom = atoms
         size = SCALES * ((self.columns + self.rows) * GROUP + 4 * (self.rows + 1))
         filled = self.filled(sb)
@@ -185,7 +182,6 @@ class GroupedFp8GemmSmallMSm90:
         state, e = start(), Int32(0)
         matrix_rows = mb.shape[0] // b_scale.shape[0]
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            # Consecutive tiles of a matrix have the same columns, so b is read from memory once.
             e, row, _, column = tiles.rows_first(index, e, lane)
             tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), row)
             tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), row)
@@ -203,7 +199,6 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def consume(self, out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline: Pipeline, staged, warp, lane):
-        """The mainloop of the consumer warpgroup."""
         mma, acc, rb, ra = fragments(self.rows, SCALES, sb, sa)
         sums = cute.make_rmem_tensor((self.rows // 2,), Float32)
         scheduler = static_persistent_scheduler()
@@ -214,9 +209,8 @@ class GroupedFp8GemmSmallMSm90:
             for _ in cutlass.range(groups, unroll=1):
                 pipeline.consumer_wait(state)
                 for i in cutlass.range_constexpr(SCALES):
-                    # `opaque` makes the compiler compute each block's descriptors separately. If it derived them from
-                    # the first block's descriptors, they would be in vector registers, and every wgmma would need four
-                    # moves before it.
+                    # Without `opaque`, the compiler would derive each block's descriptors from the first block's, in
+                    # vector registers. Every wgmma would then need four moves before it.
                     block = opaque(SCALES * state.stage + i)
                     multiply(mma, acc[i], rb, ra, block, block)
                 scales = self.scales(ss, s_of_b, state, lane)
@@ -232,8 +226,8 @@ class GroupedFp8GemmSmallMSm90:
 
     @cute.jit
     def scales(self, ss, s_of_b, state: PipelineState, lane):
-        """Return the scales of the stage's blocks: a tensor [SCALES] for each of this thread's rows. A thread has
-        `rows` / 8 pairs of adjacent rows. A scale is the product of the row's scale and the columns' scale."""
+        """Return the scales of the stage's blocks: a tensor [SCALES] for each of this thread's rows, which are `rows` /
+        8 pairs of adjacent rows. A scale is the row's scale times the columns' scale."""
         of_columns = cute.make_rmem_tensor((SCALES,), Float32)
         cute.autovec_copy(s_of_b[None, state.stage], of_columns)
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(self.rows // 4)]
@@ -245,8 +239,6 @@ class GroupedFp8GemmSmallMSm90:
 
 
 class Fp8GemmSmallMSm90(GroupedFp8GemmSmallMSm90):
-    """The small-M product with one matrix."""
-
     grouped = False
 
     @cute.jit
@@ -257,7 +249,6 @@ class Fp8GemmSmallMSm90(GroupedFp8GemmSmallMSm90):
 
 
 def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
-    """Return fake a, a_scale, b, b_scale and out, as the compile functions document them."""
     rows, columns, channels = (cute.sym_int() for _ in range(3))
     of_all = columns if matrices == 1 else cute.sym_int()
     blocks = cute.sym_int(divisibility=SCALES)
@@ -293,7 +284,6 @@ def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     one = [(compile_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
     return one + [
         (compile_grouped_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in GROUPED_CONFIGS

@@ -89,8 +89,7 @@ BOX_ROWS = 64  # rows of `a` per TMA load (a box), in kernels that skip boxes wi
 
 
 class Fp8GemmSm90:
-    """epilogue: computes results from the sums, and stores them. gathered: the tensor `rows` selects the rows of `a`.
-    swap_ab: work tiles with up to SWAP_AB_ROWS rows swap A/B."""
+    """gathered: `rows` selects the rows of `a`. swap_ab: work tiles with up to SWAP_AB_ROWS rows swap A/B."""
 
     def __init__(
         self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, swap_ab: bool = False
@@ -101,8 +100,7 @@ class Fp8GemmSm90:
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
-        # Rows of `a` per TMA load (a box). If tiles with few rows swap A/B, only boxes with rows of the matrix are
-        # loaded.
+        # Rows of `a` per TMA load (a box).
         self.box_rows = BOX_ROWS if swap_ab else self.rows
         self.boxes = self.rows // self.box_rows
         self.registers = LOADING_REGISTERS
@@ -111,7 +109,6 @@ class Fp8GemmSm90:
             self.registers = REGISTERS[2] if config.groups == 2 else (240, 56)
 
     def layouts(self):
-        """-> the shared-memory layouts of a, b, the scales of a, and the scales of b."""
         slots = self.config.scale_slots
         return (
             k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages),
@@ -226,8 +223,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def produce(self, loads, gather, scheduler, counter, tiles, total, blocks, memory, pipeline, work_tiles, lane):
-        """The role of the first producer warp: find the work tiles, pass them to the other warps and load their
-        operands."""
+        """The role of the first producer warp: pass the work tiles to the other warps, and load their operands."""
         (b_atom, mb), (bs_atom, mbs) = loads[:2]
         sa, sas, sb, sbs = memory
         targets = [cute.local_tile(sb, (self.width, GROUP, self.stages), (i, 0, 0)) for i in range(self.parts)]
@@ -256,14 +252,13 @@ class Fp8GemmSm90:
                     tiles_of(a_atom, box, ma, (self.box_rows, GROUP), info.row + j * self.box_rows)
                     for j, box in enumerate(boxes)
                 ]
-                # The number of boxes with rows of the matrix.
+                # Boxes with rows of the matrix.
                 used = Int32(1)
                 if const_expr(self.swap_ab):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
                 tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
-            # If TMA loads `a`, this warp finds the next tile after the first group of SCALES blocks. If this warp also
-            # gathers rows of `a`, it lacks the registers to keep the next tile during the mainloop, so it finds that
-            # tile after the last group.
+            # If this warp gathers rows of `a`, it lacks the registers to keep the next tile during the mainloop. So it
+            # finds that tile after the last group, not after the first.
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
@@ -327,8 +322,8 @@ class Fp8GemmSm90:
     @cute.jit
     def sources(self, gather, info: WorkTileInfo):
         """Return the indices in `a` of the rows that this thread gathers; a negative index means no row. Entry i is for
-        row thread // 8 + 16 i of the work tile; the thread gathers 16 bytes of this row per block. The last entry is
-        for row `thread` of the work tile; the thread gathers the scales of this row."""
+        row thread // 8 + 16 i of the work tile. The thread gathers 16 bytes of this row per block. The last entry is
+        for row `thread`, whose scales it gathers."""
         a, _, rows, thread = gather
         found = []
         for i in cutlass.range_constexpr(self.rows // 16 + 1):
@@ -366,10 +361,9 @@ class Fp8GemmSm90:
 
     @cute.jit
     def consume(self, results, stores, blocks, memory, staged, pipeline: Pipeline, work_tiles, warp, lane):
-        """The mainloop of a consumer warpgroup."""
         sa, sas, sb, sbs = memory
         mma = tiled_mma(self.groups, 64, self.width)
-        # The compiler must know that `group` is uniform in a warp. Then wgmma descriptors are in uniform registers.
+        # A `group` that the compiler knows to be uniform puts wgmma descriptors into uniform registers.
         group = cute.arch.make_warp_uniform(warp // 4)
         thr_mma = mma.get_slice(group * WARPGROUP)
         high = 64 * self.groups
@@ -379,7 +373,7 @@ class Fp8GemmSm90:
         rb = [mma.make_fragment_B(thr_mma.partition_B(part)) for part in parts]
         shape = thr_mma.partition_shape_C((high, self.width))
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.config.together)]
-        # One tensor per product. A product is a wave, or with SwiGLU a part.
+        # A product is a wave, or with SwiGLU a part.
         sums = [cute.make_rmem_tensor((self.width // 2,), Float32) for _ in range(self.waves * self.parts)]
         operands = acc, ra, rb
         scales = sas.iterator.toint() + (warp * WARP_ROWS + (lane >> 2)) * SCALE_BYTES, sbs.iterator.toint()
@@ -422,7 +416,7 @@ class Fp8GemmSm90:
                 self.epilogue.store(of_wave, results, stores, info, row, staged, lane)
         elif left > 0:
             if const_expr(self.waves > 1):
-                # The second wave has no rows of the matrix, so only the first is multiplied.
+                # The second wave has no rows of the matrix.
                 sums[0].fill(0.0)
                 for _ in cutlass.range(blocks // SCALES, unroll=1):
                     state, slot = self.four_blocks(1, operands, sums, scales, in_next_block, pipeline, state, slot)
@@ -437,8 +431,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def swap_ab_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
-        """Compute and store a work tile of up to SWAP_AB_ROWS rows with swapped operands (swap A/B). -> (pipeline
-        state, scale slot) after it."""
+        """Like `tile`, for a work tile of up to SWAP_AB_ROWS rows that swaps A/B."""
         sa, sas, sb, sbs = memory
         count = info.end - info.row
         operands = sa, sb, group
@@ -461,8 +454,8 @@ class Fp8GemmSm90:
         """Add SCALES blocks of channels to the sums of the first `products` products. -> (pipeline state, scale slot)
         after them."""
         acc, ra, rb = operands
-        # `multiply` sets a field of the wgmma object, and an object that one branch of the kernel changed cannot be
-        # used in another branch. So each call makes an object.
+        # `multiply` sets a field of the wgmma object. An object that one branch changed cannot be used in another, so
+        # each call makes an object.
         mma = tiled_mma(self.groups, 64, self.width)
         together = self.config.together
         # For each product: (its wave of rows of `a`, its part of `b`).
@@ -474,7 +467,7 @@ class Fp8GemmSm90:
                 pipeline.consumer_wait(state)
                 if const_expr(self.gathered):
                     # cp.async wrote the rows of a through the generic proxy, but wgmma reads them through the async
-                    # proxy, so a fence must come in between.
+                    # proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                 if const_expr(first + i == 0):
                     at = scales[0] + slot * (self.rows * SCALE_BYTES)
@@ -523,8 +516,7 @@ def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row
 
 
 def _operands(gathered: bool, matrices: Any):
-    """Return fake a, a_scale, rows (None unless `gathered`), b and b_scale. All sizes are dynamic, but `matrices` can
-    be an int."""
+    """Return fake a, a_scale, rows (None unless `gathered`), b and b_scale."""
     channels, blocks, rows = cute.sym_int(), cute.sym_int(divisibility=SCALES), cute.sym_int()
     row, matrix = strides(2, SCALES)
     return (
@@ -537,7 +529,6 @@ def _operands(gathered: bool, matrices: Any):
 
 
 def _grouped_operands(gathered: bool):
-    """Return the tensors of `_operands` for several matrices, and a fake `ends`."""
     matrices = cute.sym_int()
     return *_operands(gathered, matrices), fake_contiguous(Int32, matrices)
 
@@ -604,7 +595,6 @@ def compile_fp8_gemm_swiglu(
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]
     both = (False, True)
     # Grouped products: (config, gathered, weighted, dynamic). SwiGLU: (config, gathered, dynamic).

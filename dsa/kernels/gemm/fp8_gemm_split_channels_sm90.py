@@ -58,7 +58,7 @@ SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # fp32 scales from one row to the next; it 
 @cute.jit
 def remote_address(address: Int32, rank: Int32) -> Int32:
     """Translate `address`, a shared-memory address of this CTA. -> the shared::cluster address of the same place in the
-    shared memory of CTA `rank` of the cluster. An offset may be added before the translation or after it."""
+    shared memory of CTA `rank` of the cluster."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )
@@ -66,8 +66,7 @@ def remote_address(address: Int32, rank: Int32) -> Int32:
 
 @cute.jit
 def store_remote_8(address: Int32, low: Float32, high: Float32):
-    """Store two numbers to the 8 bytes at `address`, a shared::cluster address (`remote_address`) and a multiple of
-    8."""
+    """Store two numbers at `address`, a shared::cluster address (`remote_address`) and a multiple of 8."""
     cute.arch.inline_ptx(
         "st.shared::cluster.v2.f32 [{$r0}], {" + "{$r1}, {$r2}" + "};", read_only_args=[address, low, high]
     )
@@ -186,7 +185,6 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def load_scales(self, a_scale, first_row, of_columns, scales, loaded: Mbarriers, lane):
-        """Load the scales of all blocks for the work tile's rows and columns. One warp calls this."""
         rows, size = cutlass.min(self.rows, a_scale.shape[0] - first_row), a_scale.shape[1] * 4
         with cute.arch.elect_one():
             expect_bytes(loaded.barrier(), (rows + 1) * size)
@@ -198,11 +196,10 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def multiply_blocks(self, rank, groups, sa, sb, products, pipeline: Pipeline, warp, lane):
-        """The mainloop of the consumer warpgroup: multiply this CTA's blocks and send the products to the CTAs that own
-        the results."""
+        """The mainloop of the consumer warpgroup: multiply this CTA's blocks, and send the products to their owners."""
         mma, acc, rb, ra = fragments(self.rows, SPLIT_SPAN, sb, sa)
-        # A warp has products of two octets of the work tile's columns. Of every 8 rows, a thread has a pair of adjacent
-        # rows, in one column of each octet.
+        # A warp has products of two octets of the work tile's columns. A thread has two adjacent rows of every 8, in
+        # one column per octet.
         targets = []
         for half in cutlass.range_constexpr(2):
             eight = 2 * warp + half
@@ -225,8 +222,8 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def add_blocks(self, blocks, products, scales, out, first_row, column, slab, lane):
-        """For slab `slab` of this CTA (8 columns by 8 rows), scale the products of all blocks, add them in order, and
-        store the sums. first_row: the work tile's first row. column: the first column that this CTA owns."""
+        """Scale the products of all blocks for slab `slab` of this CTA, add them in order, and store the sums. column:
+        the first column that this CTA owns."""
         row, at = slab % (self.rows // 8) * 8 + lane % 4 * 2, column + slab // (self.rows // 8) * 8 + lane // 4
         sums = [Float32(0.0) for _ in range(2)]
         of = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(3)]

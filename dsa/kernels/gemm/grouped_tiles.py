@@ -33,9 +33,8 @@ from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
 BAND = 2048  # rows per band
-# Number of elements of `prefix`. Element e is the number of tiles of rows before matrix e; a tile of rows is `height`
-# rows of one matrix, over all columns. After the last matrix, the total follows 32 times, so that a warp can always
-# compare 32 elements.
+# Elements of `prefix`. Element e is the number of tiles of rows before matrix e: `height` rows of one matrix, over all
+# columns. The total follows 32 times, so that a warp can always compare 32 elements.
 PREFIX_SUMS = MAX_MATRICES + 32
 
 
@@ -92,7 +91,7 @@ class GroupedTiles:
     def count(self, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
         """Compute the prefix sums. -> the number of tiles of all matrices. All threads of the CTA call this."""
         matrices = self.ends.shape[0]
-        # Decreasing ends make matrices overlap. The number of tiles could then overflow an int32, so sums are clamped.
+        # With decreasing ends, matrices overlap, and the sum could overflow an int32.
         most = MAX_TILES // self.across
         total = Int32(0)
         for first in cutlass.range(0, matrices, threads, unroll=1):
@@ -114,8 +113,8 @@ class GroupedTiles:
     @cute.jit
     def bounds(self, e):
         """-> (begin, end) of the rows of matrix e. They are within the rows of the result, whatever `ends` contains.
-        The last matrix's end is clamped to the number of rows. Then, if the begin is negative or after the end, or if
-        the end is past the last row, the matrix gets no rows; other matrices are not affected."""
+        The last matrix's end is clamped to the number of rows. Any other wrong boundary leaves the matrix without rows,
+        and does not affect other matrices."""
         begin, end = Int32(0), self.ends[e]
         if e > 0:
             begin = self.ends[e - 1]
@@ -127,11 +126,11 @@ class GroupedTiles:
 
     @cute.jit
     def matrix_of(self, index, e, lane) -> Int32:
-        """Return the number of the matrix that has work tile `index`. The tile must exist. The search starts at matrix
-        e, so e must be at most the result. One warp calls this."""
+        """Return the number of the matrix that has work tile `index`. The search starts at matrix e, which must not be
+        after the result. One warp calls this."""
         steps = Int32(32)
         while steps == 32:
-            # Count how many of the 32 matrices after e begin at this tile or before it.
+            # How many of the 32 matrices after e begin at this tile or before it.
             steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
             e += steps
         return e
@@ -170,8 +169,8 @@ class GroupedTiles:
 
 @dataclass(frozen=True)
 class OneMatrixTiles:
-    """The tiles of a single matrix to which all `rows` rows belong. There are no ends to read and no tiles to count.
-    The fields and methods have the same meaning as in GroupedTiles."""
+    """GroupedTiles for a single matrix to which all `rows` rows belong: there are no ends to read and no tiles to
+    count."""
 
     rows: Int32
     across: Int32
@@ -208,8 +207,6 @@ class OneMatrixTiles:
 
 
 def tiles_storage(grouped: bool) -> type:
-    """Return the type of a @cute.struct field that contains the shared memory of `tiles_of_matrices`."""
-
     @cute.struct
     class TilesStorage:
         sums: cute.struct.MemRange[Int32, 32 if grouped else 1]
@@ -219,7 +216,7 @@ def tiles_storage(grouped: bool) -> type:
 
 
 def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: int, width: int):
-    """Return the tiles of several matrices, or of a single matrix if `ends` is None."""
+    """Return the tiles of several matrices, or of one if `ends` is None."""
     if ends is None:
         return OneMatrixTiles(rows, across, height, width)
     sums, prefix = (x.get_tensor(cute.make_layout(n)) for x, n in ((storage.sums, 32), (storage.prefix, PREFIX_SUMS)))
@@ -229,8 +226,8 @@ def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: i
 @cute.jit
 def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane) -> Int32:
     """Return the index of this CTA's next tile after tile `index`, in all lanes. `step` is the number of CTAs. Without
-    a tile counter the scheduler is static. With a tile counter, the CTA takes the first tile that no CTA has taken. The
-    counter does not decide the first tile of a CTA: CTA i starts with tile i. One warp calls this."""
+    a tile counter the scheduler is static. With one, the CTA takes the first tile that no CTA has taken; CTA i starts
+    with tile i. One warp calls this."""
     following = index + step
     if cutlass.const_expr(tile_counter is not None):
         following = step + draw(tile_counter, lane)
@@ -238,10 +235,8 @@ def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane
 
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
-    """Return the expected number of tiles per matrix, where a tile has `each` rows and each of `rows` rows belongs to a
-    random matrix. This is the sum over j >= 0 of P(a matrix has more than j * `each` rows), where the number of rows
-    has a Poisson distribution. For one matrix, or if the mean number of rows exceeds 8 * `each`, return the number of
-    tiles for the mean number of rows."""
+    """Return the expected number of tiles of `each` rows per matrix, if each of `rows` rows belongs to a random matrix:
+    sum over j >= 0 of P(rows of the matrix > j * `each`), with a Poisson distribution."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:
         return math.ceil(mean / each)

@@ -7,9 +7,8 @@ MAX_TOKENS = 64
 TILE_TOKENS = (8, 16, 32)  # tokens per tile: the smallest number that is enough for all tokens, else the largest
 ROWS = 16  # rows of the matrix per tile
 MAX_ROWS = 65535 * ROWS  # 65535 is the limit of a grid's second dimension
-# Up to this many tiles, a cluster of 8 CTAs computes each tile. (At most 30 clusters are resident at once, so of 32
-# clusters two wait.) If there are more tiles, and the matrix has at least LEAST_CHANNELS channels, one CTA computes
-# each tile.
+# Up to this many tiles, a cluster of 8 CTAs computes each tile. At most 30 clusters are resident at once, so two of 32
+# wait.
 CLUSTERS = 32
 LEAST_CHANNELS = 2048  # with fewer channels, a cluster computes each tile
 

@@ -33,5 +33,4 @@ def compile_linear_fp32(dtype: str, config: tuple[int, int]):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_linear_fp32, (dtype, (tokens, ctas))) for dtype in DTYPES for ctas, tokens in ROUND]

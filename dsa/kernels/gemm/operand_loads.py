@@ -26,9 +26,8 @@ def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tu
 
 
 def scales_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, block, e):
-    """Partition a TMA load of b's scales. x [blocks of rows, blocks of channels, matrices] contains all scales. The
-    load is from x[block, :, e], in boxes of SCALES adjacent scales. -> (boxes in shared memory, boxes of x). Box i of x
-    contains the scales of the blocks of channels from i * SCALES on."""
+    """Partition a TMA load of b's scales x[block, :, e], in boxes of SCALES adjacent scales. -> (boxes in shared
+    memory, boxes of x). x is [blocks of rows, blocks of channels, matrices]."""
     scales = cute.domain_offset((block, 0, e), x)[None, None, 0]
     return partition(atom, shared, cute.local_tile(scales, (1, SCALES), (0, None)))
 
@@ -58,8 +57,7 @@ def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
 
 @cute.jit
 def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.Constexpr):
-    """Prefetch the groups `first`, `first` + `step` and so on below `end` to L2. A group is `span` blocks of channels.
-    One warp calls this."""
+    """Prefetch the groups range(first, end, step) to L2. A group is `span` blocks of channels. One warp calls this."""
     for group in cutlass.range(first, end, step, unroll=1):
         for i in cutlass.range_constexpr(span):
             cute.prefetch(atom, source[None, span * group + i])

@@ -82,7 +82,6 @@ class PerTokenCastToFp8Sm90:
         raw = cute.make_rmem_tensor((self.channels, self.unroll), x.element_type)
         rows, cols = [None] * self.unroll, [None] * self.unroll
         for u in cutlass.range_constexpr(self.unroll):
-            # A thread past the end reads the last group and stores nothing.
             group = cutlass.min(first + u * self.groups_per_pass, total - 1)
             rows[u], cols[u] = divmod(group, row_groups)
             source = cute.local_tile(x, (1, self.channels), (rows[u], cols[u] * self.lanes + lane))
@@ -106,7 +105,6 @@ class PerTokenCastToFp8Sm90:
 
     @cute.jit
     def store(self, out, s, q, scale, row, col, lane):
-        """Store this lane's values of a group, and the group's scale."""
         target = cute.local_tile(q, (1, self.channels), (row, col * self.lanes + lane))
         cute.autovec_copy(out, target[0, None])
         if lane == 0:
@@ -134,14 +132,12 @@ def compile_per_token_cast_to_fp8(
 
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
-    """Return the shipped configuration. Short inputs use one group per thread, so that there are more CTAs. For long
-    inputs a thread has 64 bytes of loads in flight: channels of two groups of a 16-bit input, or of one group of an
-    fp32 input (measured: docs/explanation/kernels.md)."""
+    """Short inputs use one group per thread, so that there are more CTAs. For long inputs a thread has 64 bytes of
+    loads in flight: two groups of a 16-bit input, or one of an fp32 input (measured: docs/explanation/kernels.md)."""
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [
         (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config, scattered))
         for dtype in CAST_DTYPES

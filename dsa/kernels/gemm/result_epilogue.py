@@ -24,8 +24,8 @@ from dsa.kernels.gemm.swap_ab_tile import store_16_bytes, store_swap_ab
 
 
 class ResultEpilogue:
-    """The epilogue that stores the sums. In the methods `results` is (out [M, N] out_dtype, weights [M] fp32 or None,
-    None). The last element would be the limit of SwiGLU, which this epilogue does not compute."""
+    """The epilogue that stores the sums. `results` is (out [M, N] out_dtype, weights [M] fp32 or None, None), where
+    SwigluEpilogue has a limit instead of the last None."""
 
     def __init__(self, out_dtype: type[cutlass.Numeric], config: Fp8GemmConfig, weighted: bool):
         self.out_dtype, self.weighted, self.tile_columns = out_dtype, weighted, config.columns
@@ -42,23 +42,21 @@ class ResultEpilogue:
         return (column,)
 
     def scale_blocks(self, column, b_rows):
-        """Return the indices of the two scale blocks (128 rows of b) that the work tile can touch."""
+        """Return the two scale blocks (of 128 rows of b) that the work tile can touch."""
         return column // GROUP, column // GROUP + 1
 
     @cute.jit
     def pieces_in_next_block(self, column):
-        """Return a list with an entry for each piece of a work tile's columns except the first piece: whether the piece
-        is in the scale block after the first piece's block."""
+        """Return, for each piece of the work tile after the first, whether it is in the next scale block."""
         before = column // self.piece % self.pieces
-        # `before` is the index of the tile's first piece within that piece's scale block. Piece j of the tile is in the
-        # next block if before + j reaches the number of pieces of a block.
+        # `before` is the index of the tile's first piece in that piece's scale block. Piece j is in the next block if
+        # before + j >= pieces.
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
     def scale_of(self, part: cutlass.Constexpr, j: cutlass.Constexpr, of_blocks, in_next_block):
-        """Return the scale of piece j of the work tile's columns. of_blocks: the scale of the tile's first scale block
-        and, if the tile can touch a second scale block, the scale of the second. in_next_block: the result of
-        `pieces_in_next_block`."""
+        """Return the scale of piece j of the work tile's columns. of_blocks: the scales of the one or two scale blocks
+        that the tile can touch. in_next_block: from `pieces_in_next_block`."""
         of = of_blocks[1 if const_expr(j >= self.pieces) else 0]
         if const_expr(len(of_blocks) > 1 and 0 < j < self.pieces):
             of = of_blocks[1] if in_next_block[j - 1] else of_blocks[0]
@@ -78,7 +76,6 @@ class ResultEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """Store the results of a warp's 16 rows from `row` on."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
@@ -112,8 +109,7 @@ class ResultEpilogue:
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Store the results of a warp's 16 columns from their transposed sums (swap_ab_tile.py), for all rows of the
-        work tile."""
+        """Store the results of a warp's 16 columns from their transposed sums (swap_ab_tile.py)."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
@@ -140,8 +136,6 @@ class ResultEpilogue:
         for pair in cutlass.range_constexpr(min(4, (self.tile_columns - CHUNK * chunk) // 16)):
             places = [32 * chunk + 8 * pair + 2 * i for i in range(4)]
             words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
-            # For stmatrix, lanes 0 to 15 give the addresses of even 16-byte vectors, and lanes 16 to 31 give those of
-            # odd vectors.
             vector = (2 * pair + lane // WARP_ROWS) ^ (own % 8)
             store_matrices(staged + place * CHUNK_BYTES + own * 128 + vector * 16, words)
 
@@ -179,8 +173,8 @@ class ResultEpilogue:
 
     @cute.jit
     def store_pairs(self, sums, out, row, end, column):
-        """Store a lane's fp32 results in rows `row` and `row` + 8, from column `column` on, as pairs of columns. The
-        pairs are 8 columns apart."""
+        """Store a lane's fp32 results in rows `row` and `row` + 8, as pairs of columns from `column` on, 8 columns
+        apart."""
         pair = cute.make_rmem_tensor((2,), self.out_dtype)
         for half in cutlass.range_constexpr(2):
             if row + 8 * half < end:

@@ -61,7 +61,7 @@ class RotaryCastToFp8Sm90:
     ):
         tid, cta = thread_and_cta()
         lane, index = tid % LANES, cta * (THREADS // LANES) + tid // LANES
-        # Lanes past the end compute the last 128 channels again, since shuffles need all lanes, and store nothing.
+        # Lanes past the end compute the last 128 channels again, since shuffles need all lanes.
         row, block = divmod(cutlass.min(index, total - 1), blocks)
         t, h = divmod(row, heads)
         group, of_group = divmod(h, group_heads)
@@ -109,5 +109,4 @@ def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_rotary_cast_to_fp8, (dtype, use_ue8m0)) for dtype in CAST_DTYPES for use_ue8m0 in (True, False)]

@@ -79,8 +79,7 @@ def swap_ab_blocks(
 
 @cute.jit
 def add_scaled(sums, acc, scales):
-    """sums += acc, scaled per row of the result. Four consecutive accumulators are two adjacent rows in column c, then
-    the same rows in column c + 8. scales: one factor per row of this thread."""
+    """sums += acc, scaled per row of the result. scales: one factor per row of this thread."""
     products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
     for i in cutlass.range_constexpr(cute.size(acc)):
         sums[i] += products[i] * scales[i // 4 * 2 + i % 2]
@@ -88,7 +87,6 @@ def add_scaled(sums, acc, scales):
 
 @cute.jit
 def store_16_bytes(address: Int32, row: cute.Tensor, vector):
-    """Copy 16 bytes from shared memory to vector `vector` of a row in global memory."""
     values = cute.recast_tensor(load_registers(address), row.element_type)
     cute.autovec_copy(values, cute.local_tile(row, (cute.size(values),), (vector,)))
 
@@ -101,8 +99,7 @@ def load_floats(address):
 @cute.jit
 def store_swap_ab(sums, out, row, end, column, staged, lane):
     """Store the transposed sums of a warp's 16 columns from `column` on, for the rows from `row` to `end` - 1. 16-bit
-    results pass through the warp's part of shared memory at `staged`, 32 bytes per row; fp32 results are stored from
-    registers."""
+    results pass through shared memory at `staged`, 32 bytes per row."""
     if const_expr(out.element_type.width == 16):
         _store_16_bits(sums, out, row, end, column, staged, lane)
     else:

@@ -86,8 +86,7 @@ class SwigluCastSm90:
 
     @cute.jit
     def cast(self, gate, up, q, scale, limit, row_groups, group, total, lane):
-        """Compute group number `group` of `total`. This lane has CHANNELS of the group's channels."""
-        # Lanes of groups past the end compute the last group, since the shuffles need all lanes, and store nothing.
+        # Lanes past the end compute the last group, since the shuffles need all lanes.
         row, col = divmod(cutlass.min(group, total - 1), row_groups)
         channel = col * GROUP + lane * CHANNELS
 
@@ -107,8 +106,8 @@ class SwigluCastSm90:
 
     @cute.jit
     def copy(self, registers: cute.Tensor, row: cute.Tensor, channel: Int32, write: cutlass.Constexpr):
-        """Copy a lane's channels of a row, from `channel` on, to registers; with `write`, copy registers to the row.
-        Channels past the end of the row are read as zeros and not written."""
+        """Copy a lane's channels of a row, from `channel` on, to registers, or back with `write`. Channels past the end
+        of the row are read as zeros."""
         if const_expr(self.ragged and not write):
             registers.fill(0.0)
         for i in cutlass.range_constexpr(CHANNELS // self.width):
@@ -155,7 +154,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
         ctas, _, _ = cute.arch.grid_dim()
         wait_for_prerequisite_grids()
         end = ends[ends.shape[0] - 1]
-        # If the last end is out of range, the other matrices can still have rows anywhere, so all rows are computed.
+        # If the last end is out of range, other matrices can have rows anywhere.
         if end < 0 or end > scale.shape[0]:
             end = scale.shape[0]
         total = end * scale.shape[1]
@@ -164,7 +163,6 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
 
 
 def _operands(dtype: str, limited: bool, multiple: int):
-    """Return fake gate, up, q, scale and limit, as the compile functions document them."""
     rows, cols = cute.sym_int(), cute.sym_int(divisibility=multiple)
     return (
         *(fake_rows(cute_dtype(dtype), rows, cols) for _ in range(2)),
@@ -197,7 +195,6 @@ def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the ops can ask for."""
     kinds = [(dtype, *options) for dtype in CAST_DTYPES for options in itertools.product((True, False), repeat=2)]
     plain = [(compile_swiglu_cast, (*kind, ragged)) for kind in kinds for ragged in (True, False)]
     return plain + [(compile_swiglu_cast_of_matrices, kind) for kind in kinds]

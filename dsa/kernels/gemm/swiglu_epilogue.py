@@ -44,8 +44,7 @@ def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
 
 
 class SwigluEpilogue:
-    """The epilogue that stores SwiGLU of the sums. In its methods `results` is (q [M, I] e4m3, scale [M, I / 128] fp32,
-    limit or None)."""
+    """`results` is (q [M, I] e4m3, scale [M, I / 128] fp32, limit or None)."""
 
     parts, tile_columns, warp_bytes = 2, GROUP, CHUNK_BYTES
 
@@ -53,18 +52,17 @@ class SwigluEpilogue:
         self.dtype, self.use_ue8m0 = dtype, use_ue8m0
 
     def columns_of_parts(self, column, b_rows):
-        """Return the row of the matrix b at which each part of the work tile (gate, up) begins."""
         return column, b_rows // 2 + column
 
     def scale_blocks(self, column, b_rows):
-        """Return the index of the scale block (128 rows of b) of each part."""
+        """Return the scale block (of 128 rows of b) of each part."""
         return column // GROUP, (b_rows // 2 + column) // GROUP
 
     def pieces_in_next_block(self, column):
         return None
 
     def scale_of(self, part, j, of_blocks, in_next_block):
-        """Return the scale of part `part`: all its columns are in one scale block."""
+        """All columns of a part are in one scale block."""
         return of_blocks[part]
 
     def tma_stores(self, results):
@@ -72,7 +70,6 @@ class SwigluEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """Compute h for a warp's 16 rows from `row` on, and store its FP8 numbers and scales."""
         q, scale, limit = results
         for half in cutlass.range_constexpr(2):
             operands = cute.make_rmem_tensor((2 * OWN,), Float32)
@@ -89,8 +86,7 @@ class SwigluEpilogue:
             if lane % 4 == 0 and row + r < info.end:
                 scale[row + r, info.column // GROUP] = own_scale
             for i in cutlass.range_constexpr(0, OWN, 2):
-                # Write column 4 i + 2 (lane % 4) and the next column, which are in the 16-byte vector i // 4, to shared
-                # memory.
+                # Columns 4 i + 2 (lane % 4) and the next one are in the 16-byte vector i // 4.
                 at = r * GROUP + ((i // 4) ^ (r % 8)) * 16 + i // 2 % 2 * 8 + lane % 4 * 2
                 store_pair(Int32(staged + at), h[i], h[i + 1])
         cute.arch.sync_warp()
@@ -99,8 +95,8 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_rows(self, q, first, count: cutlass.Constexpr, row, end, column, staged, lane):
-        """Store `count` rows of shared memory at `staged`, from row `first` on, to q, 16 bytes per lane. Row 0 at
-        `staged` is row `row` of q. Rows of q from `end` on are not stored. `count` is a multiple of 4."""
+        """Store `count` rows at `staged`, from row `first` on, to q. Row 0 at `staged` is row `row` of q. `count` is a
+        multiple of 4."""
         for i in cutlass.range_constexpr(0, count * 8, 32):
             r, vector = first + (i + lane) // 8, lane % 8
             if row + r < end:
@@ -109,9 +105,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_swap_ab(self, sums, results, info, staged, warp, lane):
-        """Compute h from the transposed sums of gate and up, and store its FP8 numbers and scales. A warp has 16
-        channels of all rows of the work tile. The rows' maxima and bytes pass through the shared memory of all
-        warps."""
+        """Like `store`, from transposed sums. A warp has 16 channels of all rows of the work tile."""
         q, scale, limit = results
         count = cute.size(sums[0])
         for part in cutlass.range_constexpr(2):
@@ -124,8 +118,7 @@ class SwigluEpilogue:
         maxima = all_staged + SWAP_AB_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
         of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index in h of the first of a row's two channels
-        # If the ring has room for all blocks of a work tile (small K), a warp can get here while another warp still
-        # stores the previous work tile from shared memory.
+        # With small K, a warp can get here while another warp still stores the previous work tile from shared memory.
         self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):
             amax = cute.arch.fmax(cute.math.absf(h[of_row[j]]), cute.math.absf(h[of_row[j] + 2]), nan=True)
@@ -154,7 +147,6 @@ class SwigluEpilogue:
             store_bytes(*places, h[i], h[i + 1])
         self.wait_for_all()
         for first in cutlass.range_constexpr(0, 2 * count, WARPS * 4):
-            # Each warp stores four rows to global memory.
             own = first + warp * 4
             if own < 2 * count:
                 self.store_rows(q, own, 4, info.row, info.end, info.column, all_staged, lane)
@@ -162,7 +154,6 @@ class SwigluEpilogue:
 
     @cute.jit
     def wait_for_all(self):
-        """Wait for all consumer warps at a named barrier."""
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
 
     @cute.jit
@@ -172,7 +163,6 @@ class SwigluEpilogue:
 
 @cute.jit
 def store_bytes(low_address: Int32, high_address: Int32, low: Float32, high: Float32):
-    """Round two numbers to e4m3, and store each of them to a byte of shared memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair, upper; cvt.rn.satfinite.e4m3x2.f32 pair, {$r3}, {$r2}; shr.u16 upper, pair, 8; "
         "st.shared.b8 [{$r0}], pair; st.shared.b8 [{$r1}], upper; }",

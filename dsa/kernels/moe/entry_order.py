@@ -24,8 +24,8 @@ ENTRY_BITS = 16  # bits of a key for the entry's index
 
 
 class EntryOrder:
-    """The sort of a routing kernel. few: whether there are at most FEW_TOKENS tokens. ctas: number of CTAs that the
-    kernel must have, 1 if `few`. places: number of Int32 keys that shared memory must have room for."""
+    """few: whether there are at most FEW_TOKENS tokens. ctas: the kernel's number of CTAs. places: number of Int32 keys
+    that shared memory must have room for."""
 
     def __init__(self, top_k: int, few: bool):
         self.top_k, self.ctas = top_k, 1 if few else CTAS
@@ -54,7 +54,7 @@ class EntryOrder:
     @cute.jit
     def send(self, keys: cute.Tensor, own: Int32, count: Int32, entry: Int32):
         """Send the key of entry number `entry` to all CTAs. own: the index of the entry's expert among the `count`
-        experts of this process. If `own` is outside [0, count), the entry comes after those of all these experts."""
+        experts of this process. Entries with other indices come last."""
         group = own if own >= 0 and own < count else count
         key = (group << ENTRY_BITS) | entry
         if const_expr(self.ctas == 1):
@@ -67,9 +67,9 @@ class EntryOrder:
 
     @cute.jit
     def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
-        """For each of the indices `begin` to `begin` + BATCH - 1, count the keys below the index's bound, and write the
-        result. Index i < `entries` stands for entry i, whose bound is its key. Index `entries` + e stands for expert e,
-        whose bound is the lowest key that expert e + 1 can have. One warp calls this."""
+        """Write the results of BATCH indices from `begin` on, each the number of keys below the index's bound. Index i
+        < `entries` is entry i, and its key is the bound. Index `entries` + e is expert e, and the lowest possible key
+        of expert e + 1 is the bound. One warp calls this."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
         below = filled((BATCH,), 0, Int32)

@@ -75,15 +75,14 @@ class MoeGateSm90:
         if const_expr(self.scores == "sigmoid"):
             return 1.0 / (1.0 + cute.math.exp(-x))
         u = cute.math.exp(x)
-        # A series for log1p(u), for small u: 1 + u would keep few bits of u.
+        # A series for log1p(u): 1 + u would keep few bits of a small u.
         small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
         softplus = small if u < 0.1 else cute.math.log(1.0 + u)
         return cute.math.sqrt(x if x > 20.0 else softplus)
 
     @cute.jit
     def keep_best_groups(self, order, lane):
-        """Keep the `topk_group` groups in which the sum of the two largest biased scores is largest; ties go to the
-        lowest index. Set the orders of all other groups' experts to the order of -inf."""
+        """Keep the `topk_group` best groups. Set the orders of all other groups' experts to the order of -inf."""
         of_group = cute.make_rmem_tensor((self.n_group,), Int32)
         for g in cutlass.range_constexpr(self.n_group):
             best, second = Int32(LOWEST), Int32(LOWEST)
@@ -97,9 +96,8 @@ class MoeGateSm90:
             total = number_of(first)
             if const_expr(self.group > 1):
                 holders = cute.arch.vote_ballot_sync(best == first)
-                # The first lane with the group's best score contributes the second best score among its experts of the
-                # group. Each other lane contributes the best score among its experts. The largest contribution is the
-                # group's second best score.
+                # The first lane with the group's best score contributes its second best score, and each other lane its
+                # best score. The largest contribution is the group's second best score.
                 mine = holders & ((1 << lane) - 1) == 0 and best == first
                 total += number_of(cute.arch.warp_redux_sync(second if mine else best, "max"))
             of_group[g] = order_of(total)
@@ -146,8 +144,7 @@ class MoeGateSm90:
 
     @cute.jit
     def factor(self, own_score: Float32, scale: Float32) -> Float32:
-        """Return the factor that turns a token's selected scores into weights. Each lane has one selected score, or
-        0."""
+        """Return the factor that turns a token's selected scores into weights."""
         if const_expr(not self.normalise):
             return scale
         return scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
@@ -163,7 +160,6 @@ def order_of(x: Float32) -> Int32:
 
 @cute.jit
 def number_of(order: Int32) -> Float32:
-    """Return the number that has this order: the inverse of `order_of`."""
     bits = order ^ ((order >> 31) & LAST)
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
@@ -184,8 +180,7 @@ def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_g
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each gate of the published models. Other gates are compiled at
-    their first call."""
+    """The gates of published models. Other gates are compiled at their first call."""
     return [
         (compile_moe_gate, (256, 8, "sigmoid", 8, 4, True)),  # V3.2
         (compile_moe_gate, (256, 8, "sigmoid", 1, 1, True)),  # GLM-5

@@ -99,15 +99,15 @@ class RouteByTableSm90:
         if const_expr(self.entries.ctas > 1):
             cute.arch.cluster_wait()
         if token < tokens and lane < self.gate.top_k:
-            # Keep -1: subtracting the first expert must not turn it into a valid index.
+            # Subtracting `first` must not turn -1 into a valid index.
             own = e - first if e >= 0 else Int32(-1)
             self.entries.send(keys, own, count, token * self.gate.top_k + lane)
         self.entries.write(keys, order, rows, ends, entries, rank, warp, lane)
 
     @cute.jit
     def named(self, table: cute.Tensor, token_id: Int64, lane: Int32) -> Int32:
-        """Return the expert in column `lane` of a token's row of the table, or -1 if the table has no row for the token
-        or if the number is outside [0, E)."""
+        """Return the expert in column `lane` of a token's row of the table. -1: no such row, or the number is outside
+        [0, E)."""
         e = Int32(-1)
         if token_id >= 0 and token_id < table.shape[0]:
             number = table[token_id, lane]
@@ -146,8 +146,7 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the gates of published models need. Other
-    variants are compiled at their first call."""
+    """The variants for published models. Others are compiled at their first call."""
     return [
         (compile_route_by_table, ("bfloat16", tokens, count, 6))
         for count in (256, 384)  # experts of V4-Flash and V4-Pro

@@ -3,9 +3,8 @@ The limits of top_k and n_group are those of the gate's kernel: MAX_TOP_K and MA
 
 DTYPES = ("bfloat16", "float16")
 CHANNEL_MULTIPLE = 32
-# Tokens per tile of the logits' product: FEW_TOKENS if there are at most FEW_TOKENS tokens, otherwise TILE_TOKENS. One
-# CTA gates and sorts up to FEW_TOKENS tokens; a cluster gates and sorts more tokens.
+# Tokens per tile of the logits' product. One CTA gates and sorts up to FEW_TOKENS tokens; a cluster gates and sorts
+# more.
 FEW_TOKENS, TILE_TOKENS = 8, 32
-# MAX_TOKENS: at 64 tokens these kernels are faster than separate kernels for product, gate and sort; at 128 tokens they
-# are slower.
+# At 64 tokens these kernels are faster than separate kernels for product, gate and sort; at 128 tokens they are slower.
 MAX_TOKENS, MAX_EXPERTS = 64, 512

@@ -100,8 +100,7 @@ class RouteToExpertsSm90:
             e = cutlass.min(lane + 32 * i, self.gate.experts - 1)
             own[i], own_bias[i] = logits[cutlass.min(token, tokens - 1), e], bias[e]
         self.entries.fill_up(keys, entries, tid)
-        # The barrier keeps the loads together: without it, the compiler would compute scores between the loads, but it
-        # moves no load across a barrier.
+        # Without the barrier, the compiler would compute scores between the loads.
         cute.arch.sync_threads()
         if token < tokens:
             self.choose(own, own_bias, chosen[None, warp], weights, token, scale, lane)
@@ -115,8 +114,8 @@ class RouteToExpertsSm90:
 
     @cute.jit
     def choose(self, own, own_bias, chosen: cute.Tensor, weights, token, scale: Float32, lane):
-        """Run the gate for one token. This lane has every 32nd logit in `own` and the biases of these experts in
-        `own_bias`. Write the token's experts to `chosen` and the experts' weights to `weights`."""
+        """Run the gate for one token, and write `chosen` and `weights`. This lane has every 32nd logit in `own`, and
+        the same experts' biases in `own_bias`."""
         score = cute.make_rmem_tensor((self.gate.each,), Float32)
         order = cute.make_rmem_tensor((self.gate.each,), Int32)
         for i in cutlass.range_constexpr(self.gate.each):
@@ -125,7 +124,7 @@ class RouteToExpertsSm90:
             order[i] = order_of(score[i] + own_bias[i]) if there else Int32(LOWEST)
         if const_expr(self.gate.n_group > self.gate.topk_group):
             self.gate.keep_best_groups(order, lane)
-        # The stride 0 makes `select` write to `chosen` whatever the token's index is.
+        # With stride 0, `select` writes to `chosen` whatever the token's index is.
         place = cute.make_tensor(chosen.iterator, cute.make_layout((1, self.gate.top_k), stride=(0, 1)))
         self.gate.select(score, order, place, weights, token, scale, lane)
 
@@ -165,8 +164,7 @@ def compile_route_to_experts(
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the gates of published models need. Other
-    variants are compiled at their first call."""
+    """The variants for published models. Others are compiled at their first call."""
     gates = [
         (256, 8, "sigmoid", 8, 4, True),  # V3.2
         (256, 8, "sigmoid", 1, 1, True),  # GLM-5

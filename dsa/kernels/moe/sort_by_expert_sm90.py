@@ -104,5 +104,4 @@ def compile_sort_by_expert(dtype: str):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the op can ask for."""
     return [(compile_sort_by_expert, (dtype,)) for dtype in ("int32", "int64")]

@@ -89,7 +89,6 @@ def compile_experts_sum(dtype: str, ranks: int, shared: bool):
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the sums over GPUs can ask for."""
     return [
         (compile_experts_sum, (dtype, ranks, shared)) for dtype in DTYPES for ranks in RANKS for shared in (False, True)
     ]

@@ -41,8 +41,7 @@ THREADS = 256
 
 
 def choose_ctas(places: int, sms: int) -> int:
-    """Return the number of CTAs: one thread per place, but at most one CTA per SM. All CTAs must be resident at once,
-    because threads wait for other ranks."""
+    """All CTAs must be resident at once, because threads wait for other ranks."""
     return min(-(-places // THREADS), sms)
 
 
@@ -69,8 +68,8 @@ class Patience(NamedTuple):
 
 @cute.jit
 def _look(address: Int64, turn: Uint32, gave_up: Int64):
-    """-> (the packet's first word of data, its second word, whether this turn is next to both words, whether a thread
-    of this GPU has stopped waiting)"""
+    """-> (the packet's first word of data, its second word, whether both words are of this turn, whether a thread of
+    this GPU has stopped waiting)"""
     first, one, second, other, stopped = cute.arch.inline_ptx(
         "ld.volatile.global.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}]; "
         "ld.volatile.global.b32 {$w4}, [{$r1}];",
@@ -177,7 +176,7 @@ class OneShotSumSm90:
 
     @cute.jit
     def scratch(self, tid: Int32) -> Int32:
-        """Return 0: `load` needs no shared memory here. In ExpertsSumSm90 this is an address."""
+        """In ExpertsSumSm90 this is a shared-memory address."""
         return Int32(0)
 
     @cute.jit
@@ -213,5 +212,4 @@ def fake_numbers() -> tuple[Int32, Int32, Int64, Int64]:
 
 
 def shipped_variants() -> Variants:
-    """Return a (compile function, arguments) pair for each variant that the sums over GPUs can ask for."""
     return [(compile_one_shot_sum, (dtype, ranks)) for dtype in DTYPES for ranks in RANKS]

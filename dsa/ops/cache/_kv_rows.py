@@ -27,7 +27,7 @@ def check_cache(cache: torch.Tensor) -> None:
 
 def cache_rows(cache: torch.Tensor) -> torch.Tensor:
     """Return a view of the cache's rows: [pages, P, d] floats, or uint8 [pages, P, 656] (V3.2) or [pages, P, 576] (V4).
-    In a V4 page the scales of all tokens follow these rows, outside the view."""
+    The scales of a V4 page are outside the view."""
     if cache.dtype in BYTE_DTYPES:
         cache = cache.view(torch.uint8)
         if is_v4(cache):

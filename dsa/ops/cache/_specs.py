@@ -43,7 +43,6 @@ def check_kv_cache(name: str, cache: torch.Tensor) -> Sizes:
 
 
 def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
-    """Check that a tensor is a cache in a layout of `dsa.reference.cache.kv_cache`, and return the channels per row."""
     check_tensor(name, cache, CACHE_DTYPES, ("pages", "P", 1, "d"))
     return check_kv_cache(name, cache)["d"]
 
@@ -61,19 +60,19 @@ def row_layout(cache: torch.Tensor) -> str:
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """Return the layout of a cache for kernels that require contiguous pages in every byte cache, V3.2 and V4."""
+    """Return the layout of a cache for kernels that require contiguous pages in every byte cache."""
     return PAGES if cache.dtype in BYTE_DTYPES else ROWS
 
 
 def slots_and_page_bytes(row: str) -> dict[str, Accepted]:
-    """Return the limits of a cache with contiguous pages. row: a word for the bytes per row, made of names in the
-    op's specs, for example "(D+4)". Kernels count the bytes of a page in int32."""
+    """Return the limits of a cache with contiguous pages, whose bytes kernels count in int32. row: the bytes per row in
+    names of the op's specs, for example "(D+4)"."""
     return COUNTED_SLOTS | {f"P*{row}": at_most(INT_MAX)}
 
 
 def pages_as_rows(cache: torch.Tensor) -> torch.Tensor:
-    """Return a view [pages, bytes] of a cache of layout PAGES. If there is only one page, its stride is arbitrary and
-    is replaced by a multiple of 16 bytes, as kernels require."""
+    """Return a view [pages, bytes] of a cache of layout PAGES. The stride of a single page is arbitrary; it is replaced
+    by a multiple of 16 bytes, as kernels require."""
     width = _page_bytes(cache)
     stride = cache.stride(0) if cache.shape[0] > 1 else width + -width % 16
     return cache.as_strided((cache.shape[0], width), (stride, 1))

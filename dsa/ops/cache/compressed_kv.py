@@ -271,7 +271,7 @@ def _write_compressed_kv(
 ) -> None:
     from dsa.kernels.cache.compressed_kv_sm90 import compile_write_compressed_kv
 
-    if starts.shape[0] and kv.shape[0]:  # also with a cache without pages, because the kernel still writes the state
+    if starts.shape[0] and kv.shape[0]:  # also without pages, because the kernel still writes the state
         d, m = norm_weight.shape[0], ape.shape[0]
         is_index = reference.is_index_cache(cache, d)
         pages = pages_as_rows(cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)

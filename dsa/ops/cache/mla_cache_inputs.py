@@ -122,6 +122,6 @@ def _write_mla_cache(
             dtype_name(kv.dtype), layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0
         )
         rows, pages, words = rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots)
-        # The kernel needs a tensor for `out` in any case. Without `out` it gets kv's rows, which it does not write.
+        # Without `out` the kernel gets kv's rows, which it does not write.
         kept = rows if out is None else rows_at_16_bytes(out)
         launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))

@@ -29,8 +29,7 @@ RMS_NORM_GRADIENT = Arguments(
 
 
 def has_kernel(x: torch.Tensor) -> bool:
-    """Whether the kernel can compute the gradients of `rms_norm` for x, by dtype, sizes and layout. Under torch.compile
-    the answer is no."""
+    """Whether the kernel can compute the gradients of `rms_norm` for x."""
     if torch.compiler.is_compiling() or x.dim() == 0 or not _rms_norm_gradient.runs_kernel(x):
         return False
     channels = x.shape[-1]

@@ -120,5 +120,4 @@ def _hyper_collapse_norm_cast_to_fp8(
 
 
 def _tile(channels: int) -> tuple[int, int, int]:
-    """Return the smallest tile of HYPER_NORM_TILES that fits a row of this many channels."""
     return next(tile for tile in HYPER_NORM_TILES if channels <= tile[1] * tile[2] * _VECTOR)

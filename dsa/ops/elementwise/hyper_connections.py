@@ -230,7 +230,6 @@ def _hyper_head(
 
 
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
-    """Return (threads, 16-byte vectors per thread and stream) of the smallest CTA that keeps a token's streams in
-    registers."""
+    """Return (threads, 16-byte vectors per thread and stream) of the smallest CTA that can hold a token's streams."""
     width = 16 // streams.element_size()
     return next(tile for tile in HYPER_TILES if streams.shape[2] <= math.prod(tile) * width)

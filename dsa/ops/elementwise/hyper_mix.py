@@ -22,7 +22,7 @@ from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_m
 
 __all__ = ["hyper_mix"]
 
-FEW_TOKENS = 64  # the kernel for few tokens is faster than the other kernels up to FEW_TOKENS tokens
+FEW_TOKENS = 64  # up to FEW_TOKENS tokens the kernel for few tokens is the fastest
 # Upper limit on the clusters (of 8 CTAs each) in a launch, so that all run in one wave. An H200 runs up to 15 at once.
 CLUSTERS = 14
 BF16 = (torch.bfloat16,)

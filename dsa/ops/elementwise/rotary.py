@@ -103,7 +103,7 @@ def _results(x: torch.Tensor) -> torch.Tensor:
 
 def _check_rows(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
     if out is None:
-        out = x  # stands for the new tensor, which allows groups of 8 channels if x does
+        out = x  # the new tensor allows groups of 8 channels if x does
     else:
         x, out, _ = _rotated_parts(x, cos, dims, out)
     if x.shape[-1] % 2:
@@ -148,8 +148,8 @@ def _apply_rotary(
 def _rotated_parts(
     x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return (the channels of x that the kernel reads, the channels of out that it writes, the first rotated channel in
-    these views). If out is x, the views contain only the rotated channels."""
+    """Return views of x and out for the kernel, and the first rotated channel in them. If out is x, they contain only
+    the rotated channels."""
     rotated = 2 * cos.shape[1]
     begin = x.shape[-1] - rotated if dims == "last" else 0
     if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
@@ -158,13 +158,11 @@ def _rotated_parts(
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """Return x [T, ..., D] as [T, H, D]."""
     return x if x.dim() == 3 else x.view(x.shape[0], -1, x.shape[-1])
 
 
 def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (x, out), with strides of dimensions of size 1 replaced, for the kernel that accesses groups of 8
-    channels. Return None if that kernel cannot access them."""
+    """Return (x, out) for the kernel that accesses groups of 8 channels, or None if it cannot access them."""
     if x.shape[-1] % (2 * ROTARY_PAIRS) or rotated % (2 * ROTARY_PAIRS):
         return None
     x, out = rows_at_16_bytes(x), rows_at_16_bytes(out)
@@ -172,8 +170,8 @@ def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tenso
 
 
 def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
-    """Return x (cos or sin), or a copy of x if the kernel cannot read the layout of x. A copy costs little, because x
-    is small. wide: whether the kernel accesses groups of 8 channels"""
+    """Return x (cos or sin), copied if the kernel cannot read its layout. wide: whether the kernel accesses groups of 8
+    channels"""
     given = rows_at_16_bytes(x) if wide else unit_inner(x)
     if given is None or given.stride(1) != 1:
         return x.clone(memory_format=torch.contiguous_format)
@@ -187,7 +185,7 @@ def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:
 
 def _rotate_back(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    # Call the registered op: it can be traced, and it is differentiable by this same function.
+    # The registered op can be traced, and this function differentiates it, too.
     back = torch.ops.dsa.apply_rotary(grad.contiguous(), cos, -sin, ctx.interleaved, ctx.dims)
     return back, None, None, None, None
 

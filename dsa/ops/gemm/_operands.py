@@ -23,16 +23,13 @@ def fp4_weight(name: str, value: object) -> tuple:
 def check_rows(
     q: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None, expected_rows: int | None
 ) -> None:
-    """Check `weights` and `expected_rows` of a grouped product. Without `rows`, each row of q gives one row of the
-    result."""
+    """Check `weights` and `expected_rows` of a grouped product."""
     if rows is None and weights is not None and len(weights) != len(q):
         raise ValueError(f"weights: shape must be [{len(q)}], got [{len(weights)}] (sizes as of a[0], without rows)")
     check_expected_rows(q, rows, expected_rows)
 
 
 def check_expected_rows(q: torch.Tensor, rows: torch.Tensor | None, expected_rows: int | None) -> None:
-    """Raise ValueError if expected_rows is above M, the number of rows of the result. M is the length of `rows`, or the
-    number of rows of q if `rows` is None."""
     count, origin = (len(q), "a[0], without rows") if rows is None else (len(rows), "rows")
     if expected_rows is not None and expected_rows > count:
         raise ValueError(f"expected_rows: must be at most M = {count}, got {expected_rows} (sizes as of {origin})")

@@ -39,14 +39,11 @@ E8M0 = (torch.float8_e8m0fnu,)
 
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Up to FEW_ROWS expected rows per matrix on average, the kernel that widens weights in registers
-# (fp8_fp4_gemm_few_rows_sm90.py) is faster than the kernel that widens them in shared memory (fp8_fp4_gemm_sm90.py).
-# Both accept any number of rows.
+# Up to FEW_ROWS expected rows per matrix, fp8_fp4_gemm_few_rows_sm90.py is faster than fp8_fp4_gemm_sm90.py.
 FEW_ROWS = 24
 
 
 def check_groups(name: str, packed: torch.Tensor) -> None:
-    """Raise ValueError unless the number of channels is a multiple of the group size."""
     channels = 2 * packed.shape[-1]
     if channels % fp4_cast.GROUP:
         raise ValueError(
@@ -209,8 +206,7 @@ def _grouped_fp8_fp4_gemm_nt(
 
 
 def _group_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Return e8m0 scales [E, N, K / 32] as bytes: a view, or a copy with rows padded to a multiple of 16 bytes if
-    needed."""
+    """Return e8m0 scales [E, N, K / 32] as bytes, with rows padded to a multiple of 16 bytes."""
     codes = scale.view(torch.uint8)
     return torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 16)) if codes.shape[-1] % 16 else codes
 

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
-# The small-M kernel of grouped products runs if at most FEW_ROWS rows are expected in all, or at most
-# FEW_ROWS_OF_A_MATRIX per matrix on average (`has_few_rows` has the other conditions).
+# Limits of expected rows, in all and per matrix, for the small-M kernel of grouped products (`has_few_rows`).
 FEW_ROWS, FEW_ROWS_OF_A_MATRIX = 64, 8
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -263,9 +262,8 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write `grouped_fp8_gemm_nt((q, s), (w, ws), ends)` to out [M, N]. w is [E, N, K]. With `rows` [M], row m of the
-    product uses row rows[m] of q; otherwise q is [M, K]. With `weights` [M], row m of the product is multiplied by
-    weights[m]."""
+    """Write `grouped_fp8_gemm_nt((q, s), (w, ws), ends)` to out [M, N]. w is [E, N, K]. The other arguments are those
+    of `grouped_fp8_gemm_nt`."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
 
@@ -293,14 +291,14 @@ def write_grouped_product(
 
 
 def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
-    """Return the number of rows for which kernel and tile are chosen: all `count` rows if expected_rows is None,
-    otherwise expected_rows, but at least 1. Every choice gives right results for any number of rows."""
+    """Return the number of rows for which kernel and tile are chosen. Every choice gives right results for any number
+    of rows."""
     return count if expected_rows is None else max(expected_rows, 1)
 
 
 def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Return whether to run the small-M kernel of grouped products. It is faster if there are so few rows that loading
-    the weights takes nearly all of the time. It does not gather `rows`, and callers do not use it with `weights`."""
+    """Whether to run the small-M kernel of grouped products. It is faster if loading the weights takes nearly all of
+    the time. It does not gather `rows`, and does not support `weights`."""
     return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
@@ -309,8 +307,8 @@ def gathered_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the arguments (q, s, rows) of a kernel that gathers rows unless `rows` is None.
 
-    Up to GATHERED_ROWS expected rows, gathering in the kernel is faster than a copy. For more, this function returns
-    copies of the rows and None for `rows`.
+    For more than GATHERED_ROWS expected rows a copy is faster. This function then returns copies of the rows, and None
+    for `rows`.
     """
     from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS
 
@@ -320,8 +318,8 @@ def gathered_rows(
 
 
 def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
-    """Return copies of the rows `rows` of q and s, or q and s themselves if `rows` is None. An index outside q is
-    clamped; the result of the index's row is undefined anyway."""
+    """Return copies of the rows `rows` of q and s. An index outside q is clamped; that row's result is undefined
+    anyway."""
     if rows is None:
         return q, s
     rows = rows.clamp(0, len(q) - 1)
@@ -329,31 +327,26 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 def schedules_dynamically(rows: int, matrices: int) -> bool:
-    """Whether to schedule work tiles dynamically: with several matrices and many rows this is faster than a static
-    schedule, because work tiles take different times."""
+    """Whether to schedule work tiles dynamically: faster if work tiles take different times."""
     return matrices > 1 and rows >= max(limits.DYNAMIC_ROWS, limits.DYNAMIC_ROWS_OF_A_MATRIX * matrices)
 
 
 def tile_counter(like: torch.Tensor, is_dynamic: bool) -> torch.Tensor | None:
-    """Return a zeroed counter of work tiles, int32 [1], for dynamic scheduling; None for a static schedule."""
     return torch.zeros(1, dtype=torch.int32, device=like.device) if is_dynamic else None
 
 
 def aligned_rows(q: torch.Tensor) -> torch.Tensor:
-    """Return q [M, K], or a contiguous copy if its rows do not start at multiples of 16 bytes."""
     aligned = rows_at_16_bytes(q)
     return q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 
 
 def aligned_scales(x: torch.Tensor) -> torch.Tensor:
-    """Return scales x [..., G] with rows at multiples of 16 bytes and G a multiple of 4; pads or copies if needed."""
+    """Return scales x [..., G] with rows at multiples of 16 bytes and G padded to a multiple of 4."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 4)) if x.shape[-1] % 4 else tma_rows(x)
 
 
 @functools.lru_cache(4096)
 def _choose_config(rows: int, columns: int, channels: int, sms: int) -> "Tile":
-    """Choose the CTA tile for a product with one matrix. A tile of type FewRowsConfig also selects the small-M
-    kernel."""
     from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix
 
     return choose_for_one_matrix(rows, columns, channels, sms)

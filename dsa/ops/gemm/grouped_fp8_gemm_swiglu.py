@@ -176,8 +176,7 @@ def _grouped_fp8_gemm_swiglu(
         return out, scale
     expected = fp8.rows_to_choose_for(count, expected_rows)
     if fp8.has_few_rows(expected, matrices, rows):
-        # Nearly all of the time goes into loading the weights, which the small-M kernel does faster than the fused
-        # kernel. The cast that follows is short.
+        # The small-M kernel loads the weights faster than the fused kernel, and the cast that follows is short.
         gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None, expected)
         return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
     q, s, rows = fp8.gathered_rows(q, s, rows, expected)
@@ -221,8 +220,8 @@ def _grouped_fp8_fp4_gemm_swiglu(
     dtype: torch.dtype,
     expected_rows: int | None,
 ) -> Scaled:
-    # A kernel that fuses product and cast must widen 256 weight rows (gate and up) per 128 rows of a. A product that
-    # widens 128 weight rows per 256 rows of a, followed by a cast, is faster.
+    # A fused kernel would widen 256 weight rows (gate and up) per 128 rows of a. A product that widens 128 per 256 rows
+    # of a, and then a cast, are faster.
     operands = q, s, packed, scale, block_scale, ends, dtype, rows, None, expected_rows
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
     return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)

@@ -87,8 +87,7 @@ def cast_of_matrices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply `swiglu_cast_to_fp8` to the halves of a grouped product [M, 2 I], I a multiple of 128.
 
-    Rows from ends[E - 1] on belong to no expert. If the cast needs more than one wave of CTAs, a persistent kernel runs
-    that skips these rows.
+    For more than one wave of CTAs a persistent kernel runs, which skips the rows from ends[E - 1] on.
     """
     from dsa.kernels.gemm import swiglu_cast_sm90 as kernel
 

@@ -89,7 +89,6 @@ def fp8_mqa_logits(
 
 
 def pair(kv: object) -> tuple:
-    """Return kv as (keys, scales). Raises TypeError unless kv is a tuple or a list of two."""
     return check_pair("kv", kv, "(e4m3 keys, fp32 scales)")
 
 
@@ -156,8 +155,7 @@ def _fp8_mqa_logits(
     half = accumulators == torch.float16
     config = kernel.choose_config(heads, dim, half)
     chunk, work_tiles = kernel.choose_chunk(queries, keys, config.columns // heads, sms)
-    # Without max_seqlen_k the kernel writes whole tiles of 64 keys, and the last tile may extend into the buffer's
-    # padding.
+    # Without max_seqlen_k the last tile of 64 keys may extend into the buffer's padding.
     columns = max_seqlen_k or -(-keys // 64) * 64
     whole = out.as_strided((queries, columns), out.stride())
     flat = q.view(queries * heads, dim)

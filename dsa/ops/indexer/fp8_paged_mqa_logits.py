@@ -41,8 +41,6 @@ def _check_plan(name: str, plan: torch.Tensor) -> None:
 
 
 def _lengths_layout(context_lens: torch.Tensor) -> str:
-    """Return the layout that the kernels require of context_lens: any stride for [B], contiguous rows for [B,
-    next_n]."""
     return INNER if context_lens.dim() == 2 else ANY
 
 

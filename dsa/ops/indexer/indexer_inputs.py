@@ -192,14 +192,12 @@ def _write_indexer_keys(
 
 
 def _angle_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x (cos or sin), or a copy of x if its rows are not contiguous or do not start at multiples of 16 bytes."""
     if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
-    """Return x with the row length as the stride of each dimension of size 1. In torch the stride of a single element
-    is arbitrary; for the kernels it must be a multiple of 16 bytes."""
+    """In torch the stride of a dimension of size 1 is arbitrary; for the kernels it must be a multiple of 16 bytes."""
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape[:-1])]
     return x if strides == list(x.stride()[:-1]) else x.as_strided(x.shape, (*strides, 1))

@@ -26,8 +26,7 @@ MOST_QUERIES = 2**19  # upper limit per launch, so that offsets into the candida
 def _check_paging(
     q: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
 ) -> None:
-    """Check the paging arguments. q is passed instead of the scores, because only the number of rows matters: one per
-    query."""
+    """q stands for the scores: only the number of rows matters."""
     topk_indices.check_paging(q, block_table, page_size, row_to_seq)
 
 
@@ -103,7 +102,6 @@ def indexer_select(
 
 
 def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate (indices, values); values are empty without return_values."""
     indices = torch.empty(len(q), top_k, dtype=torch.int32, device=q.device)
     shape = (len(q), top_k) if return_values else (0, 0)
     return indices, torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -143,7 +141,7 @@ def _indexer_select(
     table = None if block_table is None else unit_inner(block_table)
     for begin in range(0, queries, MOST_QUERIES):
         part = slice(begin, begin + MOST_QUERIES)
-        # Without row_to_seq query t uses row t of the table, so the table must be sliced like the queries.
+        # Without row_to_seq query t uses row t of the table.
         own = table if table is None or row_to_seq is not None else table[part]
         of_part = (x if x is None else x[part] for x in (row_to_seq, indices, values if return_values else None))
         _select(
@@ -168,7 +166,6 @@ def _select(
     values: torch.Tensor | None,
     half: bool,
 ) -> None:
-    """Launch the kernels for more than TWO_OPS_KEYS keys and up to MOST_QUERIES queries."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import indexer_select_sm90 as exact
     from dsa.kernels.indexer.candidate_select_sm90 import compile_candidate_select
@@ -176,7 +173,7 @@ def _select(
     (queries, heads, dim), keys = q.shape, len(k)
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     options = 0 if values is None else VALUES
-    # The kernels do not read arguments that are not given. Any tensor of the same dtype and rank serves as placeholder.
+    # Placeholders of the right dtype and rank, which the kernels do not read.
     table, sequences = indices, cu_seq_len_k_start
     if block_table is not None:
         table, options = block_table, options | PAGED
@@ -203,7 +200,6 @@ Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _lists(device: torch.device, queries: int, capacity: int) -> Lists:
-    """Allocate (entries [S, capacity] int64, counts [S, 2] int32, bounds [S] fp32) of the candidate lists."""
     entries = torch.empty(queries, capacity, dtype=torch.int64, device=device)
     counts = torch.empty(queries, 2, dtype=torch.int32, device=device)
     return entries, counts, torch.empty(queries, dtype=torch.float32, device=device)
@@ -217,8 +213,8 @@ def _list_candidates(
     top_k: int,
     half: bool,
 ) -> None:
-    """Launch the passes over the keys, which list candidates (candidate_lists.py). After each pass but the last, launch
-    the kernel that computes each query's bound for the next pass."""
+    """Launch the passes over the keys (candidate_lists.py). After each pass but the last, a kernel computes the
+    queries' bounds for the next pass."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import candidate_scores_sm90 as scores
     from dsa.kernels.indexer.candidate_bounds_sm90 import compile_candidate_bounds

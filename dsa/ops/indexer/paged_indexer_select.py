@@ -75,7 +75,6 @@ def paged_indexer_select(
 
 
 def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate (indices, values); values are empty without return_values."""
     queries = q.shape[0] * q.shape[1]
     indices = torch.empty(queries, top_k, dtype=torch.int32, device=q.device)
     shape = (queries, top_k) if return_values else (0, 0)
@@ -83,7 +82,6 @@ def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Te
 
 
 def _columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_context_len: int) -> int:
-    """Return the largest number of keys that a query can see."""
     return min(max_context_len, block_table.shape[1] * kv_cache.shape[1])
 
 
@@ -93,8 +91,7 @@ def _check_columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_contex
 
 
 def _visible_keys(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
-    """Return how many keys each query sees, [B * next_n] int32. A number can be below 0 or above the number of columns;
-    the selection clips it."""
+    """Return how many keys each query sees, [B * next_n] int32. The selection clips these numbers."""
     if context_lens.dim() == 2 or next_n == 1:
         return context_lens.reshape(-1)
     # Clamp before the subtraction: the lowest int32 would wrap to a large number.

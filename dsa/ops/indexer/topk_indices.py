@@ -115,7 +115,6 @@ def topk_indices(
 
 
 def _results(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate (indices, values); values are empty without return_values."""
     return _indices(scores, k), _values(scores, k, return_values)
 
 

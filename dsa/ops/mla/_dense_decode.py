@@ -39,7 +39,7 @@ from dsa.runtime.declare import (
 
 SHORT = 4  # a call is short if the block table has at most this many key tiles per part of the plan, on average
 # A short call with at least FEW_CTAS_ROWS rows (query, head) and at most FEW_CTAS_SPLITS splits per sequence runs the
-# combine kernel with few CTAs. A CTA reads its splits one after another, so with more splits few CTAs would be slower.
+# combine kernel with few CTAs. A CTA reads its splits one after another, so more splits need more CTAs.
 FEW_CTAS_ROWS, FEW_CTAS_SPLITS = 256, 16
 
 
@@ -114,8 +114,7 @@ def _dense_mla_decode(
     causal: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch dense decoding. Without a plan each sequence has a fixed number of splits, so the decoding is
-    batch-invariant."""
+    """Without a plan each sequence has a fixed number of splits, so the decoding is batch-invariant."""
     from dsa.kernels.mla.mla_combine_sm90 import FEW, choose_config, compile_mla_combine
     from dsa.kernels.mla.mla_decode_sm90 import cluster_of, compile_mla_decode
 
@@ -144,8 +143,8 @@ def _dense_mla_decode(
     cluster = 1 if short else cluster_of(rows)
     decode = compile_mla_decode(dtype_name(q.dtype), math.gcd(page_size, TILE_N), cluster)
 
-    # The config determines the order in which splits are added. In batch-invariant decoding this order must not depend
-    # on the other sequences, so the config is chosen for the rows of one sequence.
+    # The config determines the order in which splits are added. In batch-invariant decoding it must not depend on the
+    # other sequences.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
     few = short and together >= FEW_CTAS_ROWS and min(per_sequence, tiles) <= FEW_CTAS_SPLITS
     config = FEW if few else choose_config(per_sequence, together)

@@ -38,7 +38,7 @@ def own_plan(tile_scheduler_metadata: object) -> Plan:
     if meta is None or isinstance(meta, (FlashMLASchedMeta, torch.Tensor, type)):
         return meta
     if not all(hasattr(meta, name) for name in _FIELDS):
-        return meta  # `check_plan` refuses this argument
+        return meta
     own = getattr(meta, _KEPT, None)
     if not isinstance(own, FlashMLASchedMeta):
         own = FlashMLASchedMeta()
@@ -54,7 +54,7 @@ def own_plan(tile_scheduler_metadata: object) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class MetadataRequest:
-    """The arguments of `get_mla_metadata` in the old style that affect the plan."""
+    """The arguments of the old style that affect the plan."""
 
     cache_seqlens: torch.Tensor
     num_q_tokens_per_head_k: int
@@ -101,14 +101,12 @@ def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -
 
 
 def _named(meta: object) -> str:
-    """Return the type of a wrong plan for a message. For a class return "the class NAME", because the class
-    FlashMLASchedMeta itself is a likely mistake."""
+    """Return the type of a wrong plan for a message. The class FlashMLASchedMeta itself is a likely mistake."""
     return f"the class {meta.__name__}" if isinstance(meta, type) else type(meta).__name__
 
 
 def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check that a plan of the old style has as many sequences as q. Decoding that does not read the plan calls this
-    function: sparse decoding, and dense decoding with enable_batch_invariant."""
+    """Check that a plan of the old style has as many sequences as q, for decoding that does not read the plan."""
     if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
         check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
         check_tensor("num_splits", num_splits, INT32, (shape[0] + 1,), "q and tile_scheduler_metadata")
@@ -116,8 +114,8 @@ def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Ten
 
 
 def bind_plan(meta: Plan, config: dict[str, object]) -> None:
-    """Store `config`, the shapes of a call, in the plan if this is the first call that uses the plan. Raises ValueError
-    for a later call with other shapes."""
+    """Store `config`, the shapes of a call, at the plan's first use. Raises ValueError for a later call with other
+    shapes."""
     if not isinstance(meta, FlashMLASchedMeta):
         return
     if meta.have_initialized and meta.config != config:

@@ -17,20 +17,18 @@ from dsa.ops.mla._sparse_attention import (
 from dsa.runtime import backends
 from dsa.runtime.declare import dtype_name
 
-# The smallest number of indices, queries times K, for which grouping is tried. If queries share too few keys, the
-# attempt costs 15 us without a gain. This is little, because attention with LEAST_INDICES indices takes 600 us.
+# The smallest number of indices, queries times K, for which grouping is tried. A vain attempt costs 15 us. Attention
+# with LEAST_INDICES indices takes 600 us.
 LEAST_INDICES = 2**22
-# The largest number of keys for which grouping is tried. To build a group's list, selection_union_sm90.py passes over
-# the group's indices once per 65536 (groups of 8) or 131072 (groups of 4) keys of the cache, selected or not. With more
-# keys the passes take longer than groups save. Also, with groups of 8 queries, the kernel's table of sampled keys has
-# no room for more keys.
+# The largest number of keys for which grouping is tried. selection_union_sm90.py passes over a group's indices once per
+# 65536 (groups of 8) or 131072 (groups of 4) keys of the cache. With more keys the passes take longer than groups save.
+# Also, the table of sampled keys of groups of 8 has no room for more.
 MOST_KEYS = 2**21
 
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
-    """Whether to try groups of queries: there must be enough groups for all SMs, enough indices, and not too many keys.
-    The caller checks that q has at most max(GROUP_SIZES) heads. Only the GPU knows which keys the queries share, so a
-    kernel decides for each group whether to compute it together."""
+    """Whether to try groups of queries. The caller checks that q has at most max(GROUP_SIZES) heads. A kernel decides
+    for each group whether its queries are computed together, because only the GPU knows which keys they share."""
     queries, heads, _ = q.shape
     return (
         queries >= group_size(heads) * backends.num_sms(q.device)
@@ -51,8 +49,8 @@ def attend_groups(
     sink: torch.Tensor | None,
     results: Results,
 ) -> None:
-    """Write attention of q [T, h, d] to the selected keys into `results`, including max_logits. h is at most 16. T, h,
-    the number of indices per query, and the number of keys are above 0.
+    """Write attention of q [T, h, d] to the selected keys into `results`, including max_logits. h is at most 16. No
+    size is 0.
 
     The first kernel decides for each group whether its queries are computed together. If so, it lists the keys that
     they select. The second kernel computes these groups. The third kernel computes the queries of the remaining groups
@@ -66,7 +64,7 @@ def attend_groups(
     size, num_sms = group_size(heads), backends.num_sms(q.device)
     q, groups = aligned(q), -(-queries // size)
     [cache], [indices], [counts], counted = list_arguments([selection], q.device)
-    # Upper bound of the number of keys in the list of a group that is computed together.
+    # The longest list of keys of a group that is computed together.
     width = max(1, min(size * indices.shape[2] * MOST_UNION[0] // MOST_UNION[1], cache.shape[0]))
 
     def int32(*shape: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 # smaller.
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
 WHOLE = 5.0  # fixed overhead in microseconds if no query is split
-SPLIT_COST = 3  # cost of splitting queries, in key tiles per CTA
+SPLIT_COST = 3  # of splitting queries, in key tiles per CTA
 LEAST_TILES = 2  # lower limit of the key tiles per CTA that works on split queries
 SHORT_LIST_HEADS = 32  # upper limit of the heads per CTA for lists that are too short to be split
 
@@ -103,8 +103,7 @@ def aligned(q: torch.Tensor) -> torch.Tensor:
 
 
 def of_caller(out: torch.Tensor) -> torch.Tensor:
-    """Return the caller's out [..., h, 512] with strides that kernels accept: strides of dimensions of size 1 are
-    replaced."""
+    """Return the caller's out [..., h, 512] with the strides of dimensions of size 1 replaced, as kernels require."""
     out = rows_at_16_bytes(out)
     if out.stride(-2) == HEAD_DIM_V:
         return out
@@ -126,16 +125,15 @@ def list_arguments(
 
 
 def sink_arguments(sink: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return (sink, has_sink) for a kernel."""
     return _absent(device)[1] if sink is None else sink, int(sink is not None)
 
 
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
     """Return (workers, full_waves, split_workers) of the StreamKScheduler. tiles: key tiles per query.
 
-    For each tile of heads there are `workers` CTAs. Each CTA computes at most full_waves unsplit queries; the tiles of
-    the remaining queries are divided evenly among the first split_workers CTAs. If split_workers is 0, no query is
-    split, and full_waves includes the remaining queries."""
+    For each tile of heads there are `workers` CTAs. Each CTA computes at most full_waves unsplit queries. The key tiles
+    of the remaining queries are divided evenly among the first split_workers CTAs. If split_workers is 0, no query is
+    split."""
     workers = max(1, num_sms // head_tiles)
     full_waves, rest = divmod(queries, workers)
     split_workers = min(workers, rest * tiles // LEAST_TILES)
@@ -149,8 +147,8 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
     """For FP8 caches, return the number of heads per CTA that is fastest according to FP8_KV_TIMES.
 
     If queries may not be split, only the number of heads decides, so that a result does not depend on the other
-    queries. Results for short lists, such as windows, do not depend on the other queries either: short lists are not
-    split, and 16 and 32 heads per CTA give the same bits."""
+    queries. The same holds for short lists, such as windows: they are not split, and 16 and 32 heads per CTA give the
+    same bits."""
 
     def time(head_tile: int) -> float:
         (of_tile, overhead), head_tiles = FP8_KV_TIMES[head_tile], -(-heads // head_tile)
@@ -170,12 +168,10 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy if its last dimension is not contiguous."""
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate out [splits, 1, heads, 512] and lse [splits, 1, heads] of the splits, fp32."""
     shape = (splits, 1, heads)
     out = torch.empty(*shape, HEAD_DIM_V, dtype=torch.float32, device=device)
     return out, torch.empty(shape, dtype=torch.float32, device=device)
@@ -183,11 +179,11 @@ def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[tor
 
 @functools.cache
 def no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return placeholders for the partial results of a launch that splits no query. The kernel does not access them."""
+    """Return placeholders for the partial results of a launch that splits no query."""
     return _partial_results(1, heads, device)
 
 
 @functools.cache
 def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return placeholders (int32 [1], fp32 [1]) for counts and a sink that are None. The kernel does not read them."""
+    """Return placeholders (int32 [1], fp32 [1]) for counts and a sink that are None."""
     return tuple(torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))

@@ -64,7 +64,6 @@ SPARSE_MLA_DECODE = Arguments(
 
 
 def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
     return _allocate_out(q, head_dim_v), _allocate_lse(q)
 
 
@@ -73,8 +72,8 @@ def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
 
 
 def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
-    """Allocate lse [B, h_q, s_q] with the strides of a transposed [B, s_q, h_q], which is FlashMLA's layout. Allocating
-    it with these strides, instead of transposing it, saves a step in every recorded call."""
+    """Allocate lse [B, h_q, s_q] with the strides of a transposed [B, s_q, h_q], which is FlashMLA's layout.
+    Transposing it instead would cost a step in every recorded call."""
     batch, s_q, h_q, _ = q.shape
     width = max(h_q, 1)
     return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
@@ -110,7 +109,6 @@ def _sparse_mla_decode(
     enable_batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch sparse decoding. Without queries, or if no cache has keys, set out to 0 and lse to +inf instead."""
     out = _allocate_out(q, head_dim_v) if out is None else out
     lse = _allocate_lse(q)
     selections = []
@@ -132,7 +130,6 @@ def _sparse_mla_decode(
 
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise ValueError for a cache that the reference accepts but the kernels do not."""
     if _is_bytes(cache) and q.dtype != torch.bfloat16:
         raise ValueError(f"q: the kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
 
@@ -142,7 +139,7 @@ def _is_bytes(cache: torch.Tensor) -> bool:
 
 
 def _byte_pages(cache: torch.Tensor) -> torch.Tensor:
-    """Return the cache as uint8 with strides that the kernel expects: strides of dimensions of size 1 are replaced."""
+    """Return the cache as uint8, with the strides of dimensions of size 1 replaced as kernels require."""
     pages, page_size, _, width = cache.shape
     stride = cache.stride(0) if pages > 1 else page_size * width + -page_size * width % 16
     return cache.view(torch.uint8).as_strided(cache.shape, (stride, width, width, 1))

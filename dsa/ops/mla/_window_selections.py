@@ -21,12 +21,10 @@ Selected = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def window_selections(packed: Packed, near: torch.Tensor | None, selected: Selected | None) -> list[Selection]:
-    """Return a `Selection` for the windows and one for `selected`, each only if it has keys. The arguments are checked
-    already.
+    """Return a `Selection` for the windows and one for `selected`, each only if it has keys.
 
     packed    queries, keys, both cu_seqlens, window
-    near      the result of `window_indices`: the rows of kv in each query's window, [T, window]. None: this function
-              launches `window_indices`
+    near      the result of `window_indices`: the rows of kv in each query's window, [T, window]. None: computed here
     selected  None, or (other keys [n, 1, d], the indices [T, K] of each query's keys, counts). counts: None, or [T]:
               only the first counts[t] indices count"""
     q, kv, cu_seqlens_q, cu_seqlens_k, window = packed

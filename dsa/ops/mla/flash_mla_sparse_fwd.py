@@ -107,7 +107,6 @@ def _allocate_out(q: torch.Tensor, d_v: int) -> torch.Tensor:
 
 
 def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate max_logits and lse."""
     return tuple(q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
 
 

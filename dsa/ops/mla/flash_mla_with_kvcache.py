@@ -25,9 +25,9 @@ from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memo
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Fixed cost per sequence, in key tiles, with which the plan is made. It depends on the number of key tiles that the
-# block table has room for, divided by the number of parts of the plan. At most HALVED: OVERHEAD_OF_SHORT. Above SHORT,
-# if sequences are split: OVERHEAD_OF_LONG. Otherwise, and if the block table is unknown (old style): OVERHEAD.
+# Fixed cost per sequence, in key tiles, with which the plan is made. It depends on tiles / parts: the block table's key
+# tiles per part of the plan. OVERHEAD_OF_SHORT is for at most HALVED, and OVERHEAD_OF_LONG for more than SHORT if
+# sequences are split. OVERHEAD is for all other cases, and for the old style, which does not know the block table.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
 # Up to HALVED tiles per part, decoding on half of the SMs is faster than on all, because the combine kernel can start
 # on the other SMs.
@@ -198,7 +198,6 @@ def _check_options(
     is_fp8_kvcache: bool,
     enable_batch_invariant: bool,
 ) -> None:
-    """Check the flags, causal and the plan. The ops for dense and sparse decoding check the other arguments."""
     check_flag("causal", causal)
     check_flag("enable_batch_invariant", enable_batch_invariant)
     if causal and indices is not None:
@@ -210,8 +209,6 @@ def _check_options(
 
 
 def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
-    """Return softmax_scale, or its default if it is None. For a q that the checks will refuse, the default is
-    arbitrary."""
     if softmax_scale is not None:
         return softmax_scale
     shape = shape_of(q)
@@ -221,9 +218,8 @@ def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
 def _config_of(
     q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> dict[str, object]:
-    """Return what a plan stores of a call: the shapes of q and of the pairs (cache, indices), where indices is None in
-    dense decoding. The tensors need not be checked yet. Calls with equal shapes share one dict, so it must not be
-    changed."""
+    """Return what a plan stores of a call: the shapes of q and of the pairs (cache, indices). The tensors need not be
+    checked yet. Calls with equal shapes share one dict, so it must not be changed."""
     shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
     config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns about lru_cache
     return config(shape_of(q), causal, shapes)
@@ -232,8 +228,7 @@ def _config_of(
 def _config(
     q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 ) -> dict[str, object]:
-    """Return the result of `_config_of`, given the shapes instead of the tensors. The shape () stands for an argument
-    that is not a tensor."""
+    """The result of `_config_of`, from shapes. The shape () stands for an argument that is not a tensor."""
     config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
     sparse = [(cache, indices) for cache, indices in selections if cache and indices]
     if sparse:
@@ -247,9 +242,8 @@ _known_config = functools.lru_cache(256)(_config)
 def _bind(
     meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
 ) -> None:
-    """Bind the plan to the call's shapes. First check the arguments here, so that a call with wrong arguments does not
-    change the plan. If the plan has these shapes already and `planned` is true, do nothing. planned: False if the call
-    will still compute a new plan"""
+    """Bind the plan to the call's shapes. Arguments are checked first, so that a call with wrong arguments does not
+    change the plan. planned: False if the call will still compute a new plan"""
     if planned and meta.config == config:
         return
     other = meta.have_initialized and meta.config != config
@@ -264,9 +258,8 @@ def _plan_of(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the plan in meta. Make a new plan if meta is None or has no plan yet, or if its plan was made in another
-    graph capture; unless meta is None, store the new plan in it. Return (None, None) instead of a new plan for tensors
-    that decoding will refuse, and if a size is 0."""
+    """Return the plan in meta, or a new plan, which is stored in meta. A plan from another graph capture is not used.
+    (None, None): a size is 0, or decoding will refuse the tensors."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
         if meta.capture is None or meta.capture == capture_number(q):
             return meta.tile_scheduler_metadata, meta.num_splits
@@ -284,7 +277,7 @@ def _plan_of(
 
 
 def capture_number(x: torch.Tensor) -> int | None:
-    """Return the CUDA runtime's ID of the current stream's capture; None if the stream is not being captured."""
+    """Return the CUDA runtime's ID of the current stream's capture, if it is being captured."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     from cuda.bindings import runtime  # installed as a dependency of the CuTe DSL
@@ -296,16 +289,15 @@ def capture_number(x: torch.Tensor) -> int | None:
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
-    """Return (parts, fixed cost per sequence in tiles) of a plan. rows: s_q * h_q / h_k, the rows (query, head) per
-    sequence and key head. most_keys: upper bound of the keys of a sequence; 0: unknown."""
+    """Return (parts, fixed cost per sequence in tiles) of a plan. rows: s_q * h_q / h_k. most_keys: upper bound of the
+    keys of a sequence; 0: unknown."""
     parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
     tiles = len(cache_seqlens) * -(-most_keys // TILE_N)
     if tiles == 0:
         return parts, OVERHEAD
     if tiles > SHORT * parts:
         each, batch = -(-most_keys // TILE_N) + OVERHEAD, len(cache_seqlens)
-        # Left: tiles of the longest part if no sequence is split. Right: upper bound of the tiles that the plan gives
-        # to a part.
+        # Left: tiles of the longest part without splits. Right: upper bound of the tiles of a part with splits.
         whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD
         return parts, OVERHEAD if whole else OVERHEAD_OF_LONG
     if tiles > HALVED * parts:

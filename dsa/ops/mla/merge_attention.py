@@ -55,8 +55,7 @@ def merge_attention(
 
 
 def _list_of(branches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the branches of a tuple or a stacked tensor as a list. Anything else is returned unchanged, for the
-    checks."""
+    """Return a tuple or a stacked tensor as a list. Anything else is returned unchanged, for the checks."""
     if isinstance(branches, torch.Tensor) and branches.layout is torch.strided and not branches.is_nested:
         return list(branches.unbind()) if branches.dim() else branches
     return list(branches) if isinstance(branches, tuple) else branches

@@ -13,7 +13,7 @@ from dsa.runtime.declare import FLOATS, INT32, Arguments, Flag, Int, Number, Ten
 __all__ = ["mha_varlen_fwd"]
 
 LOG2E = math.log2(math.e)
-L2_BYTES = 16 << 20  # limit of the keys and values of the heads that run at once, so that they stay in the L2 cache
+L2_BYTES = 16 << 20  # keys and values of the heads that run at once, so that they stay in the L2 cache
 MOST_WORDS = 2**31 - 1  # limit of the words in `selected`, because offsets of words are int32
 
 
@@ -125,7 +125,7 @@ def _check_kernel(q: torch.Tensor, v: torch.Tensor, selected: torch.Tensor | Non
 
 
 def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
-    """Return (d, dv) of the smallest kernel that fits; None if there are too many channels."""
+    """Return (d, dv) of the smallest kernel that fits."""
     return next((dims for dims in MHA_DIMS if q.shape[2] <= dims[0] and v.shape[2] <= dims[1]), None)
 
 

@@ -29,8 +29,7 @@ KV_B_LIMITS = {"L": (HEAD_DIM_V,), "N": at_most(MAX_UP_PROJECTION_ROWS)}
 
 
 def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
-    """Raise ValueError unless kv_b has the same number of rows for each of the `heads` heads, and at least `least` rows
-    per head. named: the argument that has these heads, for messages"""
+    """named: the argument that has these heads, for messages"""
     rows = len(weight)
     if rows % heads if heads else rows:
         raise ValueError(f"kv_b[0]: rows must be a multiple of the {heads} heads of {named}, got {rows}")
@@ -90,7 +89,6 @@ def _results(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def check_head_rows(weight: torch.Tensor, heads: int) -> None:
-    """Raise ValueError if the kernels do not accept this number of rows of kv_b per head."""
     if heads and len(weight) // heads % UP_PROJECTION_ROWS:
         raise ValueError(
             f"kv_b[0]: the kernel takes a multiple of {UP_PROJECTION_ROWS} rows a head, got {len(weight)} for {heads} "

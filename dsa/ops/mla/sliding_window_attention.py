@@ -293,8 +293,7 @@ def _attend(
     d_v: int,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) for checked arguments. near: the result of `window_indices`; None: `window_selections` launches
-    that op."""
+    """Return (out, lse) for checked arguments. near: the result of `window_indices`, or None."""
     q = packed[0]
     out, lse = _allocate(q, d_v)
     if 0 in q.shape[:2]:

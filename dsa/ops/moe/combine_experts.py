@@ -90,8 +90,7 @@ def _combine_experts(
 ) -> torch.Tensor:
     from dsa.kernels.moe.combine_experts_sm90 import compile_combine_experts
 
-    # Without rows to sum, run the reference: PyTorch needs one or two kernels for it, and our kernel does not accept
-    # empty tensors.
+    # The kernel does not accept empty tensors, and PyTorch needs one or two kernels for them.
     if y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared, residual)
     out = _results(y, rows)

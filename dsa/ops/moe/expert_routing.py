@@ -12,8 +12,8 @@ SCORES = ("sigmoid", "sqrtsoftplus")
 
 
 def check_groups(name: str, experts: int, top_k: int, n_group: int, topk_group: int) -> None:
-    """Raise ValueError unless top_k experts can be chosen from topk_group groups. experts: the number of experts in the
-    argument `name`"""
+    """Raise ValueError unless top_k experts can be chosen from topk_group groups. experts: the number in the argument
+    `name`"""
     if experts % n_group:
         raise ValueError(f"n_group: must divide the {experts} experts of {name}, got {n_group}")
     if topk_group > n_group:

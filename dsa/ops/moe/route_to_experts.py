@@ -115,8 +115,8 @@ def route_to_experts(
 
 
 def own_count(weight: object, first_expert: object, count: int | None) -> int | None:
-    """Return count. If count is None, return the number of experts from first_expert on, or None if weight or
-    first_expert has a wrong type, which the op's checks will report."""
+    """Return count, by default the number of experts from first_expert on. None: the op's checks will report a wrong
+    type."""
     shape = shape_of(weight)
     if count is None and shape and isinstance(first_expert, (int, torch.SymInt)):
         return shape[0] - first_expert

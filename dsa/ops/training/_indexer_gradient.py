@@ -128,7 +128,6 @@ def index_key_grad(
 
 
 def _tile_counter(like: torch.Tensor) -> torch.Tensor:
-    """Return a zeroed counter for dynamic scheduling: the CTAs of a launch increment it to get their work tiles."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 

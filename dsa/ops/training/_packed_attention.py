@@ -46,9 +46,8 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of q, k and v. In absorbed attention v is a view of k, so the gradient of k includes that of
-    v, and the third result is None. There, k's gradient is summed in a fixed order if
-    torch.are_deterministic_algorithms_enabled()."""
+    """Return the gradients of q, k and v. In absorbed attention v is a view of k. So the gradient of k includes that of
+    v, and the third result is None."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
@@ -65,13 +64,12 @@ def attention_backward(
 
 def _selections(sequences: Sequences, queries: int, causal: bool):
     """Yield (rows, indices, visible) per chunk of n queries: the slice of the queries, indices [n, 1, max_seqlen_k]
-    into the packed keys, and visible [n], the number of keys that each query sees. A query sees the first `visible` of
-    its indices; the others are not keys of the query."""
+    into the packed keys, and visible [n]. A query sees only the first `visible` of these indices."""
     cu_q, cu_k, _, most = sequences
     if queries == 0:
         return
     row = torch.arange(queries, device=cu_q.device, dtype=torch.int32)
-    # The rows before the first sequence and after the last sequence are treated as two more sequences, without keys.
+    # The rows before the first and after the last sequence count as two more sequences, without keys.
     sequence = torch.searchsorted(cu_q, row, right=True, out_int32=True).long()
     ends = torch.nn.functional.pad(cu_q, (1, 0)), torch.nn.functional.pad(cu_q, (0, 1), value=queries)
     begin, end = (x[sequence] for x in ends)
@@ -99,10 +97,9 @@ def flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v, computed by PyTorch's flash attention. Its 32-bit offsets into the fp32 sums
-    of q's gradient limit the number of heads per call. Without queries, keys or sequences, where PyTorch's op raises an
-    error, the gradients are 0. They are also 0 in rows that PyTorch's op does not write: rows outside all sequences,
-    and rows of a sequence after the maximum length in `sequences`."""
+    """Return the gradients of q, k and v, computed by PyTorch's flash attention. Without queries, keys or sequences,
+    where PyTorch's op raises an error, the gradients are 0. They are also 0 in rows that it does not write: rows
+    outside all sequences, and rows of a sequence after the maximum length."""
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
     if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
         return torch.zeros_like(q), torch.zeros_like(k), empty_values_gradient(q, v).zero_()
@@ -146,8 +143,8 @@ def empty_values_gradient(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _heads_together(heads: int, group: int, numbers: int) -> int:
-    """Return how many heads a call of PyTorch's op can take so that its sums of q's gradient, `numbers` per head, are
-    fewer than MOST_NUMBERS: all heads, a multiple of the `group` heads that share keys, or a divisor of `group`."""
+    """Return how many heads a call of PyTorch's op can take, each with `numbers` sums of q's gradient. This is all
+    heads, a multiple of the `group` heads that share keys, or a divisor of `group`."""
     most = max(1, (MOST_NUMBERS - 1) // numbers)
     if most >= heads:
         return heads
@@ -159,8 +156,7 @@ def _heads_together(heads: int, group: int, numbers: int) -> int:
 def _flash_backward_of_heads(
     tensors: tuple[torch.Tensor, ...], sequences: Sequences, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Call PyTorch's op on tensors (grad, q, k, v, out, lse). The op requires as many channels in values as in queries,
-    so values are padded. It also requires rows at multiples of 16 bytes."""
+    """PyTorch's op requires as many channels in values as in queries, and rows at multiples of 16 bytes."""
     grad, q, k, v, out, lse = tensors
     q, k, v = (tma_rows(x) for x in (q, k, v))
     dim, missing = v.shape[2], q.shape[2] - v.shape[2]

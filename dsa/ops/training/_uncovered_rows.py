@@ -27,8 +27,7 @@ def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], mo
 
 
 def words(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of x [T, a] or [T, a, b] as int32 with three dimensions and a contiguous last dimension. Two
-    adjacent 16-bit numbers become one int32."""
+    """Return a view of x [T, a] or [T, a, b] as int32 with three dimensions and a contiguous last dimension."""
     if x.dim() == 2:
         x = x.unsqueeze(1 if x.stride(1) == 1 else 2)
     return x.view(torch.int32)

@@ -13,7 +13,7 @@ from dsa.runtime import backends
 from dsa.runtime.declare import at_most, dtype_name, tma_rows
 
 LEAST_WORKSPACE = 192 << 20  # lower bound of the workspace's budget, in bytes
-SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes, if this is more than LEAST_WORKSPACE
+SHARE = 15 / 16  # the budget as a fraction of the inputs' bytes
 INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # Hi: before padding
 
 
@@ -36,10 +36,9 @@ class Plan:
         """Return the fewest ranges of q tiles whose workspace has at most `budget` bytes each (more if a single q tile
         needs more). All ranges but the last have the same size.
 
-        workers: number of CTAs of the kernel that processes score tiles, one per q tile and key tile; or 0. If it is
-        not 0, the size is rounded down to a whole number of waves of these CTAs, unless it is less than a wave or the
-        last range would exceed the budget. Waves are estimated for causal attention and sequences of the maximum
-        length."""
+        workers: number of CTAs of the kernel that processes score tiles, one per q tile and key tile. If it is not 0,
+        the size is rounded down to whole waves of these CTAs where possible. Waves are estimated for causal attention
+        and sequences of the maximum length."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
@@ -52,8 +51,7 @@ class Plan:
         return [slice(begin, end) for begin, end in itertools.pairwise([*begins, count])]
 
     def only_if(self, wanted: torch.Tensor) -> "Plan":
-        """Return the same plan, or a plan without work if `wanted`, a bool tensor on the device, is false. The host
-        does not wait for `wanted`."""
+        """Return the same plan, or a plan without work if `wanted`, a bool tensor on the device, is false."""
         return Plan(self.q_tiles * wanted, self.key_tiles * wanted, self.max_key_tiles)
 
 
@@ -77,7 +75,6 @@ class Indexer:
 
 
 def padded_heads(heads: int) -> int:
-    """Return the smallest number of index heads, at least `heads`, for which there is a kernel."""
     return next((found for found in INDEX_HEADS if found >= heads), heads)
 
 
@@ -134,9 +131,8 @@ def losses(
 
 
 def workspace(*inputs: torch.Tensor) -> int:
-    """Return the budget of the workspace in bytes: LEAST_WORKSPACE, or if that is more, SHARE of the inputs' bytes, so
-    that workspace and results together need less than twice the inputs' memory. With a larger budget there are fewer
-    chunks, and so fewer last waves that leave SMs idle."""
+    """Return the budget of the workspace in bytes: LEAST_WORKSPACE, or SHARE of the inputs' bytes if that is more. So
+    workspace and results together need less than twice the inputs' memory."""
     return max(LEAST_WORKSPACE, int(sum(x.numel() * x.element_size() for x in inputs) * SHARE))
 
 
@@ -145,9 +141,8 @@ def key_tiles_of(max_seqlen_k: int) -> int:
 
 
 def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, torch.Tensor]:
-    """Return (plan, bounds [2, B + 1]). The bounds are cu_seqlens_q and cu_seqlens_k, corrected so that they ascend
-    from at least 0 to at most `queries` or `keys`, whatever the given tensors contain. So every row between these
-    bounds is inside the tensors."""
+    """Return (plan, bounds [2, B + 1]). The bounds are cu_seqlens_q and cu_seqlens_k, corrected so that they ascend and
+    stay inside the queries and keys."""
     from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
 
     cu_seqlens_q, cu_seqlens_k, *longest = sequences
@@ -165,7 +160,6 @@ def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tu
 
 
 def empty_plan(cu_seqlens_q: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate q_tiles and key_tiles of a `Plan`."""
     batch = len(cu_seqlens_q) - 1
     count = queries // Q_TILE + batch if batch else 0
     ints = {"dtype": torch.int32, "device": cu_seqlens_q.device}

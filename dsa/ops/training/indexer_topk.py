@@ -99,12 +99,11 @@ def _indexer_topk(
 def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
     queries, heads, n = len(indexer.q), indexer.q.shape[1], plan.max_key_tiles
     device = indexer.q.device
-    # The last row receives the results of missing rows of q tiles, and is cut off at the end.
+    # The last row receives the results of missing rows of q tiles.
     found = torch.full((queries + 1, top_k), -1, dtype=torch.int32, device=device)
     if 0 in (queries, len(indexer.k), len(plan.q_tiles)):
         return found[:queries, None]
-    # Bytes per q tile: the scores twice, as tiles and as rows, and the bits of active heads, which `index_scores`
-    # writes although nothing reads them here.
+    # Bytes per q tile: the scores twice, as tiles and as rows, and the bits of active heads.
     chunks = plan.chunks(n * Q_TILE * K_TILE * (8 + heads // 8), LEAST_WORKSPACE)
     most = chunks[0].stop
     scores = torch.empty(most, n, Q_TILE, K_TILE, dtype=torch.float32, device=device)

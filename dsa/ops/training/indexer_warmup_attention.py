@@ -224,7 +224,6 @@ def _indexer_warmup_attention_gradient(
     softmax_scale: float,
     causal: bool,
 ) -> Three:
-    """Return the gradients of q, k and v, given the gradient of out."""
     sequences = *bounds.unbind(), max_seqlen_q, max_seqlen_k
     dq, dk, dv = attention_backward(grad, q, k, v, out, lse, sequences, float(softmax_scale), causal)
     return dq, dk, v.new_empty(0) if dv is None else dv
@@ -264,7 +263,7 @@ def _indexer_warmup_loss_gradient(
 ) -> Three:
     """Return the gradients of q_idx, k_idx and w_idx, given the gradient of kl. dq, dk and dw are the gradients that
     the forward pass kept, for an upstream gradient of 1 and with padded heads. Without `of_keys` the caller does not
-    use k_idx's gradient, which is then right only if the upstream gradients of all tokens are equal."""
+    use k_idx's gradient."""
     heads = q_idx.shape[1]
     dq_idx = _scaled(dq[:, :heads], grad[:, None, None], q_idx.dtype)
     dw_idx = _scaled(dw[:, :heads], grad[:, None], w_idx.dtype)
@@ -274,8 +273,7 @@ def _indexer_warmup_loss_gradient(
     dk_idx = _scaled(dk, grad[0], k_idx.dtype)
     if of_keys and grad.stride(0) != 0:
         # The host does not know whether the upstream gradients differ, so the kernels are always launched. If the
-        # gradients are equal, `only_if` makes a plan without work. The kernels then do nothing, and this branch costs
-        # the launches, the workspace's memory, and elementwise passes over the indexer's tensors.
+        # gradients are equal, `only_if` makes a plan without work.
         differ = (grad != grad[0]).any()
         plan = Plan(q_tiles, key_tiles, key_tiles_of(max_seqlen_k)).only_if(differ)
         indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad.float().contiguous()
@@ -286,7 +284,6 @@ def _indexer_warmup_loss_gradient(
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x * factor, rounded once to `dtype`, in one pass over memory."""
     return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
@@ -342,8 +339,7 @@ def _results(
 
 
 def _kept(q_idx: torch.Tensor, k_idx: torch.Tensor, keep: bool) -> Three:
-    """Allocate the kept gradients of q_idx, k_idx and w_idx, with padded heads. They are empty tensors unless
-    `keep`."""
+    """Allocate the kept gradients of q_idx, k_idx and w_idx, with padded heads."""
     if not keep:
         return q_idx.new_empty(0), *(q_idx.new_empty(0, dtype=torch.float32) for _ in range(2))
     tokens, heads, channels = q_idx.shape
@@ -368,8 +364,8 @@ def _reference(
     causal: bool,
     keep: bool,
 ) -> Results:
-    """Run the reference. The tensors that the kernels keep for the backward pass are zeros, because the reference's
-    backward pass needs only the boundaries."""
+    """Run the reference. The tensors that the kernels keep are zeros: the reference's backward pass needs only the
+    boundaries."""
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     out, lse, kl = reference.indexer_warmup_attention(
         *(q, k, v, q_idx, k_idx, w_idx), *sequences, *(softmax_scale, causal)

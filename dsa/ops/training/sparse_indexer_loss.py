@@ -45,8 +45,8 @@ SPARSE_INDEXER_LOSS_GRADIENT = Arguments(
     deterministic=Flag(),
 )
 
-# With `deterministic`, k_idx's gradient is summed as fixed-point numbers in 64-bit integers. The scale is chosen so
-# that the sums stay below 2^62. It is limited to 2^-126 to 2^126, so that it is a normal fp32 number.
+# With `deterministic`, k_idx's gradient is summed as fixed-point numbers in 64-bit integers, below 2^SUM_BITS. The
+# scale is at most 2^SCALE_BITS and at least 2^-SCALE_BITS, so that it is a normal fp32 number.
 SUM_BITS, SCALE_BITS = 62, 126
 
 
@@ -100,8 +100,7 @@ def sparse_indexer_loss(
 def _fixed_scale(
     q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_scores: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (scale [1], inverse of the scale [1]) for fixed-point gradients. With this scale, a sum of `most` terms
-    fits in SUM_BITS."""
+    """Return (scale [1], 1 / scale [1]) for fixed-point gradients, so that a sum of `most` terms fits in SUM_BITS."""
     # dk[j] is a sum of at most `most` terms, one per query t and index that selects key j: d_scores[t, j] sum_i a_i
     # g[t] w[t, i] q_i[t] over the index heads i. |d_scores| <= 1, and a_i is 1 if q_i[t] . k[j] > 0, else 0. d_scores
     # and the products g w q are rounded to bf16, hence the factor 1.02.
@@ -109,7 +108,7 @@ def _fixed_scale(
     exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
     scale = torch.ldexp(torch.ones_like(bound), exponent.clamp(-SCALE_BITS, SCALE_BITS)).view(1)
     # Integers cannot be NaN, so the inverse becomes NaN if the bound is NaN or infinite, or if d_scores contain a NaN.
-    # If any of a query's d_scores is NaN, the first one is NaN, too, so the first column suffices.
+    # If one of a query's d_scores is NaN, the first one is, too.
     return scale, 1 / scale.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
 
 
@@ -145,7 +144,6 @@ def _sparse_indexer_loss_gradient(
     d_scores: torch.Tensor,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q_idx, k_idx and w_idx, given the gradient of kl. d_scores: see `_results`."""
     from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
 
     queries = len(q_idx)

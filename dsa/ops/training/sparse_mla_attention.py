@@ -111,8 +111,8 @@ def gradients(
     dlse: torch.Tensor | None,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (dq, dkv, the sink's gradient or None), computed by the Hopper kernels. lse and dlse are fp32 [Tq, H]; the
-    other arguments are those of the op."""
+    """Return (dq, dkv, the sink's gradient or None). lse and dlse are fp32 [Tq, H]; the other arguments are those of
+    the op."""
     from dsa.kernels.training import sparse_mla_backward_sums_sm90 as sum_kernels
     from dsa.kernels.training.sparse_mla_backward_sm90 import compile_sparse_mla_backward
 
@@ -150,7 +150,7 @@ def gradients(
                 sum_lists(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
         else:
             ctas = min(sms, tokens * head_tiles)
-            # After the keys' rows there is one row per CTA, to which the CTA adds the gradients of invalid indices.
+            # One more row per CTA receives the gradients of invalid indices.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
             counter = torch.zeros(1, dtype=torch.int32, device=q.device)
             launch(q, rows, dout, head_terms, topk_indices, dq, sums, counter, *scales, ctas)
@@ -160,9 +160,9 @@ def gradients(
 
 def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rows, bounds), int32, for `sum_lists`. A row of `found` is a term of a key's dkv, from one tile of heads.
-    `rows` lists the rows of `found` that belong to the first head tile, ordered by key; the rows of invalid indices
-    come last. Entries bounds[j] to bounds[j + 1] - 1 of `rows` belong to key j. `found` has `stride` rows per query. In
-    the first head tile, row i of a query is the term for the query's index i."""
+    `rows` lists the rows of `found` of the first head tile, ordered by key; the rows of invalid indices come last.
+    rows[bounds[j] : bounds[j + 1]] belong to key j. `found` has `stride` rows per query. In the first head tile, row i
+    of a query is the term for the query's index i."""
     top_k = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
@@ -212,7 +212,7 @@ def _sparse_mla_attention_gradient(
     grad_lse: torch.Tensor | None,
     deterministic: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, kv and attn_sink. Without a sink the third result is an empty tensor."""
+    """Without a sink the third result is an empty tensor."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     grad_lse = None if grad_lse is None else grad_lse.T
@@ -223,7 +223,7 @@ def _sparse_mla_attention_gradient(
 def _all_tensors(
     q: torch.Tensor, dq: torch.Tensor, dkv: torch.Tensor, dsink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients with an empty tensor in place of None, because torch's op must return tensors."""
+    """Torch's op must return tensors, so an empty tensor stands for None."""
     return dq, dkv, q.new_empty(0) if dsink is None else dsink
 
 
@@ -256,7 +256,6 @@ def _reference(
     d_v: int,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the reference. The results have the strides of `_results`."""
     out, lse = reference.sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink)
     return out.contiguous(), lse.T.contiguous().T
 

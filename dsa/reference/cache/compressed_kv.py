@@ -39,8 +39,7 @@ def compress_kv(
     bounds, first = cu_seqlens.tolist(), starts.tolist()
     _check_sequences(bounds, first, None if state_slots is None else state_slots.tolist(), kv, state)
     for b, (start, low, high) in enumerate(zip(first, bounds, bounds[1:])):
-        # `begin` is the position of the first token that the next entry needs: the first token of block start // m or,
-        # with overlap, of the block before.
+        # `begin` is the position of the first token that the next entry needs, with overlap in the block before.
         begin = max(start // m - overlap, 0) * m
         positions = torch.arange(start, start + high - low, device=kv.device)
         k, z = kv[low:high].float(), gate[low:high].float() + ape[positions % m]

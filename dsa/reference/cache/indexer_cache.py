@@ -39,13 +39,11 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
 
 
 def split_slots(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (page, offset) of slots = page * page_size + offset; slots must not be negative."""
     slots = slots.long()
     return slots // page_size, slots % page_size
 
 
 def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
-    """Raise ValueError unless every slot is -1 or inside a cache of `capacity` slots."""
     bad = (slots < -1) | (slots >= capacity)
     if bad.any():
         raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()} (sizes as of cache)")

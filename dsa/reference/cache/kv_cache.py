@@ -25,8 +25,6 @@ BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def row_dim(cache: torch.Tensor) -> int:
-    """Return d, the number of channels per cached token: 576 for V3.2, 512 for V4, and the last dimension for
-    floats."""
     if cache.dtype not in BYTE_DTYPES:
         return cache.shape[-1]
     return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM
@@ -96,8 +94,7 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 
 
 def _decode(nope: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Return [T, d] fp32 from e4m3 bytes [T, n], fp32 scales [T, n / group] and the bytes [T, 2 (d - n)] of bf16
-    numbers."""
+    """Return [T, d] fp32. nope [T, n] e4m3 bytes, scale [T, n / group] fp32, rope [T, 2 (d - n)] bytes of bf16."""
     values = nope.view(torch.float8_e4m3fn).float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)
     return torch.cat((values.flatten(1), rope.contiguous().view(torch.bfloat16).float()), dim=1)
 

@@ -43,7 +43,7 @@ def write_mla_cache(
 
 
 def _as_read(rows: torch.Tensor, cache: torch.Tensor, use_ue8m0: bool) -> torch.Tensor:
-    """Return the rows [T, d] as `read_kv_cache` returns them, in their dtype, from a byte cache with this layout."""
+    """Return the rows [T, d] as `read_kv_cache` returns them from a cache like this."""
     page = torch.empty(1, max(len(rows), 1), 1, cache.shape[3], dtype=torch.uint8, device=cache.device)
     slots = torch.arange(len(rows), device=cache.device)
     write_kv_cache(rows, page, slots, use_ue8m0)

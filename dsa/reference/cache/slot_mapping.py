@@ -33,8 +33,8 @@ def slot_mapping(
         return torch.full_like(t, -1)
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     has = (begins <= t[:, None]) & (t[:, None] < ends)
-    # Of the sequences that contain t, take the one that begins last. argmax returns the first of equal numbers. So
-    # after the flip it finds the last of several sequences that begin at the same token.
+    # Of the sequences that contain t, take the one that begins last. argmax returns the first of equal numbers, hence
+    # the flip.
     b = batch - 1 - torch.where(has, begins, -INT_MAX - 2).flip(1).argmax(1)
     length = ends - begins if cache_seqlens is None else cache_seqlens.long()
     position = (length - ends)[b] + t

@@ -29,7 +29,7 @@ _LOWEST_SHIFT = -8
 LOWEST_EXPONENT = -126  # the smallest exponent of a normal fp32 number
 _NAN = 128  # the exponent of e8m0's NaN
 
-# A table with one entry per ratio and byte: the byte's two e2m1 values times the ratio, as two bytes of e4m3.
+# Per ratio and byte: the byte's two e2m1 values times the ratio, as two bytes of e4m3.
 _POWERS = torch.tensor([2.0**i for i in range(_LOWEST_SHIFT, _HEADROOM + 1)], dtype=torch.float32, device="cpu")
 _IN_E4M3 = (_PAIRS * _POWERS[:, None, None]).to(torch.float8_e4m3fn).view(torch.int16).flatten()
 
@@ -66,8 +66,7 @@ def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _place(index: int, leading: list[int]) -> tuple[int, ...]:
-    """Convert the flat index of a matrix to a tuple with one index per leading dimension. leading: the sizes of these
-    dimensions."""
+    """Convert the flat index of a matrix to one index per leading dimension."""
     place: list[int] = []
     for size in reversed(leading):
         index, own = divmod(index, size)
@@ -94,7 +93,7 @@ def widen_matrix(
 
 
 def e2m1_groups(packed: torch.Tensor) -> torch.Tensor:
-    """Return the e2m1 values of bytes [..., N, K / 2] as fp32 [..., N, K / 32, 32]."""
+    """Convert bytes [..., N, K / 2] to fp32 [..., N, K / 32, 32]."""
     groups = _bytes(packed)
     return _PAIRS.to(packed.device).index_select(0, groups.flatten().int()).view(*groups.shape[:-1], GROUP)
 
@@ -105,8 +104,7 @@ def group_exponents(scale: torch.Tensor) -> torch.Tensor:
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return 2^exponents in fp32, built from bits, so that the result is exact on every device. exponents: int32 in
-    [-126, 127]."""
+    """Return 2^exponents in fp32, exactly on every device. exponents: int32 in [-126, 127]."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
@@ -116,7 +114,6 @@ def _bytes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _shifts(exponents: torch.Tensor, block_exponents: torch.Tensor) -> torch.Tensor:
-    """Return the exponents of groups [N, K / 32] minus those of their blocks."""
     rows, columns = exponents.shape
     per_group = block_exponents.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK // GROUP, 1)[:, :columns]
     return exponents - per_group
@@ -128,13 +125,12 @@ def _places(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
 
 def _in_e4m3(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Return the e4m3 values [N, K] of a packed matrix whose groups are multiplied by 2^shift."""
     found = _IN_E4M3.to(packed.device).index_select(0, _places(packed, shift).flatten())
     return found.view(len(packed), -1).view(torch.float8_e4m3fn)
 
 
 def _by_block(of_groups: torch.Tensor, fill: int = LOWEST_EXPONENT) -> torch.Tensor:
-    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]; partial blocks are padded with `fill`."""
+    """Reshape [N, K / 32] to [ceil(N / 128), 128, ceil(K / 128), 4]."""
     rows, columns = of_groups.shape
     each = BLOCK // GROUP
     padded = torch.nn.functional.pad(of_groups, (0, -columns % each, 0, -rows % BLOCK), value=fill)

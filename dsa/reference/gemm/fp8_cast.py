@@ -24,8 +24,7 @@ MANTISSA = (1 << 23) - 1  # the mantissa bits of an fp32 number
 def ceil_to_ue8m0(scale: torch.Tensor) -> torch.Tensor:
     """2^ceil(log2(scale)), exactly: the smallest power of two that is at least `scale` (fp32, positive and normal). NaN
     and infinity are returned unchanged."""
-    # This is computed on the bits, because torch.ldexp reads out of bounds on a GPU that is not the current one
-    # (pytorch#189567).
+    # torch.ldexp reads out of bounds on a GPU that is not the current one (pytorch#189567).
     rounded_up = (scale.view(torch.int32) + MANTISSA) & ~MANTISSA
     return torch.where(scale.isfinite(), rounded_up.view(torch.float32), scale)
 
@@ -68,7 +67,6 @@ def per_block_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast a weight with one scale per block x block tile. Arguments as in `dsa.per_block_cast_to_fp8`."""
     rows, cols = w.shape
-    # A block larger than the weight is cut to the weight's size.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     padded = torch.nn.functional.pad(w.float(), (0, -cols % width, 0, -rows % height))
     tiles = padded.view(-(-rows // height), height, -(-cols // width), width)
@@ -91,8 +89,7 @@ def dequantize_per_block(
     Arguments as in `dsa.dequantize_per_block`.
     """
     rows, cols = q.shape
-    # Repeat every scale, and then cut to the size of q, because the last block may be smaller: with blocks of 128, 576
-    # rows have 5 rows of scales, the last for 64 rows.
+    # The last block may be smaller, so the repeated scales are cut to the size of q.
     height, width = (max(1, min(block, size)) for size in (rows, cols))
     full = scale.float().repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
     return (q.float() * full).to(dtype)

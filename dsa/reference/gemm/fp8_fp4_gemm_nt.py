@@ -35,8 +35,8 @@ def grouped_fp8_fp4_gemm_nt(
 def widened_by_weight(
     packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Tensor
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Return a function that maps e to `widen_fp4` of weight e. The function raises ValueError if `widen_fp4` refuses
-    the weight, or if its block scales are not block_scale[e]."""
+    """Return a function that maps e to `widen_fp4` of weight e. It raises ValueError if `widen_fp4` does, or if the
+    block scales are not block_scale[e]."""
 
     def weight_of(e: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:

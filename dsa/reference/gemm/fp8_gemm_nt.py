@@ -30,7 +30,7 @@ def fp8_gemm_nt(
     leading = q.shape[:-1]
     tokens = q.shape[:-1].numel()
     q, s, w = q.reshape(tokens, q.shape[-1]).float(), s.reshape(tokens, groups), w.float()
-    # Repeat each block's scale for 128 rows, and then cut to the number of rows, because the last block may be smaller.
+    # The last block may be smaller, so the repeated scales are cut to the number of rows.
     row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
     y = torch.zeros(tokens, rows, dtype=torch.float32, device=q.device)
     for g in range(groups):

@@ -6,8 +6,7 @@ import torch
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer.index_scores import index_scores
 
-# Upper limit of the elements of a [queries, H, keys] tensor of scores: 128 MiB in fp32. ReLU makes a second tensor of
-# this size.
+# Elements of a [queries, H, keys] tensor of scores: 128 MiB in fp32. ReLU makes a second tensor of this size.
 _CHUNK = 2**25
 _SPLIT_KV = 256
 _ROW_ALIGNMENT = 1024
@@ -70,13 +69,12 @@ def mqa_logits(
 
 
 def padded_logits(rows: int, columns: int, needed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return [rows, columns] of -inf: a view of a buffer whose row stride is `row_stride(needed, dtype)`."""
     buffer = torch.full((rows, row_stride(needed, dtype)), -torch.inf, dtype=dtype, device=device)
     return buffer[:, :columns]
 
 
 def row_stride(needed: int, dtype: torch.dtype) -> int:
-    """Return `needed` elements rounded up to a multiple of 1024 bytes, in elements."""
+    """Return the elements of a row, rounded up to a multiple of 1024 bytes."""
     alignment = _ROW_ALIGNMENT // dtype.itemsize
     return -(-needed // alignment) * alignment
 
@@ -91,7 +89,7 @@ def _fill(
     ends: torch.Tensor,
     compressed: bool,
 ) -> None:
-    """Write the scores of visible keys to `logits`, which contains -inf. Chunks of queries limit the memory.
+    """Write the scores of visible keys to `logits`, which contains -inf.
 
     k_scale: None stands for scales of 1. compressed: True: column j of row t is key starts[t] + j. False: column s is
     key s.
@@ -107,7 +105,6 @@ def _fill(
         filled = ks < ke
         if not filled.any():
             continue
-        # Score only the keys from the first to the last key that any query of the chunk sees.
         low, high = int(ks[filled].min()), int(ke[filled].max())
         scores = index_scores(q[rows], k[low:high], weights[rows])
         if k_scale is not None:

@@ -27,8 +27,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     total = splits.sum()
     sm = torch.arange(num_sms + 1, device=context_lens.device)
     first = sm * (total // num_sms) + (sm - (num_sms - total % num_sms)).clamp_min(0)
-    # right=True finds the first sequence whose splits end after split number `first`, so sequences without keys are
-    # skipped.
+    # right=True skips sequences without keys.
     sequence = torch.searchsorted(ends, first, right=True)
     before = torch.cat((ends - splits, total[None]))[sequence]
     return torch.stack((sequence, first - before), dim=1).int()

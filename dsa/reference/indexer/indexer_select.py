@@ -6,7 +6,7 @@ from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer import topk_indices
 from dsa.reference.indexer.fp8_mqa_logits import fp8_mqa_logits
 
-# Upper limit of the scores per chunk of queries: 64 MiB in fp32.
+# Scores per chunk of queries: 64 MiB in fp32.
 _CHUNK = 2**24
 
 

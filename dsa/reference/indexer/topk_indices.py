@@ -5,7 +5,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Upper limit of the scores per sort. The sort's int64 indices need 8 bytes per score.
+# Scores per sort. The sort's int64 indices need 8 bytes per score.
 _CHUNK = 2**24
 _MOST_SLOTS = 2**31  # slots that an int32 can index
 _NEVER = torch.iinfo(torch.int32).min
@@ -74,8 +74,8 @@ def _select(
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()
-    # Turn each score into an int32 so that the integers have the order of the scores. Columns that are no candidates
-    # get the lowest int32, which is below the integer of -inf. Adding 0.0 turns -0.0 into 0.0.
+    # The int32 numbers `key` have the order of the scores. Columns that are no candidates get the lowest int32, below
+    # that of -inf. Adding 0.0 turns -0.0 into 0.0.
     bits = (scores + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(~exists, _NEVER)
     key, order = key.sort(dim=1, descending=True, stable=True)

@@ -54,7 +54,7 @@ def dense_mla_decode(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q] of dense decoding, for checked arguments."""
+    """Return out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q]."""
     batch, s_q, h_q, _ = q.shape
     pages, page_size, h_k, _ = k_cache.shape
     group = h_q // h_k
@@ -69,7 +69,7 @@ def dense_mla_decode(
             heads = slice(head * group, (head + 1) * group)
             kv = read_kv_cache(k_cache[:, :, head : head + 1], slots)
             for i in range(s_q):
-                # Slice the keys that the query sees instead of masking the other keys, because 0 * NaN is NaN.
+                # Slice the keys instead of masking them, because 0 * NaN is NaN.
                 seen = max(0, int(cache_seqlens[b]) - s_q + i + 1) if causal else length
                 keys = kv[None, :seen], slots[None, :seen] >= 0
                 row, row_lse, _ = attend(q[b, None, i, heads], *keys, softmax_scale, head_dim_v)
@@ -90,10 +90,7 @@ def sparse_mla_decode(
     softmax_scale: float,
     attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q] of sparse decoding, for checked arguments.
-
-    lse is a view of a tensor [B, s_q, h_q].
-    """
+    """Return out [B, s_q, h_q, head_dim_v] and lse [B, h_q, s_q], a view of a tensor [B, s_q, h_q]."""
     given = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     selections = [(cache, _slots(cache, *rest)) for cache, *rest in given if cache is not None]
     out, lse = _sparse(q.flatten(0, 1), selections, head_dim_v, softmax_scale)
@@ -106,8 +103,8 @@ def sparse_mla_decode(
 def _sparse(
     q: torch.Tensor, selections: list[tuple[torch.Tensor, torch.Tensor]], d_v: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of q [R, h_q, d] to the keys of all pairs (cache, slots [R, K]), with one softmax over all
-    pairs. R = B * s_q; K can differ between pairs. Slot -1 names no key.
+    """Compute attention of q [R, h_q, d] to the keys of all pairs (cache, slots [R, K]), with one softmax. K can differ
+    between pairs. Slot -1 names no key.
 
     Return out [R, h_q, d_v] and lse [R, h_q].
     """
@@ -124,8 +121,7 @@ def _sparse(
 
 
 def _slots(cache: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """Return the indices as slots [B * s_q, K]. An index outside the cache becomes -1. In sequence b, the indices of a
-    query after the first topk_length[b] become -1, too."""
+    """Return the indices as slots [B * s_q, K]. Indices outside the cache or after topk_length become -1."""
     valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if topk_length is not None:
         valid &= torch.arange(indices.shape[2], device=indices.device) < topk_length[:, None, None]

@@ -7,7 +7,7 @@ import torch
 from dsa.reference.autocast import without_autocast
 from dsa.reference.mla.selection_bits import selected_keys
 
-_CHUNK = 2**26  # upper limit of the elements of a tensor of scores: 256 MiB of fp32
+_CHUNK = 2**26  # elements of a tensor of scores: 256 MiB of fp32
 
 
 @without_autocast
@@ -63,6 +63,6 @@ def mha_varlen_fwd(
 
 
 def _spans(bounds: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """Return (first row, end) of each sequence; (0, 0) if its bounds decrease or are not inside the rows."""
+    """Return (first row, end) of each sequence; (0, 0) for wrong bounds."""
     pairs = itertools.pairwise(bounds.tolist())
     return [(first, end) if 0 <= first <= end <= rows else (0, 0) for first, end in pairs]

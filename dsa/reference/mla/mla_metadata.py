@@ -37,7 +37,7 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 
 
 def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the reference's plan, which has one part and splits no sequence.
+    """Return a plan with one part that splits no sequence.
 
     Its numbers are filled in on the device, because a copy from the host would make the host wait for the device.
     """

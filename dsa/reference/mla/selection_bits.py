@@ -27,10 +27,7 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
 
 
 def selected_keys(bits: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return the inverse of `selection_bits`: bool [T, keys], whether each key's bit is set in bits [T, words].
-
-    Keys after the last bit are not selected.
-    """
+    """Invert `selection_bits`: bool [T, keys]. Keys after the last bit are not selected."""
     by_word = bits[..., None].long() >> torch.arange(32, device=bits.device) & 1
     blocks = bits.shape[1] // WORDS
     flags = by_word.view(len(bits), blocks, WORDS, 16, 2).transpose(2, 3).reshape(len(bits), blocks * KEYS) > 0

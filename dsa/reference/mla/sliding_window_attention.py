@@ -70,8 +70,7 @@ def window_sparse_attention(
     counts = indices.shape[1] if topk_length is None else topk_length[:, None]
     selected = (indices >= 0) & (indices < compressed.shape[0])
     selected &= torch.arange(indices.shape[1], device=q.device) < counts
-    # `keys` contains the rows of kv, and then the rows of compressed. An index of kv.shape[0] or more in window_indices
-    # must not name a row of compressed.
+    # `keys` is kv and then compressed. Wrong window_indices must not name a row of compressed.
     near = torch.where(near < kv.shape[0], near, -1)
     index = torch.cat((near.long(), torch.where(selected, indices.long() + kv.shape[0], -1)), dim=1)
     keys = torch.cat((kv.float(), compressed.float())).squeeze(1)
@@ -89,8 +88,8 @@ def _window(
     window: int,
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Check the boundaries, and return `indices` if it is given. Otherwise return the result of `window_indices`, but
-    for a window of at most kv's rows, so that memory does not grow with the window."""
+    """Check the boundaries, and return `indices`, by default `window_indices` for a window of at most kv's rows. So
+    memory does not grow with the window."""
     for name, cu_seqlens, rows, x in (("cu_seqlens_q", cu_seqlens_q, "q", q), ("cu_seqlens_k", cu_seqlens_k, "kv", kv)):
         values, total = cu_seqlens.tolist(), x.shape[0]
         if values != sorted(values) or values[0] < 0 or values[-1] > total:

@@ -35,6 +35,6 @@ def sliding_window_decode(
 
 
 def columns_of(window: int, block_table: torch.Tensor | None, cache: torch.Tensor) -> int:
-    """Return the window, but at most the number of keys that a row of block_table covers, so that memory does not grow
-    with the window. Without a block_table return the window, which a ring is long enough for."""
+    """Return the window, but at most the keys that a row of block_table covers. So memory does not grow with the
+    window."""
     return window if block_table is None else min(window, max(1, block_table.shape[1] * cache.shape[1]))

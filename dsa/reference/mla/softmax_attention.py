@@ -5,14 +5,12 @@ A key's value is its first d_v channels. A query without keys has output 0, LSE 
 
 import torch
 
-# Upper limit of the elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, and 4 MiB on a
-# CPU, so that they fit in the CPU's caches.
+# Elements of the tensor [queries, K, D] of gathered keys: 256 MiB in fp32 on a GPU, 4 MiB, for the caches, on a CPU.
 _CHUNK, _CPU_CHUNK = 2**26, 2**20
 
 
 def queries_at_a_time(keys: int, dim: int, device: torch.device) -> int:
-    """Return the number of queries whose keys are gathered at a time. A query's result does not depend on this
-    number."""
+    """Return the number of queries whose keys are gathered at a time."""
     return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // max(1, keys * dim))
 
 
@@ -39,10 +37,9 @@ def attend(
 def gather_attend(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, d_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `attend` over the rows of kv that `indices` names: q [R, H, D], kv [N, D] of any float dtype, indices
-    [R, K] of any int dtype.
+    """Compute `attend` over the rows of kv that `indices` names: q [R, H, D], kv [N, D], indices [R, K].
 
-    An index below 0 or at least N names no key. Chunks of queries limit the memory.
+    An index outside [0, N) names no key.
     """
     keys = kv.shape[0]
     padded = torch.nn.functional.pad(kv.float(), (0, 0, 0, 1))  # invalid indices gather row N, which is zeros
@@ -50,8 +47,7 @@ def gather_attend(
     parts = []
     for q_part, index in zip(q.split(chunk), indices.long().split(chunk)):
         valid = (index >= 0) & (index < keys)
-        # embedding, because padded[...] takes twice as long on a CPU, and the gradients of index_select are not
-        # deterministic on a GPU.
+        # padded[...] takes twice as long on a CPU, and the gradients of index_select are not deterministic on a GPU.
         rows = torch.nn.functional.embedding(torch.where(valid, index, keys), padded)
         parts.append(attend(q_part, rows, valid, scale, d_v))
     out, lse, max_logits = (torch.cat(x) for x in zip(*parts))
@@ -64,7 +60,7 @@ def apply_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) ->
     A sink of -inf changes nothing; a sink of +inf gives zeros. A row without keys, whose lse is +inf, becomes zeros.
     """
     empty = lse == torch.inf
-    # sigmoid would give the same share y, but its gradient is y (1 - y), and in fp32 the difference 1 - y is 0 from
-    # lse - sink = 17 on. The gradient of logsigmoid is sigmoid(sink - lse), which has the full precision of fp32.
+    # The gradient of sigmoid is y (1 - y), and in fp32 1 - y is 0 from lse - sink = 17 on. The gradient of logsigmoid
+    # is sigmoid(sink - lse), with full precision.
     share = torch.nn.functional.logsigmoid(lse.masked_fill(empty, 0.0) - attn_sink).exp()
     return out * share.masked_fill(empty, 0.0).unsqueeze(-1)

@@ -51,7 +51,7 @@ def window_slots(
     if block_table is None:
         page = torch.arange(batch, device=device)[:, None, None]
     else:
-        # Append a column of -1, which is the page of positions outside the table.
+        # Positions outside the table get the page -1.
         table = torch.nn.functional.pad(block_table.long(), (0, 1), value=-1)
         place = (position // page_size).clamp(max=block_table.shape[1])
         page = table.gather(1, place.flatten(1)).view(place.shape)

@@ -22,7 +22,6 @@ def combine_experts(
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
     valid = (rows >= 0) & (rows < len(y))
-    # Rows outside y read a row of zeros that is appended to y.
     padded = torch.cat((y, y.new_zeros(1, y.shape[1])))
     sources = rows.long().masked_fill(~valid, len(y))
     factors = torch.ones_like(sources, dtype=torch.float32) if weights is None else weights.masked_fill(~valid, 0.0)

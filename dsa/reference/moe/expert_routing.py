@@ -4,7 +4,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 
-# Weights are divided by their sum plus this number, so that the divisor is not 0.
+# Added to the sum that weights are divided by.
 LEAST_SUM = 1e-20
 
 

@@ -39,8 +39,6 @@ def route_by_table(
 
 
 def _named(table: torch.Tensor, tokens: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return int64 [T, K]: the expert numbers in the tokens' rows of the table, -1 for invalid numbers and for tokens
-    without a row."""
     found = table.new_full((len(tokens), table.shape[1]), -1)
     if len(table):
         there = (tokens >= 0) & (tokens < len(table))

@@ -22,8 +22,8 @@ from dsa.reference.training.packed_sequences import sequence_ranges
 
 
 class _Sequence(NamedTuple):
-    """One of the packed sequences, with Tq queries and Tk keys: the slices of the sequence's rows in the packed
-    tensors, the mask [Tq, Tk] of the keys that each query sees, and the attention's scaled logits [H, Tq, Tk]."""
+    """A sequence with Tq queries and Tk keys: their slices of the packed tensors, the mask [Tq, Tk] of visible keys,
+    and the scaled logits [H, Tq, Tk]."""
 
     queries: slice
     keys: slice
@@ -51,8 +51,7 @@ def _sequences(
 
 
 def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat the heads of keys or values x [T, Hk, d], so that there is one per query head: [T, H, d], in fp32 or
-    float64."""
+    """Repeat the heads of keys or values x [T, Hk, d]: [T, H, d], in the work dtype."""
     return x.to(work_dtype(x)).repeat_interleave(heads // x.shape[1], 1)
 
 

@@ -7,7 +7,6 @@ import torch
 
 
 def work_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a reference computes: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -17,8 +16,7 @@ def masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.T
     Other keys have weight 0. A query without visible keys has LSE +inf.
     """
     some = visible.any(-1)
-    # Rows without a visible key are not masked here, because the gradient of a row of -inf is NaN. Their weights become
-    # 0 below.
+    # The gradient of a row of -inf is NaN, so rows without a visible key are not masked here.
     masked = logits.masked_fill(~visible & some[..., None], -torch.inf)
     weights = masked.softmax(-1).masked_fill(~some[..., None], 0.0)
     if logits.shape[-1] == 0:
@@ -70,7 +68,7 @@ def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_rows(rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-    """Return [count, D]: for each row number, the sum of the `rows` [Tq, K, D] that have this number in `index`. Rows
-    with the number `count` are dropped."""
+    """Return [count, D]: for each row number, the sum of the `rows` [Tq, K, D] that have it in `index`. The number
+    `count` is dropped."""
     sums = rows.new_zeros(count + 1, rows.shape[-1])
     return sums.index_add_(0, index.flatten(), rows.flatten(0, 1))[:count]

@@ -19,8 +19,7 @@ def sequence_ranges(
 
 
 def boundaries(name: str, x: torch.Tensor, rows: Named) -> list[int]:
-    """Return `x` as a list. Raise ValueError unless its numbers begin with 0, never decrease, and end with the number
-    of rows of the tensor in `rows`."""
+    """Return `x` as a list. Raise ValueError unless it ascends from 0 to the number of rows of the tensor in `rows`."""
     numbers, end = x.tolist(), len(rows[1])
     if not numbers or numbers[0] != 0 or numbers[-1] != end or numbers != sorted(numbers):
         raise ValueError(f"{name}: must ascend from 0 to {end}, got {numbers} (sizes as of {rows[0]})")

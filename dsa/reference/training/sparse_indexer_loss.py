@@ -60,7 +60,7 @@ def loss_and_score_gradient(
     """Return kl of `sparse_indexer_loss`, and, without autograd history, the gradient [Tq, K] of kl with respect to
     I."""
     index, valid = selected(indices, len(kv))
-    # The rows are gathered in the work dtype, so that the gradients of a key's copies are summed in this dtype.
+    # Rows in the work dtype, so that the gradients of a key's copies are summed in it.
     scores = index_scores(q_idx, rows_of(k_idx.to(work_dtype(q_idx)), index), w_idx)
     with torch.no_grad():
         p = _target(q, kv, index, valid, softmax_scale, lse)
@@ -76,14 +76,12 @@ def _target(
     softmax_scale: float,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return p [Tq, K] of `sparse_indexer_loss`."""
     work = work_dtype(q)
     logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows_of(kv[:, 0].to(work), index))
     weights, own_lse = masked_softmax(logits, valid)
     if lse is not None:
-        # `share` is, for each head, the logarithm of the fraction of the head's softmax that falls on the selected
-        # keys. The heads' weights are normalised as logarithms, because these fractions can be too small for fp32 in
-        # all heads.
+        # `share` is the logarithm of the fraction of a head's softmax that falls on the selected keys. These fractions
+        # can be too small for fp32 in all heads.
         share = (own_lse - lse.to(work)).masked_fill(own_lse == torch.inf, 0.0)
         weights = weights * torch.softmax(share, 0)[..., None]
     p = weights.sum(0)
