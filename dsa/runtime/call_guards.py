@@ -65,8 +65,8 @@ def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) 
 
 
 def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
-    """Return the condition, as Python code, that the argument `name` equals `value`; None for types that guards do not
-    support."""
+    """Return the condition, as Python code, that the argument `name` equals `value`. Return None for infinite or NaN
+    floats, and for types that guards do not support."""
     if value is None or type(value) is bool:
         return f"{name} is {value}"
     if type(value) is int or type(value) is str:

@@ -17,8 +17,8 @@ def computed(silent: Row, measured: Sequence[Row]) -> float | None:
     - a prompt's communication grows with the fraction of the rows that each GPU receives, from (n - 1) / n to
       (N - 1) / N;
     - a decoding step's communication has a fixed part, which is the communication of the step with the fewest
-      sequences. The remainder transfers rows. It grows with the number of parts that each GPU receives, from n - 1 to
-      N - 1.
+      sequences. The rest is the transfer of rows. It grows with the number of other GPUs, from n - 1 to N - 1, because
+      each GPU receives the rows of every other GPU.
 
     More GPUs also wait longer for each other; this is not included. The time of embedding and head is divided among the
     layers. So if a row has fewer layers than the published model, embedding and head count several times.

@@ -181,8 +181,8 @@ def part_rows(
     """Yield {"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "shard_ms", "memory", "ms",
     "figure"} per case. One GPU runs the part of the first of `gpus` ranks, without collectives (`silent.py`).
 
-    `computed.py` computes the time of all GPUs from these rows and from the collectives of fewer GPUs. Prompts that are
-    computed once have no row. ms is shard_ms. clock: by default of the current GPU. Other fields and arguments: as in
+    `computed.py` computes the time of all GPUs from these rows and from the collectives on fewer GPUs. Prompts with
+    `repeats` 0 have no row: they are timed only once. ms is shard_ms. clock: by default of the current GPU. Other fields and arguments: as in
     `rank_rows`.
     """
     clock = clock or Clock(ALONE, torch.device("cuda", torch.cuda.current_device()))

@@ -1,5 +1,5 @@
-"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM. Our scores with fp16
-accumulators are also compared with ours with fp32 accumulators. One shape times the plan
+"""Index scores over paged keys: bytes per second, compared with the DeepGEMM builds that vLLM and SGLang ship.
+Our scores with fp16 accumulators are also compared with ours with fp32 accumulators. One shape times the plan
 (`get_paged_mqa_logits_metadata`) instead of the scores."""
 
 from functools import partial

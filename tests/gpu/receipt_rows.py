@@ -20,7 +20,7 @@ def main_entries() -> dict[str, dict[str, Any]]:
 
 
 def _is_ours_alone(words: str) -> Callable[[Row], bool]:
-    """Return a test whether only our shape contains these words, and the peer's name does not."""
+    """Return a test of a row: whether row["shape"], its label, contains these words and the peer's name does not."""
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 

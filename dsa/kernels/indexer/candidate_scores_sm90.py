@@ -98,8 +98,9 @@ class Pass(NamedTuple):
 
 class WorkTileInfo(NamedTuple):
     """block: the block of queries, or NO_BLOCK after the last work tile. base, tiles: the block's first key group and
-    number of key tiles (`frame_of`). first, end: the pass's tiles that belong to the work tile; tile v of the pass is
-    tile v << log_stride of the block. back: whether the CTA appends from the lists' end."""
+    number of key tiles (`frame_of`). first, end: the work tile has the block's key tiles v << log_stride for first <= v
+    < end. Except in a sample, it skips those whose v is a multiple of 1 << log_period. back: whether the CTA appends
+    from the lists' end."""
 
     block: Int32
     base: Int32

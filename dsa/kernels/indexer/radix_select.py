@@ -325,7 +325,7 @@ class RankMemory:
         orders  this thread's orders, LOWEST in empty registers
         count   number of orders in all threads, or the result of `from_warp` for it. Let b be the first register of a
                 batch. If `count` <= b * `threads`, this warp's registers from b on must be empty
-        low     at least the order of -inf, and at most all orders but LOWEST
+        low     at least the order of -inf, and at most that of +inf; orders below `low` are not counted
         rank    at least 1
         The caller may call `digits.clear` right before, without a barrier. Contains a barrier before the first use of
         `digits`, and ends with a barrier.
@@ -335,11 +335,11 @@ class RankMemory:
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
-            # In unsigned arithmetic, an order outside the current range [low, low + span] is more than `span` above
-            # `low`. The test below compares digits, so it could count an order that comes right after the range with
-            # the range's last digit. In the first pass only LOWEST (empty registers) is outside. LOWEST is at least
-            # 2^23 past the end of the range, and a digit has at most 2^21 orders. So LOWEST goes to bin BINS. In later
-            # passes the range is a whole digit of the pass before, so no order outside shares a digit with it.
+            # Orders below `low` (LOWEST, and possibly others) must go to bin BINS. The unsigned subtraction wraps them
+            # to more than `span`. The test compares digits of 2^shift orders, so an order must also be outside the last
+            # digit. In the first pass no order is above the range. No order exceeds that of +inf, 2^31 - 2^23, so
+            # wrapped orders are at least 2^23 past the end of the range, and a digit is at most 2^21 wide. In later
+            # passes the range is one digit of the pass before, and consists of whole digits.
             last = span >> Uint32(shift)
             for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
                 if base * threads < count:

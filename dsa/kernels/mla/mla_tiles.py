@@ -166,8 +166,8 @@ class KvStages:
         """Initialize the barriers; called by one thread.
 
         In every CTA of the cluster, the four warps of one warpgroup release a stage. A score warpgroup releases rope
-        parts and the stages with Q. An output warpgroup releases v chunks of keys. Score warpgroups read these chunks,
-        too, but need not release them: they pass on P of a tile only after they have read the tile. `consumers` warps
+        parts, and the stages in which a work tile's Q arrives. An output warpgroup releases the v chunks of keys after
+        it has received the tile's P. Score warpgroups read these chunks, too, but before they send P. `consumers` warps
         read each work tile.
         """
         pipeline.v.init(4 * self.cluster, self.v_producers)

@@ -241,7 +241,8 @@ class SparseIndexerTargetSm90:
             storage.parts.get_tensor(cute.make_layout(12)),
         )
         if tid == 0:
-            # Each producer lane arrives for its copies; consumers arrive once per warp.
+            # Every producer thread arrives for its copies of keys and index keys. For the sums, each attention warp
+            # arrives once. Consumers arrive once per warp.
             pipelines.keys.init(ATTENTION_WARPS, WARPGROUP)
             pipelines.index.init(INDEX_WARPS, WARPGROUP)
             pipelines.sums.init(INDEX_WARPS, 4 * self.row_tiles)

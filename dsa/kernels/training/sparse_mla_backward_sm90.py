@@ -572,7 +572,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], head_terms [T, ceil(H / 64), 128] fp32, indices [T, K] int32,
     dq [T, H, d], dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas). The tensors
     without a dtype here are of `dtype`. dq is a result; the kernel adds to dkv, whose last `ctas` rows are padding.
-    With `ordered` it stores to dkv, which then has one row per (work tile, selected key), padded to whole key tiles.
+    With `ordered` it stores to dkv, which then has K rows per work tile, rounded up to whole key tiles.
     ctas: number of persistent CTAs."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()

@@ -218,8 +218,8 @@ def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
 def _config_of(
     q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> dict[str, object]:
-    """Return what a plan stores of a call: the shapes of q and of the pairs (cache, indices). The tensors need not be
-    checked yet. Calls with equal shapes share one dict, so it must not be changed."""
+    """Return what a plan stores of a call: `causal`, the shape of q, and parts of the shapes of the pairs (cache,
+    indices). The tensors need not be checked yet. Equal calls share one dict, so it must not be changed."""
     shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
     config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns about lru_cache
     return config(shape_of(q), causal, shapes)

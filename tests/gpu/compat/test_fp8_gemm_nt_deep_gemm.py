@@ -34,8 +34,8 @@ def inputs(sizes, columns, channels, after=0):
 
 
 def check_groups(given, d, starts, sizes):
-    """Check the rows of d that belong to groups. starts, sizes: first row and number of rows of each group. Afterwards
-    all of d is NaN. -> the largest error"""
+    """Check the rows of d that belong to groups, and that all other rows are still NaN. starts, sizes: first row and
+    number of rows of each group. -> the largest error"""
     rows = int32([row for start, size in zip(starts, sizes, strict=True) for row in range(start, start + size)])
     error = GROUPED.check(given | {"rows": rows, "ends": int32([*accumulate(sizes)])}, [d[rows]])
     d[rows] = torch.nan
