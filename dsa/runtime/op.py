@@ -33,11 +33,9 @@ the op remembers the signature of a valid call, and records a call that repeats 
 on the signature of the arguments. An op whose launch depends on more is declared with `recorded=False`.
 """
 
-import contextlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -136,8 +134,7 @@ class Op:
             return self._run_reference(arguments)
         if torch.compiler.is_compiling():
             self.arguments.check_types(*arguments)
-            with self._grad_mode():
-                return getattr(torch.ops.dsa, self.name)(*arguments)
+            return getattr(torch.ops.dsa, self.name)(*arguments)
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
@@ -185,13 +182,7 @@ class Op:
         for i in self._written:
             if isinstance(arguments[i], torch.Tensor):
                 check_updatable(self.arguments.names[i], arguments[i])
-        with self._grad_mode():
-            return self.reference(*arguments)
-
-    def _grad_mode(self) -> AbstractContextManager[None]:
-        """Return a context without gradients if the op has none, so that its results require none on any device."""
-        has_gradient = self.differentiable or self.gradient is not None
-        return contextlib.nullcontext() if has_gradient else torch.no_grad()
+        return self.reference(*arguments)
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
         """Whether this op runs kernels for this tensor. Only the archs of this op count, not those of other parts of
@@ -391,9 +382,10 @@ def _writing(
         arguments, outputs = given[:-count], given[-count:]
         for name, output in zip(names, outputs):
             check_updatable(name, output)
-        found = reference(*arguments)
-        for output, values in zip(outputs, found if isinstance(found, tuple) else (found,)):
-            output.copy_(values)
+        with torch.no_grad():  # as with kernels: `output` must not become a part of a graph
+            found = reference(*arguments)
+            for output, values in zip(outputs, found if isinstance(found, tuple) else (found,)):
+                output.copy_(values)
         return _rest(found, count)
 
     return write, lambda *given: _rest(results(*given[:-count]), count)

@@ -182,8 +182,8 @@ def part_rows(
     "figure"} per case. One GPU runs the part of the first of `gpus` ranks, without collectives (`silent.py`).
 
     `computed.py` computes the time of all GPUs from these rows and from the collectives on fewer GPUs. Prompts with
-    `repeats` 0 have no row: they are timed only once. ms is shard_ms. clock: by default of the current GPU. Other fields and arguments: as in
-    `rank_rows`.
+    `repeats` 0 have no row: they are timed only once. ms is shard_ms. clock: by default of the current GPU. Other
+    fields and arguments: as in `rank_rows`.
     """
     clock = clock or Clock(ALONE, torch.device("cuda", torch.cuda.current_device()))
     ranks = SilentRanks(0, gpus)
