@@ -148,7 +148,8 @@ def signature(*values: object) -> tuple:
             except RuntimeError:  # a sparse or nested tensor, which the checks refuse: equals no other call
                 found.append(object())
             else:
-                if not address and x.numel():  # a tensor that wraps others: the checks for kernels refuse it
+                # A tensor that wraps others has no address; the checks for kernels refuse it.
+                if not address and x.numel() and x.device.type != "meta":
                     found.append(object())
         elif kind in _PLAIN or isinstance(x, (int, float, str)):
             found += (kind, x or repr(x))  # repr tells -0.0 from 0.0
