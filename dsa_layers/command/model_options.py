@@ -25,7 +25,7 @@ CONFIG_HELP = (
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """What a checkpoint holds beside its weights, which take longer to read."""
+    """A checkpoint's configuration and tokenizer, which are read and checked before the weights."""
 
     directory: Path
     config: "ModelConfig"
