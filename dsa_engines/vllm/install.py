@@ -65,10 +65,10 @@ def install(config: Any, ops: frozenset[str]) -> bool:
             if "attention" in ops and (other := models.other_attention(config)):
                 _logger.warning("dsa: %s: %s; attention stays the engine's own", ENGINE, other)
                 ops -= {"attention"}
+            ops = frozenset(filter(_has_seams, ops))
             if not ops:
                 return False
-            seams.check()
-            _put(ops)
+            _put(ops, models.calls_of(config))
             _on_dsa.update(ops)
         if reason is None:
             warm_up.warm_up(models.calls_of(config), frozenset(_on_dsa))
@@ -96,13 +96,22 @@ def uninstall() -> None:
     _installed.close()
 
 
-def _put(ops: frozenset[str]) -> None:
+def _has_seams(part: str) -> bool:
+    try:
+        seams.check(part)
+    except NotFound as error:
+        _logger.warning("dsa: %s: %s; %s stays the engine's own", ENGINE, " ".join(str(error).split()), part)
+        return False
+    return True
+
+
+def _put(ops: frozenset[str], calls: models.Calls) -> None:
     if "scores" in ops:
         # It sets the globals of all that DeepGEMM has, and does nothing once one of them is set.
         find(f"{seams.DEEP_GEMM}:_lazy_init").value()
     replaced = Replacements()
     _installed.callback(replaced.undo)
-    replaced.put(seams.replacements(ops))
+    replaced.put(seams.replacements(ops, calls))
     if "attention" in ops:
         backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
         chosen = find(f"{seams.SELECTOR}:_cached_get_attn_backend").value

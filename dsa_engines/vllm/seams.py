@@ -12,7 +12,8 @@ from typing import Any
 
 from dsa.compat import deep_gemm
 from dsa_engines.replacements import NotFound, check_parameters, find
-from dsa_engines.vllm import adapters
+from dsa_engines.vllm import adapters, experts, linear, prefill, queries
+from dsa_engines.vllm.models import Calls
 
 TESTED = ("0.33.0",)
 SIGNATURES: dict[str, list[str]] = json.loads(Path(__file__).with_name("signatures.json").read_text())["functions"]
@@ -28,28 +29,76 @@ FLASHMLA_SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 REGISTRY = "vllm.v1.attention.backends.registry"
 SELECTOR = "vllm.v1.attention.selector"
 
-# op -> attribute -> what takes its place, given what is there.
-Maker = Callable[[Any], Any]
+FP8 = "vllm.model_executor.layers.quantization.fp8"
+MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
+LINEAR = "vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel"
+V32_LAYER = "vllm.models.deepseek_v32.attention"
+MLA = "vllm.model_executor.layers.attention.mla_attention"
+SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
+
+# part -> attribute -> what takes its place, given what is there and the sizes of the model's calls.
+Maker = Callable[[Any, Calls], Any]
 REPLACED: dict[str, dict[str, Maker]] = {
     "scores": {
-        f"{DEEP_GEMM}:_fp8_fp4_mqa_logits_impl": lambda _: deep_gemm.fp8_fp4_mqa_logits,
-        f"{DEEP_GEMM}:_fp8_fp4_paged_mqa_logits_impl": lambda _: deep_gemm.fp8_fp4_paged_mqa_logits,
-        f"{DEEP_GEMM}:_get_paged_mqa_logits_metadata_impl": lambda _: deep_gemm.get_paged_mqa_logits_metadata,
-        f"{DEEP_GEMM}:_paged_mqa_logits_schedule_slots": lambda _: adapters.schedule_slots,
-        f"{PLAN}:native_next_n_supported": lambda _: adapters.native_next_n_supported,
-        f"{OPS}:cp_gather_indexer_k_quant_cache": lambda _: adapters.gather_keys,
+        f"{DEEP_GEMM}:_fp8_fp4_mqa_logits_impl": lambda _, calls: deep_gemm.fp8_fp4_mqa_logits,
+        f"{DEEP_GEMM}:_fp8_fp4_paged_mqa_logits_impl": lambda _, calls: deep_gemm.fp8_fp4_paged_mqa_logits,
+        f"{DEEP_GEMM}:_get_paged_mqa_logits_metadata_impl": lambda _, calls: deep_gemm.get_paged_mqa_logits_metadata,
+        f"{DEEP_GEMM}:_paged_mqa_logits_schedule_slots": lambda _, calls: adapters.schedule_slots,
+        f"{PLAN}:native_next_n_supported": lambda _, calls: adapters.native_next_n_supported,
+        f"{OPS}:cp_gather_indexer_k_quant_cache": lambda _, calls: adapters.gather_keys,
     },
     "topk": {
-        f"{OPS}:top_k_per_row_prefill": lambda _: adapters.topk_prefill,
-        f"{TOPK}:SparseIndexerTopk.forward": adapters.topk_forward,
+        f"{OPS}:top_k_per_row_prefill": lambda _, calls: adapters.topk_prefill,
+        f"{TOPK}:SparseIndexerTopk.forward": lambda found, calls: adapters.topk_forward(found),
     },
     "attention": {
-        f"{V4}:flash_mla_with_kvcache": lambda _: adapters.v4_attention,
-        f"{V4}:flash_mla_sparse_fwd": lambda _: adapters.v4_prefill,
-        f"{V4}:DeepseekV4FlashMLAAttention.get_padded_num_q_heads": lambda _: classmethod(
+        f"{V4}:flash_mla_with_kvcache": lambda _, calls: adapters.v4_attention,
+        f"{V4}:flash_mla_sparse_fwd": lambda _, calls: adapters.v4_prefill,
+        f"{V4}:DeepseekV4FlashMLAAttention.get_padded_num_q_heads": lambda _, calls: classmethod(
             lambda cls, num_heads: adapters.v4_heads(num_heads)
         ),
     },
+    "prefill": {
+        f"{SPARSE_MLA}:SparseMLACommonImpl.forward_mha": lambda found, calls: prefill.forward_mha(found),
+        f"{MLA}:MLAAttention._use_sparse_mha": lambda found, calls: prefill.use_sparse_mha(found),
+    },
+    "queries": {f"{V32_LAYER}:fused_q": lambda found, calls: queries.fused_q(found)},
+    "experts": {
+        f"{FP8}:Fp8MoEMethod.apply": lambda found, calls: experts.fp8_apply(found, calls.tokens),
+        f"{MXFP4}:Mxfp4MoEMethod._setup_kernel": lambda found, calls: experts.fp4_setup(found),
+        f"{MXFP4}:Mxfp4MoEMethod.apply": lambda found, calls: experts.fp4_apply(found, calls.tokens),
+    },
+    "linear": {
+        f"{LINEAR}:Fp8BlockScaledMMLinearKernel.apply_weights": lambda found, calls: linear.apply_weights(
+            found, calls.tokens
+        ),
+    },
+}
+BACKEND_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseBackend"
+BUILDER_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseMetadataBuilder"
+IMPL_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseImpl"
+V4_CLASS = f"{V4}:DeepseekV4FlashMLAAttention"
+# part -> functions whose parameters must be those of the tested version, beside the replaced ones.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "scores": (
+        f"{DEEP_GEMM}:_lazy_init",
+        f"{DEEP_GEMM}:fp8_fp4_mqa_logits",
+        f"{DEEP_GEMM}:fp8_fp4_paged_mqa_logits",
+        f"{DEEP_GEMM}:get_paged_mqa_logits_metadata",
+        f"{INDEXER}:sparse_attn_indexer",
+    ),
+    "topk": (f"{INDEXER}:sparse_attn_indexer", f"{TOPK}:SparseIndexerTopk.__init__", f"{TOPK}:get_indexer_topk"),
+    "attention": (
+        *(f"{BACKEND_CLASS}.{name}" for name in ("get_builder_cls", "get_impl_cls", "get_name")),
+        f"{BUILDER_CLASS}.__init__",
+        *(f"{IMPL_CLASS}.{name}" for name in ("_bf16_flash_mla_kernel", "_fp8_flash_mla_kernel", "forward_mqa")),
+        f"{V4_CLASS}.forward_mqa",
+        f"{REGISTRY}:register_backend",
+    ),
+    "prefill": (f"{OPS}:cp_gather_and_upconvert_fp8_kv_cache",),
+    "queries": (),
+    "experts": (f"{MXFP4}:Mxfp4MoEMethod._build_moe_kernel",),
+    "linear": (),
 }
 # (module, function there, what it reads): the calls that the replacements are for.
 CALL_SITES = (
@@ -78,21 +127,22 @@ CALL_SITES = (
 )
 
 
-def check() -> None:
-    """Raises NotFound where vLLM lacks something that any of the ops needs, or has it in another form."""
-    for path, parameters in SIGNATURES.items():
-        check_parameters(path, parameters)
-    for makers in REPLACED.values():
-        for path in makers:
-            find(path)
-    enum = find(f"{REGISTRY}:AttentionBackendEnum").value
-    if "FLASHMLA_SPARSE" not in enum.__members__:
-        raise NotFound(f"{REGISTRY}:AttentionBackendEnum.FLASHMLA_SPARSE is not there")
-    if not hasattr(find(f"{SELECTOR}:_cached_get_attn_backend").value, "cache_clear"):
-        raise NotFound(f"{SELECTOR}:_cached_get_attn_backend is no cached function")
+def check(part: str) -> None:
+    """Raise NotFound where vLLM lacks something that a part needs, or has it in another form."""
+    for path in REPLACED[part]:
+        find(path)
+    for path in (*REPLACED[part], *NEEDED[part]):
+        if path in SIGNATURES:  # the others are variables that hold functions, which are set later
+            check_parameters(path, SIGNATURES[path])
+    if part == "attention":
+        enum = find(f"{REGISTRY}:AttentionBackendEnum").value
+        if "FLASHMLA_SPARSE" not in enum.__members__:
+            raise NotFound(f"{REGISTRY}:AttentionBackendEnum.FLASHMLA_SPARSE is not there")
+        if not hasattr(find(f"{SELECTOR}:_cached_get_attn_backend").value, "cache_clear"):
+            raise NotFound(f"{SELECTOR}:_cached_get_attn_backend is no cached function")
 
 
-def replacements(ops: frozenset[str]) -> dict[str, Any]:
-    """attribute -> what takes its place, of these ops."""
-    makers = {path: make for op in sorted(ops) for path, make in REPLACED[op].items()}
-    return {path: make(find(path).value) for path, make in makers.items()}
+def replacements(parts: frozenset[str], calls: Calls) -> dict[str, Any]:
+    """attribute -> what takes its place, of these parts."""
+    makers = {path: make for part in sorted(parts) for path, make in REPLACED[part].items()}
+    return {path: make(find(path).value, calls) for path, make in makers.items()}

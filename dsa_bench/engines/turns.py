@@ -1,0 +1,84 @@
+"""Two processes that hold the engine, with and without the plugin, and take turns."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dsa_bench.engines.loads import Load
+
+SIDES = ("alone", "plugin")
+
+
+class Side:
+    """A worker process."""
+
+    def __init__(self, side: str, arguments: Sequence[str], log: Path) -> None:
+        self.side, self._log = side, log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dsa_bench.engines.worker", *arguments],
+                env=os.environ | {"DSA_ENGINE": str(int(side == "plugin"))},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of the side {self.side!r} ended; its log is {self._log}")
+        return json.loads(line)
+
+    def run(self, load: Load, seed: int, trace: bool) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps({"load": load.fields(), "seed": seed, "trace": trace}) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@contextmanager
+def started(arguments: Sequence[str], logs: Path) -> Iterator[list[Side]]:
+    """Start both processes, one after the other: each measures how much memory is free."""
+    sides: list[Side] = []
+    try:
+        for side in SIDES:
+            sides.append(Side(side, arguments, logs / f"{side}.log"))
+            sides[-1].answer()
+        yield sides
+    finally:
+        for side in sides:
+            side.close()
+
+
+def compare(sides: Sequence[Side], load: Load, rounds: int, trace: bool) -> dict[str, Any]:
+    """Run a load on both sides in turns, once to warm up and then `rounds` times, each round in the other order."""
+    figures: dict[str, list[dict[str, float]]] = {side.side: [] for side in sides}
+    for round_number in range(rounds + 1):
+        for side in sides if round_number % 2 else reversed(sides):
+            answer = side.run(load, round_number, False)
+            if round_number:
+                figures[side.side].append(answer["figures"])
+    row = {"load": load.name} | {side: _medians(runs) for side, runs in figures.items()}
+    row["speed_up"] = row["alone"]["seconds"] / row["plugin"]["seconds"]
+    if "ms_per_step" in row["alone"]:
+        row["speed_up"] = row["alone"]["ms_per_step"] / row["plugin"]["ms_per_step"]
+    if trace:
+        row["kernels"] = {side.side: side.run(load, rounds + 1, True)["kernels"] for side in sides}
+    return row
+
+
+def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}

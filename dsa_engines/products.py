@@ -1,0 +1,78 @@
+"""Products of an engine's FP8 and FP4 weights, as they lie in its memory: linear layers and routed experts."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+import dsa
+
+BLOCK = 128  # channels that share a scale
+FP8Weights = tuple[torch.Tensor, torch.Tensor]
+FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, use_ue8m0: bool = False) -> torch.Tensor:
+    """x W^T in x's dtype, x cast to FP8 with a scale per token and 128 channels.
+
+    x          [..., K] bf16
+    weight     [N, K] e4m3
+    scale      [N / 128, K / 128] fp32
+    use_ue8m0  whether the scales of x are powers of two
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    product = dsa.fp8_gemm_nt(dsa.per_token_cast_to_fp8(rows, use_ue8m0), (weight, scale), x.dtype)
+    return product.view(*x.shape[:-1], len(weight))
+
+
+def fp4_weights(packed: torch.Tensor, scale: torch.Tensor) -> FP4Weights:
+    """The weights of `routed_experts` from packed [E, N, K / 2] bytes and scale [E, N, K / 32] e8m0 or bytes, which
+    stay where they are."""
+    packed, scale = packed.view(torch.uint8), scale.view(torch.float8_e8m0fnu)
+    return packed, scale, dsa.fp4_block_scales(packed, scale)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: FP8Weights | FP4Weights,
+    down: FP8Weights | FP4Weights,
+    limit: float | None,
+    use_ue8m0: bool,
+) -> torch.Tensor:
+    """[T, H] in x's dtype: sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]), summed in fp32.
+
+    x          [T, H] bf16
+    experts    [T, k] int32 or int64: experts of this GPU; any other number is no expert
+    weights    [T, k] fp32
+    gate_up    of E experts, [E, 2 I, H], the gate projection before the up projection: (e4m3, fp32 scales of 128 x 128
+               blocks), or those of `fp4_weights`
+    down       the same of [E, H, I]
+    limit      gate(x) is at most that, up(x) between -limit and limit; None: any
+    use_ue8m0  whether the scales of activations are powers of two
+    """
+    is_fp4 = len(gate_up) == 3
+    swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if is_fp4 else dsa.grouped_fp8_gemm_swiglu
+    product = dsa.grouped_fp8_fp4_gemm_nt if is_fp4 else dsa.grouped_fp8_gemm_nt
+    order, rows, ends = dsa.sort_by_expert(experts, len(gate_up[0]))
+    if len(x) == 1:
+        cast = tuple(part.expand(len(order), -1) for part in dsa.per_token_cast_to_fp8(x, use_ue8m0))
+    else:
+        cast = dsa.scatter_cast_to_fp8(x, rows, use_ue8m0)
+    h = swiglu(cast, gate_up, ends, limit=limit, use_ue8m0=use_ue8m0, dtype=x.dtype)
+    return dsa.combine_experts(product(h, down, ends, x.dtype), rows, weights)
+
+
+def compile_for_all_rows(call: Callable[[int], object], most: int) -> None:
+    """Call with numbers of rows up to `most` that together reach every kernel: which one runs depends on the rows."""
+    for rows in growing(most):
+        call(rows)
+
+
+def growing(most: int) -> Iterator[int]:
+    """1, 2, ... up to `most`, each about 1.3 times the one before it."""
+    rows = 1
+    while rows < most:
+        yield rows
+        rows = max(rows + 1, int(rows * 1.3))
+    yield most
