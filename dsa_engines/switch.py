@@ -7,7 +7,7 @@ kernels, so that a difference can be traced to one of them.
 import logging
 import os
 
-OPS = frozenset({"scores", "topk", "attention", "prefill", "queries", "experts", "linear"})
+OPS = frozenset({"scores", "topk", "attention", "select", "prefill", "queries", "experts", "linear"})
 _logger = logging.getLogger("dsa")
 
 

@@ -1,6 +1,7 @@
 """Run a load on an engine and measure it from the client's side."""
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -63,14 +64,9 @@ async def _request(
 
 def _gaps(times: Sequence[tuple[float, int]]) -> list[float]:
     """Seconds between a request's tokens; tokens that arrived together share their gap evenly."""
-    return [
-        (at - before) / count
-        for (before, _), (at, count) in zip(times, times[1:], strict=False)
-        for _ in range(count)
-    ]
+    return [(at - before) / count for (before, _), (at, count) in itertools.pairwise(times) for _ in range(count)]
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-

@@ -39,7 +39,8 @@ class Load:
 
 
 PROMPTS = tuple(
-    Load(f"prompts {count} x {length}", count, length) for count, length in ((1, 4096), (4, 4096), (64, 512), (1, 32768))
+    Load(f"prompts {count} x {length}", count, length)
+    for count, length in ((1, 4096), (4, 4096), (64, 512), (1, 32768))
 )
 STEPS = tuple(Load(f"steps of {count}", count, 4096, tokens=96, repeated=True) for count in (1, 8, 32, 128))
 

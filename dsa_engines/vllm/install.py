@@ -106,7 +106,7 @@ def _has_seams(part: str) -> bool:
 
 
 def _put(ops: frozenset[str], calls: models.Calls) -> None:
-    if "scores" in ops:
+    if ops & {"scores", "select"}:
         # It sets the globals of all that DeepGEMM has, and does nothing once one of them is set.
         find(f"{seams.DEEP_GEMM}:_lazy_init").value()
     replaced = Replacements()

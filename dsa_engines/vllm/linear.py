@@ -14,36 +14,35 @@ _compiled: set[tuple[int, int]] = set()
 
 
 def apply_weights(original: Callable[..., torch.Tensor], most_tokens: int) -> Callable[..., torch.Tensor]:
-    """`Fp8BlockScaledMMLinearKernel.apply_weights`, where vLLM calls DeepGEMM with scales that are not powers of two."""
+    """`Fp8BlockScaledMMLinearKernel.apply_weights`, where vLLM calls DeepGEMM."""
 
     @functools.wraps(original)
-    def apply(
-        self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         scale = getattr(layer, "weight_scale_inv", None)
         if (
             type(self).__name__ != KERNEL
-            or self.use_deep_gemm_e8m0
             or options
             or x.dtype != self.config.out_dtype
             or scale is None
             or scale.dtype != torch.float32
         ):
             return original(self, layer, x, bias, **options)
-        _compile(layer.weight, scale, x.dtype, most_tokens)
-        y = products.linear(x, layer.weight, scale)
+        use_ue8m0 = self.use_deep_gemm_e8m0
+        _compile(layer.weight, scale, x.dtype, use_ue8m0, most_tokens)
+        y = products.linear(x, layer.weight, scale, use_ue8m0)
         return y if bias is None else y + bias
 
     return apply
 
 
-def _compile(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, most_tokens: int) -> None:
+def _compile(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, use_ue8m0: bool, most_tokens: int) -> None:
     """The first layer of a shape compiles for all numbers of tokens."""
     if tuple(weight.shape) in _compiled or torch.cuda.is_current_stream_capturing():
         return
     _compiled.add(tuple(weight.shape))
 
     def call(tokens: int) -> None:
-        products.linear(torch.zeros(tokens, weight.shape[1], dtype=dtype, device=weight.device), weight, scale)
+        x = torch.zeros(tokens, weight.shape[1], dtype=dtype, device=weight.device)
+        products.linear(x, weight, scale, use_ue8m0)
 
     products.compile_for_all_rows(call, most_tokens)

@@ -32,6 +32,7 @@ class Calls:
     topk: int
     heads: int  # of a query on a GPU: those of several GPUs where these share the keys
     query_dim: int
+    head_dims: tuple[int, int, int]  # channels of a head's keys without and with rope, and of its values; 0 in V4
     fp8_cache: bool  # the attention's keys are bytes
     next_n: int  # the most queries of a sequence that decoding computes together; 1 if it never does
     keys: int  # the most that a query has scores of
@@ -109,6 +110,7 @@ def calls_of(config: Any) -> Calls:
         topk=hf.index_topk,
         heads=model.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size,
         query_dim=QUERY_DIMS[model.hf_config.model_type],
+        head_dims=(0, 0, 0) if v4 else (hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim),
         fp8_cache=v4 or config.cache_config.cache_dtype in FP8_CACHES,
         next_n=next_n if next_n in NEXT_N else 1,
         keys=model.max_model_len // (4 if v4 else 1),

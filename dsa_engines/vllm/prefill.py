@@ -77,7 +77,7 @@ def forward_mha(original: Callable[..., None]) -> Callable[..., None]:
         prefill = attn_metadata.prefill
         is_dense = attn_metadata.prefill_max_seq_len <= attn_metadata.topk_tokens
         known = prefill.query_lens_cpu is not None and output_scale is None and is_served(self)
-        new, total = lengths(prefill) if known else ([], [])
+        total = lengths(prefill)[1] if known else []
         expanded = 2 * sum(total) * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         if not known or (is_dense and expanded > EXPANDED_BYTES):
             return original(

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsa.compat import deep_gemm
 from dsa_engines.replacements import NotFound, check_parameters, find
-from dsa_engines.vllm import adapters, experts, linear, prefill, queries
+from dsa_engines.vllm import adapters, experts, linear, prefill, queries, select
 from dsa_engines.vllm.models import Calls
 
 TESTED = ("0.33.0",)
@@ -58,6 +58,11 @@ REPLACED: dict[str, dict[str, Maker]] = {
             lambda cls, num_heads: adapters.v4_heads(num_heads)
         ),
     },
+    # After `scores` and `topk`, whose functions it calls for short contexts.
+    "select": {
+        f"{DEEP_GEMM}:_fp8_fp4_mqa_logits_impl": lambda found, calls: select.mqa_logits(found),
+        f"{OPS}:top_k_per_row_prefill": lambda found, calls: select.topk_prefill(found),
+    },
     "prefill": {
         f"{SPARSE_MLA}:SparseMLACommonImpl.forward_mha": lambda found, calls: prefill.forward_mha(found),
         f"{MLA}:MLAAttention._use_sparse_mha": lambda found, calls: prefill.use_sparse_mha(found),
@@ -95,6 +100,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         f"{V4_CLASS}.forward_mqa",
         f"{REGISTRY}:register_backend",
     ),
+    "select": (f"{DEEP_GEMM}:_lazy_init", f"{INDEXER}:sparse_attn_indexer"),
     "prefill": (f"{OPS}:cp_gather_and_upconvert_fp8_kv_cache",),
     "queries": (),
     "experts": (f"{MXFP4}:Mxfp4MoEMethod._build_moe_kernel",),
@@ -144,5 +150,8 @@ def check(part: str) -> None:
 
 def replacements(parts: frozenset[str], calls: Calls) -> dict[str, Any]:
     """attribute -> what takes its place, of these parts."""
-    makers = {path: make for part in sorted(parts) for path, make in REPLACED[part].items()}
-    return {path: make(find(path).value, calls) for path, make in makers.items()}
+    new: dict[str, Any] = {}
+    for part, makers in REPLACED.items():
+        for path, make in makers.items() if part in parts else ():
+            new[path] = make(new.get(path, find(path).value), calls)
+    return new

@@ -1,5 +1,7 @@
 """Compiling what a model will call, before it does: no request waits for a compiler, nor does one run while a CUDA
-graph is captured. Every adapter is called with small tensors of the kinds and shapes that choose between kernels."""
+graph is captured. Every adapter is called with small tensors of the kinds and shapes that choose between kernels.
+
+Kernels of `experts` and `linear` depend on the weights' shapes, and compile when a layer of a new shape first runs."""
 
 from collections.abc import Iterator
 
@@ -9,7 +11,8 @@ import dsa
 from dsa.compat import deep_gemm
 from dsa_engines.decoding_batches import decoding_batches
 from dsa_engines.grouped_prompts import grouped_prompt
-from dsa_engines.vllm import adapters
+from dsa_engines.vllm import adapters, select
+from dsa_engines.vllm import queries as queries_of_v32
 from dsa_engines.vllm.models import Calls
 
 PAGE = 64  # index keys of a page, whatever the engine's pages have
@@ -27,6 +30,12 @@ def warm_up(calls: Calls, ops: frozenset[str], device: torch.device | str = "cud
         if "attention" in ops:
             v4_attention(calls) if calls.query_dim == 512 else attention(calls)
             grouped_prompts(calls)
+        if "select" in ops and calls.keys >= select.LEAST_KEYS:
+            selection(calls)
+        if "prefill" in ops and calls.head_dims[2]:
+            multi_head(calls)
+        if "queries" in ops and calls.head_dims[2]:
+            rotated_queries(calls)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -95,6 +104,41 @@ def v4_attention(calls: Calls) -> None:
     adapters.v4_prefill(
         q[:1, 0], rows, options["indices"][:1], 1.0, attn_sink=sink, topk_length=none[:1], out=out[:1, 0]
     )
+
+
+def selection(calls: Calls) -> None:
+    """Of a prompt over a long context."""
+    rows, keys, (heads, dim) = select.LEAST_QUERIES, select.LEAST_KEYS, (calls.index_heads, calls.index_head_dim)
+    q, k = (torch.zeros(*shape, dtype=torch.float8_e4m3fn) for shape in ((rows, heads, dim), (keys, dim)))
+    starts, ends = torch.zeros(rows, dtype=INT32), torch.full((rows,), keys, dtype=INT32)
+    dsa.indexer_select(q, (k, torch.zeros(keys)), torch.zeros(rows, heads), starts, ends, calls.topk)
+
+
+def multi_head(calls: Calls) -> None:
+    """Of prompts by the keys and values of every head, all of them or selected ones."""
+    (nope, rope, value), ends = calls.head_dims, torch.tensor([0, 1], dtype=INT32)
+    q = torch.zeros(1, calls.heads, nope + rope, dtype=torch.bfloat16)
+    k, v = torch.zeros(1, calls.heads, nope + value, dtype=torch.bfloat16).split([nope, value], dim=-1)
+    bits = dsa.selection_bits(torch.zeros(1, calls.topk, dtype=INT32), None, 1)
+    for selected in (None, bits):
+        dsa.mha_varlen_fwd(
+            *(q, k, v, ends, ends, 1, 1.0), k_rope=q[:, 0, :rope], selected=selected, dense_keys=calls.topk
+        )
+
+
+def rotated_queries(calls: Calls) -> None:
+    (nope, rope, _), tokens = calls.head_dims, queries_of_v32.LEAST_TOKENS
+    q = torch.zeros(tokens, calls.heads, nope + rope, dtype=torch.bfloat16)
+    index_q = torch.zeros(tokens, calls.index_heads, calls.index_head_dim, dtype=torch.bfloat16)
+    positions, cos_sin = torch.zeros(tokens, dtype=torch.int64), torch.zeros(1, rope)
+    weights = torch.zeros(tokens, calls.index_heads, dtype=torch.bfloat16)
+    prepare = queries_of_v32.fused_q(lambda: None)
+    for interleaved in (False, True):
+        prepare(
+            *(positions, q[..., nope:], cos_sin, index_q, cos_sin, q[..., :nope], weights, weights, 1.0, 1.0),
+            index_rope_interleave=interleaved,
+            quantize_mqa=False,
+        )
 
 
 def grouped_prompts(calls: Calls) -> None:
