@@ -1,39 +1,47 @@
-"""What turns the engines' plugins on, and how they say that they stay off.
+"""The environment variables that turn the plugins on, and the log lines that say what stays off.
 
-DSA_ENGINE=1 turns them on. DSA_ENGINE_OPS, words with commas between them, puts only these parts of a model on dsa's
-kernels, so that a difference can be traced to one of them.
+DSA_ENGINE=1 turns a plugin on. DSA_ENGINE_OPS, names separated by commas, limits it to these parts of a model, for
+example to find the part that causes a difference.
 """
 
 import logging
 import os
 
-OPS = frozenset({"scores", "topk", "attention", "select", "prefill", "queries", "experts", "linear"})
+PARTS = {
+    "vllm": frozenset({"scores", "topk", "select", "attention", "prefill", "queries", "experts", "linear"}),
+    "sglang": frozenset({"scores", "topk", "attention"}),
+}
 _logger = logging.getLogger("dsa")
 
 
-def enabled_ops() -> frozenset[str]:
-    """The parts of a model that the environment puts on dsa's kernels: none unless DSA_ENGINE is "1", else those that
-    DSA_ENGINE_OPS names, or without it all of them.
+def enabled_ops(engine: str) -> frozenset[str]:
+    """Return the parts that the environment turns on: none unless DSA_ENGINE is "1", else those in DSA_ENGINE_OPS, or
+    all of the engine's if that is unset.
 
-    Raises ValueError for a word in DSA_ENGINE_OPS that is no such part.
+    Raises ValueError for an unknown name in DSA_ENGINE_OPS.
     """
     if os.environ.get("DSA_ENGINE") != "1":
         return frozenset()
-    words = {word.strip() for word in os.environ.get("DSA_ENGINE_OPS", "").split(",")} - {""}
-    if unknown := sorted(words - OPS):
-        raise ValueError(f"DSA_ENGINE_OPS: got {', '.join(unknown)}; accepted are {', '.join(sorted(OPS))}")
-    return frozenset(words) or OPS
+    names = {name.strip() for name in os.environ.get("DSA_ENGINE_OPS", "").split(",")} - {""}
+    if unknown := sorted(names - PARTS[engine]):
+        accepted = ", ".join(sorted(PARTS[engine]))
+        raise ValueError(f"DSA_ENGINE_OPS: got {', '.join(unknown)}; accepted for {engine} are {accepted}")
+    return frozenset(names) or PARTS[engine]
 
 
 def declined(engine: str, reason: str) -> None:
-    """Says, in one line, that an engine stays as it is."""
+    """Log, in one line, that the engine runs without the plugin."""
     _logger.warning("dsa: %s: %s; the engine's own kernels stay", engine, " ".join(reason.split()))
 
 
+def is_tested(installed: str, tested: tuple[str, ...]) -> bool:
+    """Return whether the plugin was tested with the installed version. The build does not matter ("0.33.0+cu130")."""
+    return installed.partition("+")[0] in tested
+
+
 def tested_version(engine: str, installed: str, tested: tuple[str, ...]) -> bool:
-    """Whether the plugin was tested with the installed version, whatever build of it that is ("0.33.0+cu130"). Of
-    another one `declined` says which were."""
-    if installed.partition("+")[0] in tested:
+    """`is_tested`; for another version, log which versions were tested."""
+    if is_tested(installed, tested):
         return True
     declined(engine, f"version {installed} is installed, and the plugin was tested with {', '.join(tested)}")
     return False

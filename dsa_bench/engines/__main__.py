@@ -30,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cache-gib", type=int, default=12, help="memory of each side's KV cache (12)")
     parser.add_argument("--logs", type=Path, help="directory for the engines' logs (a temporary one)")
     args = parser.parse_args(arguments)
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
     file, fields = STACKS[args.model]
     config = published_config(file) | fields | with_layers(args.model, args.layers)
     every = [*loads.PROMPTS, *loads.STEPS, *map(loads.mixed, args.rates)]

@@ -5,7 +5,7 @@ import itertools
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsa_bench.engines.loads import Load
 
@@ -15,6 +15,10 @@ class Engine(Protocol):
 
     def stream(self, prompt: Sequence[int], tokens: int) -> AsyncIterator[int]:
         """Generate `tokens` tokens after a prompt; yield how many new ones arrived."""
+        ...
+
+    async def answer(self, prompt: Sequence[int], tokens: int, logprobs: bool) -> dict[str, Any]:
+        """Return `logprobs`, of the prompt's tokens but the first if asked for, and `tokens`, generated greedily."""
         ...
 
 
@@ -47,6 +51,15 @@ async def run(engine: Engine, load: Load, seed: int) -> dict[str, float]:
         steps = sum(count for _, times in requests for at, count in times if begin < at <= done) / load.count
         figures["ms_per_step"] = 1e3 * (done - begin) / max(steps, 1)
     return figures
+
+
+async def answered(
+    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, together: bool, logprobs: bool
+) -> list[dict[str, Any]]:
+    """`Engine.answer` of each prompt, sent all at once or one after the other."""
+    if together:
+        return await asyncio.gather(*(engine.answer(prompt, tokens, logprobs) for prompt in prompts))
+    return [await engine.answer(prompt, tokens, logprobs) for prompt in prompts]
 
 
 async def _request(

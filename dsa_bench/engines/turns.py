@@ -6,13 +6,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from dsa_bench.engines.loads import Load
 
 SIDES = ("alone", "plugin")
+LOG_LINES = 20  # of a process that ended
 
 
 class Side:
@@ -33,16 +34,22 @@ class Side:
     def answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of the side {self.side!r} ended; its log is {self._log}")
+            end = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+            raise RuntimeError(f"the process of the side {self.side!r} ended. The end of {self._log}:\n{end}")
         return json.loads(line)
 
-    def run(self, load: Load, seed: int, trace: bool) -> dict[str, Any]:
-        self._process.stdin.write(json.dumps({"load": load.fields(), "seed": seed, "trace": trace}) + "\n")
-        self._process.stdin.flush()
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        with suppress(BrokenPipeError):  # `answer` says what happened to the process
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
         return self.answer()
 
+    def run(self, load: Load, seed: int, trace: bool) -> dict[str, Any]:
+        return self.ask({"load": load.fields(), "seed": seed, "trace": trace})
+
     def close(self) -> None:
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:

@@ -76,23 +76,23 @@ class Worker(Trace):
 
 
 class Engine:
-    def __init__(self, model: str, vocabulary: int, cache_gib: int) -> None:
+    def __init__(self, model: str, vocabulary: int, cache_gib: int, options: dict[str, Any]) -> None:
+        """options: of vLLM, in the place of those here."""
         self.vocabulary = vocabulary
-        arguments = AsyncEngineArgs(
-            model=model,
-            load_format="random",
-            skip_tokenizer_init=True,
-            kv_cache_dtype="fp8",
-            max_model_len=40960,
-            max_num_seqs=128,
-            max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.44,
-            kv_cache_memory_bytes=cache_gib * GIB,
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]},
-            worker_extension_cls="dsa_bench.engines.vllm.Worker",
-            disable_log_stats=True,
-        )
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        of_server = {
+            "load_format": "random",
+            "skip_tokenizer_init": True,
+            "kv_cache_dtype": "fp8",
+            "max_model_len": 40960,
+            "max_num_seqs": 128,
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.44,
+            "kv_cache_memory_bytes": cache_gib * GIB,
+            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]},
+            "worker_extension_cls": "dsa_bench.engines.vllm.Worker",
+            "disable_log_stats": True,
+        }
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **(of_server | options)))
         self._requests = 0
 
     async def stream(self, prompt: Sequence[int], tokens: int) -> AsyncIterator[int]:
@@ -108,6 +108,18 @@ class Engine:
         async for output in self._engine.generate(prompt, sampling, request_id=str(self._requests)):
             if count := len(output.outputs[0].token_ids):
                 yield count
+
+    async def answer(self, prompt: Sequence[int], tokens: int, logprobs: bool) -> dict[str, Any]:
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, prompt_logprobs=0 if logprobs else None
+        )
+        self._requests += 1
+        prompt = {"prompt_token_ids": list(prompt)}
+        async for output in self._engine.generate(prompt, sampling, request_id=str(self._requests)):
+            final = output
+        known = zip(final.prompt_logprobs[1:], prompt["prompt_token_ids"][1:], strict=True) if logprobs else ()
+        found = [of_token[token].logprob for of_token, token in known]
+        return {"logprobs": found, "tokens": list(final.outputs[0].token_ids)}
 
     async def ask(self, method: str) -> Any:
         """Call a method of the worker process."""

@@ -7,12 +7,12 @@ import os
 import sys
 from typing import Any
 
-from dsa_bench.engines.client import run
+from dsa_bench.engines.client import answered, run
 from dsa_bench.engines.loads import Load
 
 
-async def main(engine: str, model: str, vocabulary: int, cache_gib: int, answers: int) -> None:
-    held = importlib.import_module(f"dsa_bench.engines.{engine}").Engine(model, vocabulary, cache_gib)
+async def main(engine: str, model: str, vocabulary: int, cache_gib: int, options: dict[str, Any], answers: int) -> None:
+    held = importlib.import_module(f"dsa_bench.engines.{engine}").Engine(model, vocabulary, cache_gib, options)
     loop = asyncio.get_running_loop()
 
     def answer(fields: dict[str, Any]) -> None:
@@ -21,6 +21,10 @@ async def main(engine: str, model: str, vocabulary: int, cache_gib: int, answers
     answer({"started": True})
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         asked = json.loads(line)
+        if "answers" in asked:
+            prompts = asked.pop("answers")
+            answer({"answers": await answered(held, prompts, **asked)})
+            continue
         load = Load(**asked["load"])
         if asked["trace"]:
             await held.ask("trace_start")
@@ -35,5 +39,7 @@ if __name__ == "__main__":
     # The engine writes to standard output; answers go to what was standard output.
     answers = os.dup(1)
     os.dup2(2, 1)
-    name, directory, vocabulary, cache_gib = sys.argv[1:]
-    asyncio.run(main(name, directory, int(vocabulary), int(cache_gib), answers))
+    name, directory, vocabulary, cache_gib, *options = sys.argv[1:]
+    asyncio.run(
+        main(name, directory, int(vocabulary), int(cache_gib), json.loads(options[0] if options else "{}"), answers)
+    )

@@ -35,7 +35,7 @@ _decided: dict[str, bool] = {}  # family -> whether its hooks are at work, once 
 def register() -> None:
     """SGLang's entry point. Does nothing unless DSA_ENGINE=1, and nothing again in a process where it was called."""
     try:
-        ops = enabled_ops()
+        ops = enabled_ops(ENGINE)
         if not ops or not tested_version(ENGINE, find("sglang:__version__").value, seams.TESTED):
             return
         creators = find(f"{REGISTRY}:ATTENTION_BACKENDS").value

@@ -11,7 +11,7 @@ def register() -> None:
     "1"; then the workers of this process, and of those that are forked from it, install the plugin when they start.
     Never raises: vLLM would not start."""
     try:
-        if ops := enabled_ops():
+        if ops := enabled_ops("vllm"):
             from dsa_engines.vllm import install
 
             install.hook(ops)

@@ -47,7 +47,8 @@ def fp8_apply(original: Callable[..., Any], most_tokens: int) -> Callable[..., A
         shared_experts_input: torch.Tensor | None,
     ) -> Any:
         is_fp8 = self.block_quant and list(self.moe_block_shape) == [products.BLOCK, products.BLOCK]
-        if not (is_fp8 and self.fp8_backend.name in CHECKPOINT_LAYOUTS and is_served(self, layer)):
+        is_fp8 = is_fp8 and self.fp8_backend.name in CHECKPOINT_LAYOUTS
+        if not (is_fp8 and layer.w13_weight_scale_inv.dtype == torch.float32 and is_served(self, layer)):
             return original(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
         gate_up = layer.w13_weight, layer.w13_weight_scale_inv
         down = layer.w2_weight, layer.w2_weight_scale_inv
@@ -118,7 +119,7 @@ def _outputs(
     # The first layer of a shape compiles for all numbers of tokens. The engine calls all layers before it captures.
     _compile(outputs, x.device, (*gate_up[0].shape, experts.shape[1], limit, use_ue8m0, most_tokens), x.shape[1])
     if layer.expert_map is not None:
-        experts = layer.expert_map[experts.long()]
+        experts = torch.where(experts < 0, -1, layer.expert_map[experts.clamp(min=0).long()])
     return outputs(x, experts, weights.float())
 
 

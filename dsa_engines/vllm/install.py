@@ -4,12 +4,12 @@ built, and only if everything that the plugin needs is there. Else vLLM stays as
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from dsa_engines.replacements import NotFound, Replacements, check_parameters, find
-from dsa_engines.switch import declined, tested_version
-from dsa_engines.vllm import models, seams, warm_up
+from dsa_engines.switch import declined, is_tested
+from dsa_engines.vllm import models, same_results, seams, warm_up
 
 ENGINE = "vllm"
 HOOK = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
@@ -21,11 +21,7 @@ _engines_own: list[str] = []  # why a model with an indexer runs on vLLM's kerne
 
 
 def hook(ops: frozenset[str]) -> None:
-    """Lets the workers of this process call `install` when they have their GPU; once, however often it is called."""
-    import vllm
-
-    if not tested_version(ENGINE, vllm.__version__, seams.TESTED):
-        return
+    """Let the workers of this process call `install` when they have their GPU. Repeated calls change nothing."""
     try:
         check_parameters(HOOK, seams.SIGNATURES[HOOK])
     except NotFound as error:
@@ -47,13 +43,15 @@ def _then_install(init_device: Callable[[Any], None], ops: frozenset[str]) -> Ca
 
 
 def install(config: Any, ops: frozenset[str]) -> bool:
-    """Puts these ops of a worker's model on dsa's kernels and compiles them, or says in one line why not, with
-    everything as it was. Attention alone stays out, in one line, where vLLM's is of another backend. config: vLLM's.
-    Returns whether it did.
+    """Put these parts of a worker's model on dsa's kernels, and compile these. Return whether that was done.
 
-    What is in place stays: another model of the process may hold graphs and buffers that were made for it. So a second
-    model finds the ops of the first, and its kernels are compiled, too; or vLLM's own, if the first was declined.
-    Models without an indexer do not count: they call nothing that is replaced.
+    A part whose functions vLLM lacks, or whose attention is of another backend, stays vLLM's own, with a line in the
+    log. With a version of vLLM that was not tested, so does a part whose results differ from those of vLLM's kernels
+    (`same_results`). In any other case of failure everything stays as it was, with one line.
+
+    The parts of the first model in a process stay, because its graphs and buffers were made for them. A second model
+    gets the same parts. If the first model was declined, so are later ones; models without an indexer do not count.
+    config: vLLM's.
     """
     first, reason = not _on_dsa, None
     if _engines_own:
@@ -61,17 +59,16 @@ def install(config: Any, ops: frozenset[str]) -> bool:
         return False
     try:
         reason = models.unsupported(config)
-        if reason is None and first:
-            if "attention" in ops and (other := models.other_attention(config)):
-                _logger.warning("dsa: %s: %s; attention stays the engine's own", ENGINE, other)
-                ops -= {"attention"}
-            ops = frozenset(filter(_has_seams, ops))
-            if not ops:
-                return False
-            _put(ops, models.calls_of(config))
-            _on_dsa.update(ops)
         if reason is None:
-            warm_up.warm_up(models.calls_of(config), frozenset(_on_dsa))
+            calls = models.calls_of(config)
+            if first:
+                is_known = is_tested(find("vllm:__version__").value, seams.TESTED)
+                ops = _possible(config, ops, calls, is_known)
+                if not ops:
+                    return False
+                _put(ops, calls, is_known)
+                _on_dsa.update(ops)
+            warm_up.warm_up(calls, frozenset(_on_dsa))
     except Exception as error:  # whatever it is, the engine has to start as if the plugin were not there
         reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
     if reason is not None and first:
@@ -96,22 +93,36 @@ def uninstall() -> None:
     _installed.close()
 
 
-def _has_seams(part: str) -> bool:
-    try:
-        seams.check(part)
-    except NotFound as error:
-        _logger.warning("dsa: %s: %s; %s stays the engine's own", ENGINE, " ".join(str(error).split()), part)
-        return False
-    return True
+def _possible(config: Any, ops: frozenset[str], calls: models.Calls, is_known: bool) -> frozenset[str]:
+    """Return those of the parts that can be put in place. Log why the others cannot."""
+    reasons = {}
+    for part in sorted(ops):
+        try:
+            if part == "attention" and (other := models.other_attention(config)):
+                raise NotFound(other)
+            if part == "select" and (reason := models.writes_scores(config, ops)):
+                raise NotFound(reason)
+            seams.check(part)
+            if not is_known:
+                _set_deep_gemm({part})
+                same_results.check(part, calls)
+        except NotFound as error:
+            reasons[part] = " ".join(str(error).split())
+            _logger.warning("dsa: %s: %s; %s stays the engine's own", ENGINE, reasons[part], part)
+    return ops - reasons.keys()
 
 
-def _put(ops: frozenset[str], calls: models.Calls) -> None:
-    if ops & {"scores", "select"}:
-        # It sets the globals of all that DeepGEMM has, and does nothing once one of them is set.
+def _set_deep_gemm(ops: Collection[str]) -> None:
+    """Let vLLM look up DeepGEMM's functions, if a part replaces some. vLLM looks none up once one of them is set."""
+    if {"scores", "select"} & set(ops):
         find(f"{seams.DEEP_GEMM}:_lazy_init").value()
+
+
+def _put(ops: frozenset[str], calls: models.Calls, is_known: bool) -> None:
+    _set_deep_gemm(ops)
     replaced = Replacements()
     _installed.callback(replaced.undo)
-    replaced.put(seams.replacements(ops, calls))
+    replaced.put(seams.replacements(ops, calls, is_known))
     if "attention" in ops:
         backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
         chosen = find(f"{seams.SELECTOR}:_cached_get_attn_backend").value

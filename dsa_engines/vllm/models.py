@@ -99,6 +99,13 @@ def other_attention(config: Any) -> str | None:
     return None
 
 
+def writes_scores(config: Any, ops: frozenset[str]) -> str | None:
+    """Return why a prompt's scores must be written to memory, which rules out `select`; None if they need not be."""
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return "with decode context parallelism vLLM reads a prompt's scores after the selection"
+    return None if "scores" in ops else "DSA_ENGINE_OPS has no scores, which select takes the place of"
+
+
 def calls_of(config: Any) -> Calls:
     """The sizes of the calls of a configuration that is supported."""
     model, scheduler = config.model_config, config.scheduler_config

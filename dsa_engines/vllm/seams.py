@@ -12,7 +12,7 @@ from typing import Any
 
 from dsa.compat import deep_gemm
 from dsa_engines.replacements import NotFound, check_parameters, find
-from dsa_engines.vllm import adapters, experts, linear, prefill, queries, select
+from dsa_engines.vllm import adapters, experts, first_call, linear, prefill, queries, select
 from dsa_engines.vllm.models import Calls
 
 TESTED = ("0.33.0",)
@@ -31,6 +31,7 @@ SELECTOR = "vllm.v1.attention.selector"
 
 FP8 = "vllm.model_executor.layers.quantization.fp8"
 MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
+ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
 LINEAR = "vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel"
 V32_LAYER = "vllm.models.deepseek_v32.attention"
 MLA = "vllm.model_executor.layers.attention.mla_attention"
@@ -79,6 +80,16 @@ REPLACED: dict[str, dict[str, Maker]] = {
         ),
     },
 }
+# Parts of versions that were not tested: compared when they are first called, or left to vLLM because its own kernel
+# needs the weights in another layout.
+COMPARED_AT_FIRST = frozenset(
+    {
+        f"{SPARSE_MLA}:SparseMLACommonImpl.forward_mha",
+        f"{FP8}:Fp8MoEMethod.apply",
+        f"{LINEAR}:Fp8BlockScaledMMLinearKernel.apply_weights",
+    }
+)
+NOT_COMPARED = frozenset({f"{MXFP4}:Mxfp4MoEMethod._setup_kernel", f"{MXFP4}:Mxfp4MoEMethod.apply"})
 BACKEND_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseBackend"
 BUILDER_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseMetadataBuilder"
 IMPL_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseImpl"
@@ -130,6 +141,14 @@ CALL_SITES = (
     (FLASHMLA_SPARSE, "FlashMLASparseImpl._host_backed_fp8_decode", "self._fp8_flash_mla_kernel"),
     (FLASHMLA_SPARSE, "FlashMLASparseImpl._forward_bf16_kv", "self._bf16_flash_mla_kernel"),
     (FLASHMLA_SPARSE, "FlashMLASparseMetadataBuilder.build", "self.fp8_use_mixed_batch"),
+    (MLA, "MLAAttention.forward_impl", "self._use_sparse_mha"),
+    (MLA, "MLAAttention.forward_impl", "self.impl.forward_mha"),
+    (V32_LAYER, "DeepseekV32Attention._should_prepare_mqa_query", "self._use_sparse_mha"),
+    (V32_LAYER, "DeepseekV32Attention._sparse_indexer_and_attn", "self._use_sparse_mha"),
+    (V32_LAYER, "DeepseekV32Attention.forward", "fused_q"),
+    (ROUTED_EXPERTS, "RoutedExperts.forward_modular", "self.quant_method.apply"),
+    (MXFP4, "Mxfp4MoEMethod.process_weights_after_loading", "self._setup_kernel"),
+    (FP8, "Fp8LinearMethod.apply", "self.fp8_linear.apply_weights"),
 )
 
 
@@ -148,10 +167,16 @@ def check(part: str) -> None:
             raise NotFound(f"{SELECTOR}:_cached_get_attn_backend is no cached function")
 
 
-def replacements(parts: frozenset[str], calls: Calls) -> dict[str, Any]:
-    """attribute -> what takes its place, of these parts."""
+def replacements(parts: frozenset[str], calls: Calls, is_known: bool = True) -> dict[str, Any]:
+    """Return {attribute: what takes its place} of these parts. is_known: whether the version of vLLM was tested; if
+    not, parts that need a layer of the model are compared with vLLM's own at their first call."""
     new: dict[str, Any] = {}
     for part, makers in REPLACED.items():
         for path, make in makers.items() if part in parts else ():
-            new[path] = make(new.get(path, find(path).value), calls)
+            if not is_known and path in NOT_COMPARED:
+                continue
+            found = new.get(path, find(path).value)
+            new[path] = make(found, calls)
+            if not is_known and path in COMPARED_AT_FIRST:
+                new[path] = first_call.compared(found, new[path], part)
     return new

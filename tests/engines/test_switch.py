@@ -6,6 +6,8 @@ import pytest
 
 from dsa_engines import switch
 
+PARTS = {"scores", "topk", "attention", "select", "prefill", "queries", "experts", "linear"}
+
 
 @pytest.fixture
 def environment(monkeypatch):
@@ -23,29 +25,39 @@ def environment(monkeypatch):
 @pytest.mark.parametrize("engine", [None, "", "0", "true", " 1"])
 def test_off_unless_it_is_1(environment, engine):
     environment(engine, "no such word, which nobody reads")
-    assert switch.enabled_ops() == frozenset()
+    assert switch.enabled_ops("vllm") == frozenset()
 
 
 @pytest.mark.parametrize(
     ("ops", "expected"),
     [
-        (None, {"scores", "topk", "attention"}),
-        ("", {"scores", "topk", "attention"}),
-        ("scores", {"scores"}),
+        (None, PARTS),
+        ("", PARTS),
         ("topk, attention", {"topk", "attention"}),
         ("attention,,attention,", {"attention"}),
+        *((part, {part}) for part in sorted(PARTS)),
     ],
 )
 def test_ops(environment, ops, expected):
     environment("1", ops)
-    assert switch.enabled_ops() == expected
+    assert switch.enabled_ops("vllm") == expected
+
+
+def test_an_engine_has_its_own_parts(environment):
+    environment("1", "scores,experts")
+    with pytest.raises(
+        ValueError, match=r"^DSA_ENGINE_OPS: got experts; accepted for sglang are attention, scores, topk$"
+    ):
+        switch.enabled_ops("sglang")
+    environment("1")
+    assert switch.enabled_ops("sglang") == {"attention", "scores", "topk"}
 
 
 def test_an_unknown_word_is_named_with_those_that_are_known(environment):
     environment("1", "scores,top-k,Attention")
-    message = r"^DSA_ENGINE_OPS: got Attention, top-k; accepted are attention, scores, topk$"
+    message = rf"^DSA_ENGINE_OPS: got Attention, top-k; accepted for vllm are {', '.join(sorted(PARTS))}$"
     with pytest.raises(ValueError, match=message):
-        switch.enabled_ops()
+        switch.enabled_ops("vllm")
 
 
 def test_declined_is_one_line(caplog):

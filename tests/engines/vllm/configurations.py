@@ -10,9 +10,11 @@ V32 = {
     "index_head_dim": 128,
     "index_topk": 2048,
     "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
-GLM = V32 | {"model_type": "glm_moe_dsa", "index_n_heads": 32}
+GLM = V32 | {"model_type": "glm_moe_dsa", "index_n_heads": 32, "qk_nope_head_dim": 192, "v_head_dim": 256}
 V4 = {
     "model_type": "deepseek_v4",
     "index_n_heads": 64,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa_engines.vllm import install
+from dsa_engines.vllm import experts, install, linear
 from tests.engines.vllm import engine
 
 
@@ -14,3 +14,11 @@ def plugin(monkeypatch):
     with torch.inference_mode():
         yield
     install.uninstall()
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch):
+    """Forget the shapes that are compiled. Without CUDA, torch cannot tell whether a stream is being captured."""
+    for module in (experts, linear):
+        monkeypatch.setattr(module, "_compiled", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -9,12 +9,12 @@ import torch
 
 import dsa
 from dsa.runtime import backends
+from dsa_engines.switch import PARTS
 from dsa_engines.vllm import install, seams, warm_up
 from tests.engines.vllm import stand_in
 from tests.engines.vllm.configurations import V32, config
 
 PAGE = 64
-ALL = frozenset({"scores", "topk", "attention"})
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not there")
 
 
@@ -35,7 +35,7 @@ def without_flash_mla(monkeypatch) -> None:
         monkeypatch.setattr(module, name, stand_in.function(path, seams.SIGNATURES[path]))
 
 
-def put_in_place(monkeypatch, ops: frozenset[str] = ALL, **options) -> None:
+def put_in_place(monkeypatch, ops: frozenset[str] = PARTS["vllm"], **options) -> None:
     """Install the plugin as in a worker on a Hopper GPU, but compile no kernels. The ops then run the references."""
     without_flash_mla(monkeypatch)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)

@@ -33,6 +33,25 @@ def function(path: str, parameters: list[str]):
     return namespace["f"]
 
 
+def never(*args, **options):
+    raise AssertionError("vLLM's own function was called")
+
+
+class Original:
+    """A function of vLLM that notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args, **options):
+        self.calls.append((args, options))
+        return "vLLM's own"
+
+    def assert_called_once(self, given, options=()):
+        ((args, found),) = self.calls
+        assert found == dict(options) and [id(arg) for arg in args] == [id(arg) for arg in given]
+
+
 def put_in_place(monkeypatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)

@@ -10,8 +10,9 @@ import dsa
 from dsa.compat import deep_gemm
 from dsa.reference.cache import kv_cache
 from dsa.testing import assert_close
-from dsa_engines.vllm import adapters, seams
+from dsa_engines.vllm import adapters, models, seams
 from tests.engines.sglang.batches import PAGE, attention, index_scores, int32, latent_cache, selected, slots_of
+from tests.engines.vllm.configurations import V32, config
 
 NAN = float("nan")
 BYTES = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
@@ -203,13 +204,14 @@ def test_more_queries_of_a_sequence_are_left_to_the_engine():
     assert [n for n in range(10) if adapters.native_next_n_supported(n)] == [1, 2, 3, 4]
 
 
-FUNCTIONS = {path: new for ops in seams.REPLACED.values() for path, new in ops.items() if path in seams.SIGNATURES}
+CALLS = models.calls_of(config(V32))
+MAKERS = [(path, new) for makers in seams.REPLACED.values() for path, new in makers.items() if path in seams.SIGNATURES]
 
 
-@pytest.mark.parametrize("path", FUNCTIONS)
-def test_replacements_take_what_the_engine_gives(path):
+@pytest.mark.parametrize(("path", "make"), MAKERS)
+def test_replacements_take_what_the_engine_gives(path, make):
     """A replacement has vLLM's parameter names in vLLM's order. The last ones may be **options."""
-    new, pinned = FUNCTIONS[path](lambda: None), seams.SIGNATURES[path]
+    new, pinned = make(lambda: None, CALLS), seams.SIGNATURES[path]
     function, first = (new.__func__, 1) if isinstance(new, classmethod) else (new, 0)
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     options = [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from dsa_engines.replacements import check_parameters, find
-from dsa_engines.vllm import adapters, install, register, seams
+from dsa_engines.switch import PARTS
+from dsa_engines.vllm import adapters, experts, install, linear, prefill, register, seams
 from tests.engines.vllm.configurations import V32, config
-from tests.engines.vllm.engine import ALL, HopperPlatform, needs_vllm, put_in_place
+from tests.engines.vllm.engine import HopperPlatform, needs_vllm, put_in_place
 
 pytestmark = needs_vllm
 FLASH_MLA = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+COPIES = (seams.V4, seams.V32_LAYER)  # modules that import the replaced functions by name
 
 
 def root() -> Path:
@@ -72,7 +74,7 @@ def test_no_module_keeps_its_own_copy_of_what_is_replaced():
     """`from module import name` makes a second reference to a function. Only one such reference exists, and the plugin
     replaces it."""
     names = {path.partition(":")[2]: path.partition(":")[0] for op in seams.REPLACED.values() for path in op}
-    names = {name: module for name, module in names.items() if "." not in name and module != seams.V4}
+    names = {name: module for name, module in names.items() if "." not in name and module not in COPIES}
     found = {}
     for module, text in sources():
         for block in re.findall(r"^\s*from vllm[\w.]* import (?:\([^)]*\)|.*)", text, re.M):
@@ -110,7 +112,7 @@ def backend():
 def test_installed_and_taken_back(install_ops):
     paths = [path for op in seams.REPLACED.values() for path in op]
     original = backend().get_class()
-    install_ops(ALL)
+    install_ops(PARTS["vllm"])
     before = {path: find(path).value for path in paths}
     cls = backend().get_class()
     assert cls is not original and issubclass(cls, original) and cls.get_name() == "FLASHMLA_SPARSE"
@@ -122,18 +124,19 @@ def test_installed_and_taken_back(install_ops):
     assert all(find(path).value is not before[path] for path in paths)
 
 
-@pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}])
+@pytest.mark.parametrize("ops", [{part} for part in seams.REPLACED])
 def test_ops_apart(install_ops, ops):
     there = {op: {path: find(path).value for path in paths} for op, paths in seams.REPLACED.items()}
     install_ops(frozenset(ops))
+    replaced = {path for op in ops for path in seams.REPLACED[op]}
     for op, values in there.items():
         if op != "attention":  # attention's originals are stand-ins
-            assert all((find(path).value is not value) == (op in ops) for path, value in values.items())
+            assert all((find(path).value is not value) == (path in replaced) for path, value in values.items())
     assert backend().is_overridden() == ("attention" in ops)
 
 
 def test_a_cpu_is_no_hopper_gpu(caplog):
-    assert not install.install(config(V32), ALL)
+    assert not install.install(config(V32), PARTS["vllm"])
     install.uninstall()  # otherwise the plugin would decline later models of this process
     (record,) = caplog.records
     assert record.getMessage() == "dsa: vllm: torch sees no CUDA GPU; the engine's own kernels stay"
@@ -157,7 +160,22 @@ def test_the_hook(monkeypatch):
     wrapper.vllm_config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     wrapper._worker_extension_cls = None
     wrapper.init_device()
-    assert seen == ["device", (wrapper.vllm_config, ALL)]
+    assert seen == ["device", (wrapper.vllm_config, PARTS["vllm"])]
+
+
+def test_the_names_that_the_parts_read():
+    from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
+    from vllm.model_executor.layers.fused_moe import activation, config
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+
+    assert "SILU" in activation.MoEActivation.__members__
+    assert {*experts.CHECKPOINT_LAYOUTS} <= Fp8MoeBackend.__members__.keys()
+    assert {"has_bias", "is_lora_enabled", "in_dtype"} <= config.FusedMoEConfig.__dataclass_fields__.keys()
+    for name in ("use_all2all_kernels", "use_passthrough_all2all"):
+        assert isinstance(getattr(config.FusedMoEParallelConfig, name), property)
+    assert issubclass(getattr(deep_gemm, linear.KERNEL), find(f"{seams.LINEAR}:Fp8BlockScaledMMLinearKernel").value)
+    assert FlashMLASparseBackend.get_name() == prefill.BACKEND
 
 
 def test_three_queries_of_a_sequence_are_native(plugin, deep_gemm, monkeypatch):

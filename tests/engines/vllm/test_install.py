@@ -1,6 +1,6 @@
-"""The plugin replaces all ops that are switched on, or none. Only attention can stay vLLM's own while others are
-replaced. In each worker process, the first model with an indexer decides. If the plugin declines, one line gives the
-reason."""
+"""The plugin replaces the parts that are switched on. A part whose functions vLLM lacks stays vLLM's own, and one line
+says so. Everything else that is missing declines all parts, also in one line. In each worker process, the first model
+with an indexer decides."""
 
 import logging
 import subprocess
@@ -13,12 +13,12 @@ import pytest
 import dsa_engines.vllm
 from dsa.compat import deep_gemm
 from dsa.runtime import backends
-from dsa_engines.replacements import find
+from dsa_engines.replacements import NotFound, find
+from dsa_engines.switch import PARTS
 from dsa_engines.vllm import adapters, install, register, seams, warm_up
 from tests.engines.vllm import stand_in
 from tests.engines.vllm.configurations import V4, V32, config
 
-ALL = frozenset({"scores", "topk", "attention"})
 WORKER = "vllm.v1.worker.worker_base"
 V41 = V4 | {"model_type": "deepseek_v41"}
 
@@ -85,7 +85,11 @@ def test_nothing_changes_before_a_worker_starts(engine):
     assert changed(before) == {install.HOOK}
 
 
-@pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}, {"scores", "attention"}, ALL])
+@pytest.mark.parametrize(
+    "ops",
+    [*({part} for part in seams.REPLACED if part != "select"), {"scores", "select"}, PARTS["vllm"]],
+    ids=lambda ops: ",".join(sorted(ops)),
+)
 def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
     monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
     register()
@@ -100,7 +104,8 @@ def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
     assert warmed == frozenset(ops) and calls.heads == 16 and calls.fp8_cache
 
 
-def test_the_replacements(engine):
+def test_the_replacements(engine, monkeypatch):
+    monkeypatch.setenv("DSA_ENGINE_OPS", "scores,topk,attention")
     gemm, v4, selector = (sys.modules[name] for name in (seams.DEEP_GEMM, seams.V4, seams.SELECTOR))
     assert (
         selector._cached_get_attn_backend() == "vllm's own"
@@ -167,7 +172,7 @@ def test_after_a_model_without_an_indexer_another_is_served(engine, caplog):
     assert line.startswith("dsa: vllm: model_type is llama, and")
 
 
-@pytest.mark.parametrize("ops", [ALL, {"attention"}])
+@pytest.mark.parametrize("ops", [PARTS["vllm"], {"attention"}], ids=len)
 def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
     """With a bf16 cache, vLLM chooses an attention backend that the plugin does not replace. The other ops still run on
     dsa."""
@@ -204,16 +209,11 @@ def with_an_unknown_word(monkeypatch):
     monkeypatch.setenv("DSA_ENGINE_OPS", "scores,moe")
 
 
-def with_an_older_vllm(monkeypatch):
-    sys.modules["vllm"].__version__ = "0.32.1"
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (without_the_plugin, "ModuleNotFoundError: "),
-        (with_an_unknown_word, "DSA_ENGINE_OPS: got moe; accepted are attention, scores, topk;"),
-        (with_an_older_vllm, "version 0.32.1 is installed, and the plugin was tested with 0.33.0;"),
+        (with_an_unknown_word, "DSA_ENGINE_OPS: got moe; accepted for vllm are attention, experts, "),
     ],
 )
 def test_no_worker_gets_a_plugin_that_cannot_be_registered(engine, monkeypatch, caplog, spoil, reason):
@@ -267,43 +267,147 @@ def test_a_worker_that_cannot_be_served_gets_the_engine_as_it_was(engine, monkey
     assert stays(engine, caplog, lambda: start(model)).startswith(reason)
 
 
+ATTENTION_NEEDS = {f"{seams.REGISTRY}:AttentionBackendEnum", f"{seams.SELECTOR}:_cached_get_attn_backend"}
+
+
+def parts_with(path):
+    """Return the parts that replace or need the attribute at `path`."""
+    needed = {part: {*makers, *seams.NEEDED[part]} for part, makers in seams.REPLACED.items()}
+    needed["attention"] |= ATTENTION_NEEDS
+    return {part for part, paths in needed.items() if path in paths}
+
+
 REQUIRED = sorted(
-    {*seams.SIGNATURES, *(path for op in seams.REPLACED.values() for path in op)}
-    | {f"{seams.REGISTRY}:AttentionBackendEnum", f"{seams.SELECTOR}:_cached_get_attn_backend"}
+    {*seams.SIGNATURES, *ATTENTION_NEEDS, *(path for makers in seams.REPLACED.values() for path in makers)}
+    - {install.HOOK}
 )
 
 
+def starts_without(engine, caplog, path) -> str:
+    """Start a worker and check that only the parts with `path` stay vLLM's own. Return the reason in the log."""
+    register()
+    before = {name: value for name, value in stand_in.state().items() if name != path}
+    start()
+    missing = parts_with(path)
+    assert missing and [warmed for _, warmed in engine] == [PARTS["vllm"] - missing]
+    after = stand_in.state()
+    replaced = {other for part in PARTS["vllm"] - missing for other in seams.REPLACED[part]}
+    replaced |= {"backend"} if "attention" not in missing else set()
+    assert {name for name, value in before.items() if after[name] is not value} == replaced
+    said = [line.removeprefix("dsa: vllm: ").rpartition("; ") for line in lines(caplog)]
+    assert {end for *_, end in said} == {f"{part} stays the engine's own" for part in missing}
+    assert len(said) == len(missing)
+    (reason,) = {reason for reason, *_ in said}
+    return reason
+
+
 @pytest.mark.parametrize("path", REQUIRED)
-def test_one_missing_attribute_and_nothing_is_replaced(engine, monkeypatch, caplog, path):
+def test_a_missing_attribute_leaves_its_parts_to_the_engine(engine, monkeypatch, caplog, path):
+    sys.modules[seams.DEEP_GEMM]._lazy_init()
     owner, name, _ = find(path)
-    if path != install.HOOK:
-        register()
     monkeypatch.delattr(owner, name)
-    reason = stays(engine, caplog, register if path == install.HOOK else start)
-    assert reason == f"{path} is not there; the engine's own kernels stay"
+    assert starts_without(engine, caplog, path) == f"{path} is not there"
 
 
-@pytest.mark.parametrize("path", sorted(seams.SIGNATURES.keys() - {f"{seams.DEEP_GEMM}:_lazy_init"}))
-def test_other_parameters_and_nothing_is_replaced(engine, monkeypatch, caplog, path):
+@pytest.mark.parametrize("path", sorted(seams.SIGNATURES.keys() - {f"{seams.DEEP_GEMM}:_lazy_init", install.HOOK}))
+def test_other_parameters_leave_their_parts_to_the_engine(engine, monkeypatch, caplog, path):
+    sys.modules[seams.DEEP_GEMM]._lazy_init()
     owner, name, _ = find(path)
-    if path != install.HOOK:
-        register()
     other = stand_in.function(path, [*seams.SIGNATURES[path], "another"])
     monkeypatch.setattr(owner, name, staticmethod(other))
-    reason = stays(engine, caplog, register if path == install.HOOK else start)
+    reason = starts_without(engine, caplog, path)
     assert reason.startswith(f"{path} takes (") and "another), and was tested with (" in reason
 
 
-def test_a_module_that_cannot_be_imported_and_nothing_is_replaced(engine, monkeypatch, caplog):
+def without_the_hook(monkeypatch):
+    monkeypatch.delattr(sys.modules[WORKER].WorkerWrapperBase, "init_device")
+
+
+def with_another_hook(monkeypatch):
+    monkeypatch.setattr(sys.modules[WORKER].WorkerWrapperBase, "init_device", lambda self, another: None)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(without_the_hook, " is not there;"), (with_another_hook, " takes (self, another), and was")]
+)
+def test_without_the_hook_nothing_is_replaced(engine, monkeypatch, caplog, spoil, reason):
+    spoil(monkeypatch)
+    assert stays(engine, caplog, register).startswith(f"{install.HOOK}{reason}")
+
+
+def test_a_model_without_any_part_is_left_to_the_engine(engine, monkeypatch, caplog):
+    monkeypatch.setenv("DSA_ENGINE_OPS", "queries")
+    monkeypatch.delattr(sys.modules[seams.V32_LAYER], "fused_q")
     register()
     before = stand_in.state()
-    without = {name: value for name, value in before.items() if name.partition(":")[0] != seams.V4}
+    start()
+    assert changed(before) == set() and engine == [] and len(lines(caplog)) == 1
+
+
+def test_a_module_that_cannot_be_imported_leaves_its_part_to_the_engine(engine, monkeypatch, caplog):
+    sys.modules[seams.DEEP_GEMM]._lazy_init()
+    register()
+    before = stand_in.state()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, seams.V4, None)
         start()
-    assert {name: stand_in.state()[name] for name in without} == without
+    served = PARTS["vllm"] - {"attention"}
+    assert changed(before) == {path for part in served for path in seams.REPLACED[part]}
     (line,) = lines(caplog)
     assert line.startswith(f"dsa: vllm: {seams.V4} cannot be imported (ModuleNotFoundError: ")
+    assert line.endswith("; attention stays the engine's own")
+
+
+@pytest.mark.parametrize("first", ["scores", "topk"])
+def test_selection_calls_what_another_part_has_put_in_place(engine, monkeypatch, first):
+    monkeypatch.setenv("DSA_ENGINE_OPS", f"scores,select,{first}")
+    register()
+    start()
+    for path in seams.REPLACED["select"].keys() & seams.REPLACED[first].keys():
+        expected = deep_gemm.fp8_fp4_mqa_logits if first == "scores" else adapters.topk_prefill
+        assert find(path).value.__wrapped__ is expected
+
+
+@pytest.mark.parametrize(
+    ("ops", "options", "reason"),
+    [
+        ({"select", "topk"}, {}, "DSA_ENGINE_OPS has no scores"),
+        (PARTS["vllm"], {"sharing": 2}, "with decode context parallelism vLLM reads a prompt's scores"),
+    ],
+)
+def test_selection_is_off_where_scores_must_be_written(engine, monkeypatch, caplog, ops, options, reason):
+    monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
+    register()
+    start(**options)
+    (line,) = lines(caplog)
+    assert line.startswith(f"dsa: vllm: {reason}") and line.endswith("; select stays the engine's own")
+    assert engine[0][1] == ops - {"select"}
+
+
+def test_parts_of_an_untested_version_are_compared(engine, monkeypatch, caplog):
+    """A part with other results stays off. Parts that need a layer are compared at their first call; FP4 experts,
+    which cannot be compared, stay vLLM's."""
+    asked = []
+
+    def check(part, calls):
+        asked.append(part)
+        if part == "topk":
+            raise NotFound("top-k of a step differs")
+
+    monkeypatch.setattr(install.same_results, "check", check)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.34.1")
+    register()
+    before = stand_in.state() | {f"{seams.DEEP_GEMM}:of_deep_gemm_besides": "set"}
+    start()
+    assert sorted(asked) == sorted(PARTS["vllm"])
+    assert lines(caplog) == ["dsa: vllm: top-k of a step differs; topk stays the engine's own"]
+    served = PARTS["vllm"] - {"topk"}
+    assert engine[0][1] == served
+    expected = {path for part in served for path in seams.REPLACED[part]} - seams.NOT_COMPARED
+    assert changed(before) == expected | {"backend"}
+    for path in seams.COMPARED_AT_FIRST:
+        assert find(path).value.__wrapped__.__name__ == "f"  # the stand-in's function
+        assert find(path).value.__code__.co_name == "call"
 
 
 def test_every_replacement_has_call_sites():

@@ -104,6 +104,10 @@ SMALL = {"heads": 8, "max_model_len": 512, "tokens": 3}
         (V32, {"topk"}, {"topk_prefill", "topk_decode"}),
         (V32, {"attention"}, {"fp8_attention", "bf16_attention"}),
         (V4, {"attention"}, {"v4_attention", "v4_prefill"}),
+        (V32, {"select"}, {"indexer_select"}),
+        (V32, {"prefill"}, {"mha_varlen_fwd all keys", "mha_varlen_fwd selected keys"}),
+        (V32, {"queries"}, {"apply_rotary"}),
+        (V4, {"prefill", "queries"}, set()),
     ],
 )
 def test_warm_up_calls_what_the_model_will(monkeypatch, hf, ops, called):
@@ -116,6 +120,17 @@ def test_warm_up_calls_what_the_model_will(monkeypatch, hf, ops, called):
     for name in ("gather_keys", "topk_prefill", "topk_decode", "fp8_attention", "bf16_attention", "v4_attention"):
         noted(warm_up.adapters, name, lambda args, name=name: name)
     noted(warm_up.adapters, "v4_prefill", lambda args: "v4_prefill")
+    noted(warm_up.dsa, "indexer_select", lambda args: "indexer_select")
+    noted(warm_up.dsa, "apply_rotary", lambda args: "apply_rotary")
+    multi_head = warm_up.dsa.mha_varlen_fwd
+
+    def noted_multi_head(*args, selected, **options):
+        seen.add(f"mha_varlen_fwd {'all' if selected is None else 'selected'} keys")
+        return multi_head(*args, selected=selected, **options)
+
+    monkeypatch.setattr(warm_up.dsa, "mha_varlen_fwd", noted_multi_head)
+    monkeypatch.setattr(warm_up.select, "LEAST_KEYS", SMALL["max_model_len"])
+    monkeypatch.setattr(warm_up.select, "LEAST_QUERIES", 4)
     noted(warm_up.deep_gemm, "fp8_fp4_mqa_logits", lambda args: "scores")
     noted(warm_up.deep_gemm, "fp8_fp4_paged_mqa_logits", lambda args: f"paged {args[0][0].shape[1]}")
     hf = hf | {"index_topk": 64}

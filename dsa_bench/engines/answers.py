@@ -1,0 +1,116 @@
+"""`python -m dsa_bench.engines.answers vllm|sglang CHECKPOINT`: does an engine answer the same with dsa's plugin?
+
+Per-token log-probabilities of held-out text are compared with the checkpoint's model in fp32, for the engine alone and
+with the plugin, and the tokens that each generates greedily with each other. The same requests are sent in several
+ways, which must not change an answer by more than rounding: one by one, together, again (from the prefix cache), in
+chunks, and with a cache so small that the engine preempts requests.
+
+Prints a line of JSON per way and side: `loss`, nats per token; `to_reference` and `to_alone`, the mean absolute
+difference of log-probabilities to the model in fp32 and to the same side's answers one by one; `same_text`, the share
+of requests whose generated tokens are those of the same side one by one.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsa_bench.e2e.held_out_text import held_out_sequences
+from dsa_bench.engines.turns import started
+from dsa_layers import Tokenizer, load_model
+from dsa_layers.evaluation.held_out_loss import predictions
+
+Answers = list[dict[str, Any]]  # of each request: `logprobs` of the prompt's tokens but the first, and `tokens`
+# {way to send the requests: (the engine's options, whether all are sent at once, whether once more from the cache)}
+WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "one by one": ({"enable_prefix_caching": False}, False, False),
+    "together": ({"enable_prefix_caching": False}, True, False),
+    "again": ({}, True, True),
+    "in chunks": ({"enable_prefix_caching": False, "max_num_batched_tokens": 640}, True, False),
+    "preempted": ({"enable_prefix_caching": False, "num_gpu_blocks_override": 72}, True, False),
+}
+BY_ENGINE = {
+    "vllm": {
+        "drafts": (
+            {"enable_prefix_caching": False, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+            True,
+            1,
+        ),
+        "two GPUs": ({"enable_prefix_caching": False, "tensor_parallel_size": 2}, True, False),
+    },
+    "sglang": {},
+}
+
+
+def reference(checkpoint: Path, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The log-probabilities of the sequences' tokens but the first, by the model in fp32."""
+    model = load_model(checkpoint, device="cpu", dtype=torch.float32, dequantize=True, progress=False)
+    found: list[float] = []
+    for logits, targets in predictions(model, sequences, 1 << 20):
+        found += logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1).tolist()
+    lengths = [len(tokens) - 1 for tokens in sequences]
+    return [list(map(float, part)) for part in torch.tensor(found).split(lengths)]
+
+
+def row(answers: Answers, expected: list[list[float]], alone: Answers) -> dict[str, float]:
+    same = sum(answer["tokens"] == one["tokens"] for answer, one in zip(answers, alone, strict=True)) / len(answers)
+    if not answers[0]["logprobs"]:
+        return {"same_text": same}
+    every = torch.cat([torch.tensor(answer["logprobs"]) for answer in answers])
+    first = torch.cat([torch.tensor(answer["logprobs"]) for answer in alone])
+    return {
+        "loss": -every.mean().item(),
+        "to_reference": (every - torch.cat([*map(torch.tensor, expected)])).abs().mean().item(),
+        "to_alone": (every - first).abs().mean().item(),
+        "same_text": same,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dsa_bench.engines.answers", description=__doc__.splitlines()[0])
+    parser.add_argument("engine", choices=BY_ENGINE)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--ways", nargs="*", help=f"{', '.join(WAYS)}; vllm: {', '.join(BY_ENGINE['vllm'])}")
+    parser.add_argument("--count", type=int, default=16, help="sequences of held-out text (16)")
+    parser.add_argument("--length", type=int, default=1500, help="tokens of each (1500)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens to generate after each (48)")
+    parser.add_argument("--logs", type=Path, help="directory for the engines' logs (a temporary one)")
+    args = parser.parse_args(arguments)
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    every = WAYS | BY_ENGINE[args.engine]
+    ways = args.ways or list(WAYS)
+    if unknown := set(ways) - every.keys():
+        parser.error(f"--ways: got {', '.join(sorted(unknown))}; accepted are {', '.join(every)}")
+    tokenizer = Tokenizer(args.checkpoint)
+    sequences = held_out_sequences(args.checkpoint, tokenizer, args.length)[: args.count]
+    expected = reference(args.checkpoint, sequences)
+    alone: dict[str, Answers] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        logs = args.logs or Path(directory)
+        for way in ways:
+            options, together, again = every[way]
+            options = {"load_format": "auto", "max_model_len": 2048} | options
+            worker = [args.engine, str(args.checkpoint), "0", "2", json.dumps(options)]
+            texts: dict[str, Answers] = {}
+            with started(worker, logs) as sides:
+                for side in sides:
+                    asked = {"answers": sequences, "tokens": args.tokens, "together": together, "logprobs": True}
+                    answers = side.ask(asked)["answers"]
+                    if again:  # engines compute the log-probabilities of a prompt anew, and so do not read the cache
+                        answers = side.ask(asked | {"logprobs": False})["answers"]
+                    texts[side.side] = answers
+                    first = alone.setdefault(side.side, answers)
+                    print(json.dumps({"way": way, "side": side.side} | row(answers, expected, first)), flush=True)
+            pairs = zip(texts["alone"], texts["plugin"], strict=True)
+            print(json.dumps({"way": way, "same_text_as_alone": sum(a["tokens"] == b["tokens"] for a, b in pairs)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

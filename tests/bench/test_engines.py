@@ -1,0 +1,135 @@
+"""The benchmark of engines, with stand-ins for the engines."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from types import SimpleNamespace as Space
+
+import pytest
+
+from dsa_bench.e2e.stacks import STACKS
+from dsa_bench.engines import __main__, client, turns
+from dsa_bench.engines.loads import PROMPTS, STEPS, Load, mixed
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop that does not wait: its time goes on when nothing is left to do."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+    def _run_once(self):
+        if not self._ready and self._scheduled:
+            self.now = max(self.now, self._scheduled[0].when())
+        super()._run_once()
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that runs a load. streams[i]: [(seconds, new tokens)] of request i."""
+    loop = Loop()
+    monkeypatch.setattr(client, "time", Space(perf_counter=loop.time))
+
+    def run_load(load, streams):
+        left = iter(streams)
+
+        async def stream(prompt, tokens):
+            assert len(prompt) == load.length and tokens == load.tokens
+            for seconds, count in next(left):
+                await asyncio.sleep(seconds)
+                yield count
+
+        return loop.run_until_complete(client.run(Space(vocabulary=99, stream=stream), load, 1))
+
+    yield run_load
+    loop.close()
+
+
+def test_figures_of_requests_that_arrive_together(run):
+    """The second request gets two tokens at a time. Its gaps are 1.5, 1.5, 0.5 and 0.5 seconds."""
+    figures = run(Load("two", 2, 10, tokens=5), [[(1, 1)] * 5, [(2, 1), (3, 2), (1, 2)]])
+    assert figures == pytest.approx(
+        {
+            "seconds": 6,
+            "tokens_per_second": 2 * 14 / 6,
+            "first_token_ms": 1500,
+            "first_token_ms_99": 2000,
+            "between_ms": 1000,
+            "between_ms_99": 1500,
+            # From 2 s, when both have a token, to 5 s, when one is done, the requests get 3 and 2 tokens.
+            "ms_per_step": 3000 / 2.5,
+        }
+    )
+
+
+def test_figures_of_requests_that_arrive_one_by_one(run):
+    """Times count from a request's arrival."""
+    load = Load("three", 3, 10, tokens=2, rate=0.1)
+    figures = run(load, [[(0.5, 1), (0.25, 1)]] * 3)
+    assert (figures["first_token_ms"], figures["between_ms"]) == pytest.approx((500, 250))
+    assert figures["seconds"] == pytest.approx(load.arrivals(1)[-1] + 0.75) and "ms_per_step" not in figures
+
+
+def test_an_engine_that_generates_other_tokens_is_refused(run):
+    with pytest.raises(RuntimeError, match="generated 3 tokens of 2"):
+        run(Load("one", 1, 10, tokens=2), [[(1, 1), (1, 2)]])
+
+
+@pytest.mark.parametrize("load", [*PROMPTS[:3], STEPS[0], mixed(2.5)], ids=lambda load: load.name)
+def test_prompts_and_arrivals_follow_from_the_seed(load):
+    prompts = [load.prompts(seed, 50) for seed in (1, 2)]
+    assert load.prompts(1, 50) == prompts[0] and (prompts[0] == prompts[1]) == load.repeated
+    assert [len(prompt) for prompt in prompts[0]] == [load.length] * load.count
+    assert {*itertools.chain(*prompts[0])} == {*range(10, 50)}
+    times = load.arrivals(1)
+    assert len(times) == load.count and times[0] == 0 and times == sorted(times) == load.arrivals(1)
+    if load.rate is None:
+        assert times[-1] == 0
+    else:
+        assert times != load.arrivals(2) and 0.5 < times[-1] * load.rate / load.count < 2
+    assert Load(**load.fields()) == load
+
+
+@pytest.fixture
+def arguments(monkeypatch, tmp_path):
+    """Return a worker's arguments. Its engine is that of engine_stub.py."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; from tests.bench import engine_stub; sys.modules['dsa_bench.engines.stub'] = engine_stub"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    return ["stub", str(tmp_path), "100", "1"]
+
+
+def test_two_processes_take_turns(arguments, tmp_path):
+    load = Load("steps", 2, 3, tokens=4)
+    with turns.started(arguments, tmp_path) as sides:
+        row = turns.compare(sides, load, rounds=2, trace=True)
+    # The engine is asked before and after each run. Round 0 is the warm-up, and the last one is traced.
+    assert (tmp_path / "turns").read_text() == "1100" + "0011" + "1100" + "0011"
+    assert [row[side]["peak_gib"] for side in turns.SIDES] == [5, 5]  # the median of 4 and 6
+    assert row["load"] == "steps" and row["kernels"] == {"alone": [["0", 1.5, 2]], "plugin": [["1", 1.5, 2]]}
+    assert row["speed_up"] == row["alone"]["ms_per_step"] / row["plugin"]["ms_per_step"]
+    for number, side in enumerate(turns.SIDES):
+        assert "writes to standard output" in (tmp_path / f"{side}.log").read_text()
+        assert (tmp_path / f"closed {number}").exists()
+
+
+def test_a_process_that_ends_names_its_log(arguments, tmp_path):
+    (tmp_path / "dies").mkdir()
+    arguments[1] += "/dies"
+    with turns.started(arguments, tmp_path) as sides:
+        with pytest.raises(
+            RuntimeError, match=rf"the side 'plugin' ended. The end of {tmp_path}/plugin.log:\n.*\nout of memory$"
+        ):
+            turns.compare(sides, Load("prompts", 1, 3), rounds=1, trace=False)
+    assert "out of memory" in (tmp_path / "plugin.log").read_text()
+
+
+@pytest.mark.parametrize("only", ["no such load", "mixed"])
+def test_a_load_that_is_not_there_is_refused(capsys, only):
+    with pytest.raises(SystemExit):
+        __main__.main(["vllm", next(iter(STACKS)), "--only", only])
+    message = capsys.readouterr().err
+    assert f"--only: got '{only}'; the loads are prompts 1 x 4096" in message and "steps of 128" in message

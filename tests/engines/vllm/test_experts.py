@@ -1,0 +1,141 @@
+"""vLLM's methods of FP8 and FP4 experts with the plugin, on stand-ins for the methods and the layers."""
+
+from types import SimpleNamespace as Space
+
+import pytest
+import torch
+
+from dsa_engines import products
+from dsa_engines.vllm import experts
+from tests.engines.test_products import EXPERTS, HIDDEN, INNER, assert_near, expected_of, fp4_weights, fp8_weights
+from tests.engines.vllm.stand_in import Original, never
+
+MOST = 5  # tokens of a step
+
+
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
+
+
+def method_of(backend="DEEPGEMM"):
+    parallel = Space(dp_size=1, use_all2all_kernels=False, use_passthrough_all2all=False)
+    moe = Space(moe_parallel_config=parallel, has_bias=False, is_lora_enabled=False, in_dtype=torch.bfloat16)
+    return Space(moe=moe, block_quant=True, moe_block_shape=[128, 128], fp8_backend=Space(name=backend), built=[])
+
+
+def layer_of(**more):
+    activation = Space(name="SILU")
+    return Space(**{"activation": activation, "apply_router_weight_on_input": False, "expert_map": None} | more)
+
+
+def fp8_layer(**more):
+    """Return (layer, its gate_up and down in float64)."""
+    (w13, s13, gate_up), (w2, s2, down) = fp8_weights(EXPERTS, 2 * INNER, HIDDEN), fp8_weights(EXPERTS, HIDDEN, INNER)
+    layer = layer_of(w13_weight=w13, w13_weight_scale_inv=s13, w2_weight=w2, w2_weight_scale_inv=s2, **more)
+    return layer, gate_up, down
+
+
+def inputs(count=EXPERTS, tokens=4, chosen=2):
+    numbers = torch.randint(0, count, (tokens, chosen), dtype=torch.int32)
+    return torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, chosen), numbers, None, None
+
+
+def change(method, layer, path, value):
+    *owners, name = path.split(".")
+    owner = {"method": method, "layer": layer}[owners[0]]
+    for each in owners[1:]:
+        owner = getattr(owner, each)
+    setattr(owner, name, value)
+
+
+NOT_SERVED = [
+    ("layer.activation.name", "GELU"),
+    ("layer.apply_router_weight_on_input", True),
+    ("layer.swiglu_alpha", 1.7),
+    ("layer.swiglu_beta", 1.0),
+    ("method.moe.has_bias", True),
+    ("method.moe.is_lora_enabled", True),
+    ("method.moe.in_dtype", torch.float16),
+    ("method.moe.moe_parallel_config.dp_size", 2),
+    ("method.moe.moe_parallel_config.use_all2all_kernels", True),
+    ("method.moe.moe_parallel_config.use_passthrough_all2all", True),
+]
+NOT_FP8 = [("method.block_quant", False), ("method.moe_block_shape", [1, 128]), ("method.fp8_backend.name", "MARLIN")]
+
+
+@pytest.mark.parametrize("backend", ["DEEPGEMM", "TRITON"])
+@pytest.mark.parametrize("limit", [{}, {"swiglu_limit": None}, {"swiglu_limit": 0.25}])
+def test_fp8_experts(backend, limit):
+    layer, gate_up, down = fp8_layer(**limit)
+    x, weights, numbers, *shared = inputs()
+    out = experts.fp8_apply(never, MOST)(method_of(backend), layer, x, weights, numbers, *shared)
+    expected = expected_of(x, numbers, weights, gate_up, down, limit.get("swiglu_limit"), False)
+    assert_near(out, expected)
+
+
+def test_experts_of_other_gpus_add_nothing():
+    """`expert_map` gives the number of an expert on this GPU, or -1."""
+    mapped = torch.tensor([-1, 2, 0, -1, 1], dtype=torch.int32)
+    layer, gate_up, down = fp8_layer(expert_map=mapped)
+    x, weights, numbers, *shared = inputs(len(mapped), tokens=5)
+    numbers[0] = torch.tensor([0, 3])
+    out = experts.fp8_apply(never, MOST)(method_of(), layer, x, weights, numbers, *shared)
+    assert not out[0].any()
+    assert_near(out, expected_of(x, mapped[numbers.long()], weights, gate_up, down, None, False))
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_SERVED + NOT_FP8)
+def test_other_fp8_experts_are_left_to_the_engine(path, value):
+    method, (layer, *_), original = method_of(), fp8_layer(), Original()
+    change(method, layer, path, value)
+    given = method, layer, *inputs()
+    assert experts.fp8_apply(original, MOST)(*given) == "vLLM's own"
+    original.assert_called_once(given)
+
+
+def fp4_setup_of(change_path=None, value=None):
+    """Set up a layer's weights. Return (method, layer, float64 weights, vLLM's own method, all arguments)."""
+    (w13, s13, gate_up), (w2, s2, down) = fp4_weights(EXPERTS, 2 * INNER, HIDDEN), fp4_weights(EXPERTS, HIDDEN, INNER)
+    method, layer, original = method_of(), layer_of(swiglu_limit=0.5), Original()
+    method._build_moe_kernel = method.built.append
+    if change_path:
+        change(method, layer, change_path, value)
+    parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in (w13, w2, s13, s2)]
+    given = method, layer, *parameters
+    experts.fp4_setup(original)(*given)
+    return method, layer, (gate_up, down), original, given
+
+
+def test_fp4_experts_stay_as_they_were_loaded():
+    method, layer, (gate_up, down), original, (*_, w13, w2, _, _) = fp4_setup_of()
+    assert original.calls == [] and len(method.built) == 1 and method.built[0] is layer
+    (packed, *_), (packed_down, *_) = getattr(layer, experts.WEIGHTS)
+    assert (packed.data_ptr(), packed_down.data_ptr()) == (w13.data_ptr(), w2.data_ptr())
+    x, weights, numbers, *shared = inputs()
+    out = experts.fp4_apply(never, MOST)(method, layer, x, weights, numbers, *shared)
+    assert_near(out, expected_of(x, numbers, weights, gate_up, down, 0.5, True))
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_SERVED)
+def test_other_fp4_experts_are_left_to_the_engine(path, value):
+    method, layer, _, original, given = fp4_setup_of(path, value)
+    original.assert_called_once((*given, None, None))
+    original, given = Original(), (method, layer, *inputs())
+    assert experts.fp4_apply(original, MOST)(*given) == "vLLM's own" and method.built == []
+    original.assert_called_once(given)
+
+
+def test_the_first_layer_of_a_shape_compiles_for_all_numbers_of_tokens(monkeypatch):
+    tokens, routed = [], products.routed_experts
+
+    def noted(x, *rest):
+        tokens.append(len(x))
+        return routed(x, *rest)
+
+    monkeypatch.setattr(products, "routed_experts", noted)
+    apply = experts.fp8_apply(never, MOST)
+    for _ in range(2):
+        apply(method_of(), fp8_layer()[0], *inputs())
+    assert tokens == [1, 2, 3, 4, 5, 4, 4]
+    tokens.clear()
+    apply(method_of(), fp8_layer(swiglu_limit=7.0)[0], *inputs())
+    assert len(tokens) == 6

@@ -1,0 +1,60 @@
+"""A part of an untested version is compared with vLLM's own function at its first call."""
+
+import pytest
+import torch
+
+from dsa_engines.vllm import first_call
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def doubled(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize("factor", [2.02, 3.0])
+def test_the_first_result_is_the_engines(caplog, factor):
+    call = first_call.compared(doubled, lambda x: factor * x, "experts")
+    x = torch.arange(1.0, 9)
+    assert torch.equal(call(x), 2 * x)
+    assert torch.equal(call(x), (factor if factor < 2.1 else 2) * x)
+    off = [record.getMessage() for record in caplog.records]
+    expected = "dsa: vllm: experts differs from vLLM's own by 5.0e-01 on a small input; accepted is 0.05; "
+    assert off == ([] if factor < 2.1 else [f"{expected}experts stays the engine's own"])
+
+
+def test_results_that_are_written(caplog):
+    def original(x, output):
+        output.copy_(2 * x)
+
+    def new(x, output):
+        output.copy_(2 * x + 1e-3)
+
+    call, x, output = first_call.compared(original, new, "prefill"), torch.ones(4), torch.zeros(4)
+    call(x, output)
+    assert torch.equal(output, 2 * x)
+    call(x, output)
+    assert torch.equal(output, 2 * x + 1e-3) and not caplog.records
+
+
+def test_zeros_and_captured_calls_decide_nothing(monkeypatch):
+    call = first_call.compared(doubled, lambda x: 9 * x, "linear")
+    assert torch.equal(call(torch.zeros(3)), torch.zeros(3))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(call(torch.ones(3)), torch.full((3,), 2.0))
+    good = first_call.compared(doubled, doubled, "linear")
+    assert torch.equal(good(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_a_function_that_fails_stays_off(caplog):
+    def fails(x):
+        raise RuntimeError("no kernel\nof this shape")
+
+    call = first_call.compared(doubled, fails, "linear")
+    for _ in range(2):
+        assert torch.equal(call(torch.ones(3)), torch.full((3,), 2.0))
+    (record,) = caplog.records
+    assert record.getMessage() == "dsa: vllm: no kernel of this shape; linear stays the engine's own"
