@@ -39,6 +39,7 @@ def routed_experts(
     down: FP8Weights | FP4Weights,
     limit: float | None,
     use_ue8m0: bool,
+    by_expert: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """[T, H] in x's dtype: sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]), summed in fp32.
 
@@ -50,11 +51,12 @@ def routed_experts(
     down       the same of [E, H, I]
     limit      gate(x) is at most that, up(x) between -limit and limit; None: any
     use_ue8m0  whether the scales of activations are powers of two
+    by_expert  the results of `dsa.sort_by_expert` for these experts, if the caller has them
     """
     is_fp4 = len(gate_up) == 3
     swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if is_fp4 else dsa.grouped_fp8_gemm_swiglu
     product = dsa.grouped_fp8_fp4_gemm_nt if is_fp4 else dsa.grouped_fp8_gemm_nt
-    order, rows, ends = dsa.sort_by_expert(experts, len(gate_up[0]))
+    order, rows, ends = dsa.sort_by_expert(experts, len(gate_up[0])) if by_expert is None else by_expert
     if len(x) == 1:
         cast = tuple(part.expand(len(order), -1) for part in dsa.per_token_cast_to_fp8(x, use_ue8m0))
     else:

@@ -8,7 +8,9 @@ import logging
 import os
 
 PARTS = {
-    "vllm": frozenset({"scores", "topk", "select", "attention", "prefill", "queries", "experts", "linear"}),
+    "vllm": frozenset(
+        {"scores", "topk", "select", "attention", "prefill", "queries", "routing", "experts", "linear"},
+    ),
     "sglang": frozenset({"scores", "topk", "attention"}),
 }
 _logger = logging.getLogger("dsa")

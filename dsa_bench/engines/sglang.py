@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import sglang
 import torch
+from sglang.srt.entrypoints import engine
 from sglang.srt.managers import scheduler
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_loader import loader
@@ -48,7 +48,8 @@ def fill(model: torch.nn.Module) -> None:
     """What SGLang calls for its load format "dummy": random weights, also shared once SGLang has prepared them."""
     generator = torch.Generator("cuda").manual_seed(1)
     for name, values in model.named_parameters():
-        weights.fill(name, values.data, generator)
+        if values.dim():  # others are scales of caches, which SGLang has set to 1
+            weights.fill(name, values.data, generator)
     prepared: dict[tuple[Any, ...], torch.nn.Module] = {}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -101,7 +102,7 @@ def run_scheduler(cache_gib: int, *args: Any, **kwargs: Any) -> None:
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
-class Server(sglang.Engine):
+class Server(engine.Engine):
     """SGLang's engine, whose process of the model runs `run_scheduler`."""
 
     def __init__(self, cache_gib: int, **arguments: Any) -> None:
@@ -117,6 +118,7 @@ class Engine:
             model_path=model,
             load_format="dummy",
             skip_tokenizer_init=True,
+            grammar_backend="none",
             kv_cache_dtype="fp8_e4m3",
             context_length=40960,
             max_running_requests=128,

@@ -89,6 +89,8 @@ class Engine:
             "gpu_memory_utilization": 0.44,
             "kv_cache_memory_bytes": cache_gib * GIB,
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]},
+            # Compiles for every number of tokens, for minutes. The loads' first runs compile what they need.
+            "kernel_config": {"enable_jit_warmup": False},
             "worker_extension_cls": "dsa_bench.engines.vllm.Worker",
             "disable_log_stats": True,
         }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsa_engines import products
+from dsa_engines.vllm import routing
 
 CHECKPOINT_LAYOUTS = ("TRITON", "DEEPGEMM")  # vLLM's kernels of FP8 experts that leave the weights as they are
 WEIGHTS = "dsa_weights"  # of a layer: its FP4 weights with the scales that dsa computes of them
@@ -114,7 +115,8 @@ def _outputs(
     limit = getattr(layer, "swiglu_limit", None)
 
     def outputs(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return products.routed_experts(x, experts, weights, gate_up, down, limit, use_ue8m0)
+        by_expert = routing.by_expert(experts)
+        return products.routed_experts(x, experts, weights, gate_up, down, limit, use_ue8m0, by_expert)
 
     # The first layer of a shape compiles for all numbers of tokens. The engine calls all layers before it captures.
     _compile(outputs, x.device, (*gate_up[0].shape, experts.shape[1], limit, use_ue8m0, most_tokens), x.shape[1])

@@ -102,6 +102,8 @@ def _possible(config: Any, ops: frozenset[str], calls: models.Calls, is_known: b
                 raise NotFound(other)
             if part == "select" and (reason := models.writes_scores(config, ops)):
                 raise NotFound(reason)
+            if part == "routing" and "experts" not in ops:
+                raise NotFound("DSA_ENGINE_OPS has no experts, which read what the router sorts")
             seams.check(part)
             if not is_known:
                 _set_deep_gemm({part})

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsa.compat import deep_gemm
 from dsa_engines.replacements import NotFound, check_parameters, find
-from dsa_engines.vllm import adapters, experts, first_call, linear, prefill, queries, select
+from dsa_engines.vllm import adapters, experts, first_call, linear, prefill, queries, routing, select
 from dsa_engines.vllm.models import Calls
 
 TESTED = ("0.33.0",)
@@ -32,6 +32,12 @@ SELECTOR = "vllm.v1.attention.selector"
 FP8 = "vllm.model_executor.layers.quantization.fp8"
 MXFP4 = "vllm.model_executor.layers.quantization.mxfp4"
 ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts"
+RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+GATE = "vllm.model_executor.layers.fused_moe.router.gate_linear"
+DEEPSEEK_V2 = "vllm.model_executor.models.deepseek_v2"
+BIAS_ROUTER = "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router"
+BASE_ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router"
+GROUPED_ROUTER = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router"
 LINEAR = "vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel"
 V32_LAYER = "vllm.models.deepseek_v32.attention"
 MLA = "vllm.model_executor.layers.attention.mla_attention"
@@ -69,6 +75,12 @@ REPLACED: dict[str, dict[str, Maker]] = {
         f"{MLA}:MLAAttention._use_sparse_mha": lambda found, calls: prefill.use_sparse_mha(found),
     },
     "queries": {f"{V32_LAYER}:fused_q": lambda found, calls: queries.fused_q(found)},
+    "routing": {
+        f"{RUNNER}:MoERunner._forward_impl": lambda found, calls: routing.forward_impl(found),
+        f"{GATE}:GateLinear.forward": lambda found, calls: routing.gate_forward(found),
+        f"{GROUPED_ROUTER}:GroupedTopKRouter._compute_routing": lambda found, calls: routing.compute_routing(found),
+        f"{BIAS_ROUTER}:FusedTopKBiasRouter._compute_routing": lambda found, calls: routing.compute_routing(found),
+    },
     "experts": {
         f"{FP8}:Fp8MoEMethod.apply": lambda found, calls: experts.fp8_apply(found, calls.tokens),
         f"{MXFP4}:Mxfp4MoEMethod._setup_kernel": lambda found, calls: experts.fp4_setup(found),
@@ -89,7 +101,9 @@ COMPARED_AT_FIRST = frozenset(
         f"{LINEAR}:Fp8BlockScaledMMLinearKernel.apply_weights",
     }
 )
-NOT_COMPARED = frozenset({f"{MXFP4}:Mxfp4MoEMethod._setup_kernel", f"{MXFP4}:Mxfp4MoEMethod.apply"})
+NOT_COMPARED = frozenset(
+    {f"{MXFP4}:Mxfp4MoEMethod._setup_kernel", f"{MXFP4}:Mxfp4MoEMethod.apply", *REPLACED["routing"]}
+)
 BACKEND_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseBackend"
 BUILDER_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseMetadataBuilder"
 IMPL_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseImpl"
@@ -114,6 +128,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "select": (f"{DEEP_GEMM}:_lazy_init", f"{INDEXER}:sparse_attn_indexer"),
     "prefill": (f"{OPS}:cp_gather_and_upconvert_fp8_kv_cache",),
     "queries": (),
+    "routing": (f"{BASE_ROUTER}:BaseRouter._select_experts",),
     "experts": (f"{MXFP4}:Mxfp4MoEMethod._build_moe_kernel",),
     "linear": (),
 }
@@ -146,6 +161,11 @@ CALL_SITES = (
     (V32_LAYER, "DeepseekV32Attention._should_prepare_mqa_query", "self._use_sparse_mha"),
     (V32_LAYER, "DeepseekV32Attention._sparse_indexer_and_attn", "self._use_sparse_mha"),
     (V32_LAYER, "DeepseekV32Attention.forward", "fused_q"),
+    (RUNNER, "_moe_forward", "layer._forward_impl"),
+    (DEEPSEEK_V2, "DeepseekV2MoE.__init__", "GateLinear"),
+    (RUNNER, "MoERunner._forward_impl", "self.gate"),
+    (RUNNER, "MoERunner._apply_quant_method", "self.router.select_experts"),
+    (BASE_ROUTER, "BaseRouter._select_experts", "self._compute_routing"),
     (ROUTED_EXPERTS, "RoutedExperts.forward_modular", "self.quant_method.apply"),
     (MXFP4, "Mxfp4MoEMethod.process_weights_after_loading", "self._setup_kernel"),
     (FP8, "Fp8LinearMethod.apply", "self.fp8_linear.apply_weights"),

@@ -6,7 +6,7 @@ import pytest
 
 from dsa_engines import switch
 
-PARTS = {"scores", "topk", "attention", "select", "prefill", "queries", "experts", "linear"}
+PARTS = {"scores", "topk", "attention", "select", "prefill", "queries", "routing", "experts", "linear"}
 
 
 @pytest.fixture

@@ -87,7 +87,12 @@ def test_nothing_changes_before_a_worker_starts(engine):
 
 @pytest.mark.parametrize(
     "ops",
-    [*({part} for part in seams.REPLACED if part != "select"), {"scores", "select"}, PARTS["vllm"]],
+    [
+        *({part} for part in seams.REPLACED if part not in ("select", "routing")),
+        {"scores", "select"},
+        {"experts", "routing"},
+        PARTS["vllm"],
+    ],
     ids=lambda ops: ",".join(sorted(ops)),
 )
 def test_what_is_asked_for_is_replaced(engine, monkeypatch, caplog, ops):
@@ -372,16 +377,18 @@ def test_selection_calls_what_another_part_has_put_in_place(engine, monkeypatch,
     ("ops", "options", "reason"),
     [
         ({"select", "topk"}, {}, "DSA_ENGINE_OPS has no scores"),
+        ({"routing", "topk"}, {}, "DSA_ENGINE_OPS has no experts"),
         (PARTS["vllm"], {"sharing": 2}, "with decode context parallelism vLLM reads a prompt's scores"),
     ],
 )
-def test_selection_is_off_where_scores_must_be_written(engine, monkeypatch, caplog, ops, options, reason):
+def test_a_part_is_off_without_another_part(engine, monkeypatch, caplog, ops, options, reason):
     monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
     register()
     start(**options)
     (line,) = lines(caplog)
-    assert line.startswith(f"dsa: vllm: {reason}") and line.endswith("; select stays the engine's own")
-    assert engine[0][1] == ops - {"select"}
+    off = "routing" if "routing" in reason or "experts" in reason else "select"
+    assert line.startswith(f"dsa: vllm: {reason}") and line.endswith(f"; {off} stays the engine's own")
+    assert engine[0][1] == ops - {off}
 
 
 def test_parts_of_an_untested_version_are_compared(engine, monkeypatch, caplog):

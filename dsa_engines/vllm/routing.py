@@ -1,0 +1,142 @@
+"""vLLM's routers for few tokens: the product with the gate, the choice of experts and the sort by expert as one op.
+
+vLLM calls the gate, then the router with the gate's logits, then the experts. While a mixture runs, the gate here
+computes what all three need and returns logits that are not filled; the router and the experts recognise the tensors
+that belong to it.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import dsa
+from dsa.kernels.moe.limits import MAX_TOP_K
+from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, MAX_EXPERTS, MAX_TOKENS
+from dsa.ops.moe.expert_routing import SCORES
+
+ROUTERS = ("GroupedTopKRouter", "FusedTopKBiasRouter")  # of DeepSeek-V3.2; of GLM-5 and DeepSeek-V4
+SortedEntries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # order, rows, ends of `dsa.sort_by_expert`
+
+
+@dataclass
+class Routed:
+    """The router of the mixture that runs now, and what the gate computed for it."""
+
+    router: Any = None
+    logits: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    by_expert: SortedEntries | None = None
+
+
+_now = Routed()
+_compiled: set[tuple[Any, ...]] = set()
+
+
+def by_expert(experts: torch.Tensor) -> SortedEntries | None:
+    """Return the sorted entries of these experts, if the gate computed them."""
+    return _now.by_expert if experts is _now.experts else None
+
+
+def is_served(gate: Any, router: Any, x: torch.Tensor) -> bool:
+    bias = router.e_score_correction_bias
+    return not (
+        x.dtype != torch.bfloat16
+        or gate.weight.dtype != torch.bfloat16
+        or getattr(gate, "bias", None) is not None
+        or not gate.is_unquantized
+        or len(x) > MAX_TOKENS
+        or x.shape[1] % CHANNEL_MULTIPLE
+        or len(gate.weight) > MAX_EXPERTS
+        or router.top_k > MAX_TOP_K
+        or router.scoring_func not in SCORES
+        or router.num_fused_shared_experts
+        or getattr(router, "skip_padding", False)
+        or getattr(router, "bias_vl", None) is not None
+        or getattr(router, "_hash_indices_table", None) is not None
+        or bias is None
+        or bias.dtype != torch.float32
+    )
+
+
+def forward_impl(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`MoERunner._forward_impl`, which calls gate, router and experts of a mixture."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared_experts_input: torch.Tensor | None,
+        input_ids: torch.Tensor | None = None,
+    ) -> Any:
+        global _now
+        if type(self.router).__name__ not in ROUTERS or self.routed_experts.expert_map is not None:
+            return original(self, hidden_states, router_logits, shared_experts_input, input_ids)
+        _now = Routed(self.router)
+        try:
+            return original(self, hidden_states, router_logits, shared_experts_input, input_ids)
+        finally:
+            _now = Routed()
+
+    return forward
+
+
+def gate_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GateLinear.forward`: the logits of the experts."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        router = _now.router
+        if router is None or not is_served(self, router, x):
+            return original(self, x)
+        _compile(self, router, x)
+        _now.logits = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        _now.experts, _now.weights, *by_expert = route(self, router, x)
+        _now.by_expert = tuple(by_expert)
+        return self._return(_now.logits)
+
+    return forward
+
+
+def compute_routing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`_compute_routing` of a router: (weights fp32 [T, k], experts int64 [T, k])."""
+
+    @functools.wraps(original)
+    def compute(
+        self: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if router_logits is _now.logits and router_logits is not None:
+            return _now.weights, _now.experts
+        return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
+
+    return compute
+
+
+def route(gate: Any, router: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return dsa.route_to_experts(
+        *(x, gate.weight, router.e_score_correction_bias, router.top_k),
+        scores=router.scoring_func,
+        n_group=getattr(router, "num_expert_group", 1),
+        topk_group=getattr(router, "topk_group", 1),
+        normalise=router.renormalize,
+        scale=router.routed_scaling_factor,
+    )
+
+
+def _compile(gate: Any, router: Any, x: torch.Tensor) -> None:
+    """The first mixture of a kind compiles for all numbers of tokens."""
+    kind = type(router).__name__, *gate.weight.shape, router.top_k, router.scoring_func, router.renormalize
+    if kind in _compiled or torch.cuda.is_current_stream_capturing():
+        return
+    _compiled.add(kind)
+    for tokens in (1, MAX_TOKENS):
+        route(gate, router, x.new_zeros(tokens, x.shape[1]))
