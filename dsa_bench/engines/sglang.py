@@ -6,6 +6,7 @@ puts the benchmark's parts in place and then calls SGLang's own function.
 
 import functools
 import json
+import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,13 +91,9 @@ class Scheduler(Trace, scheduler.Scheduler):
 
 def run_scheduler(cache_gib: int, *args: Any, **kwargs: Any) -> None:
     """What SGLang's process of the model runs."""
-    initialize, profile = loader._initialize_model, KVCacheConfigurator._profile_available_bytes
-
-    def initialize_sharing(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        with sharing_parameters():
-            return initialize(*args, **kwargs)
-
-    loader._initialize_model, loader.initialize_dummy_weights = initialize_sharing, fill
+    profile = KVCacheConfigurator._profile_available_bytes
+    loader._initialize_model = sharing_parameters()(loader._initialize_model)
+    loader.initialize_dummy_weights = fill
     KVCacheConfigurator._profile_available_bytes = lambda *args: min(profile(*args), cache_gib * GIB)
     scheduler.Scheduler = Scheduler
     scheduler.run_scheduler_process(*args, **kwargs)
@@ -111,25 +108,27 @@ class Server(engine.Engine):
 
 
 class Engine:
+    """DSA_BENCH_SGLANG: JSON of arguments of SGLang's server that replace or join those below."""
+
     def __init__(self, model: str, vocabulary: int, cache_gib: int) -> None:
         self.vocabulary = vocabulary
-        self._engine = Server(
-            cache_gib,
-            model_path=model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            grammar_backend="none",
-            kv_cache_dtype="fp8_e4m3",
-            context_length=40960,
-            max_running_requests=128,
-            max_prefill_tokens=8192,
-            chunked_prefill_size=8192,
-            mem_fraction_static=0.6,
-            cuda_graph_bs_decode=GRAPHS,
-            cuda_graph_bs_prefill=PREFILL_GRAPHS,
-            incremental_streaming_output=True,
-            log_level="info",
-        )
+        arguments = {
+            "model_path": model,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "grammar_backend": "none",
+            "kv_cache_dtype": "fp8_e4m3",
+            "context_length": 40960,
+            "max_running_requests": 128,
+            "max_prefill_tokens": 8192,
+            "chunked_prefill_size": 8192,
+            "mem_fraction_static": 0.6,
+            "cuda_graph_bs_decode": GRAPHS,
+            "cuda_graph_bs_prefill": PREFILL_GRAPHS,
+            "incremental_streaming_output": True,
+            "log_level": "info",
+        }
+        self._engine = Server(cache_gib, **arguments | json.loads(os.environ.get("DSA_BENCH_SGLANG", "{}")))
 
     async def stream(self, prompt: Sequence[int], tokens: int) -> AsyncIterator[int]:
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
