@@ -180,11 +180,13 @@ def test_entries_of_whole_passes_go_on_behind_their_rows(name, monkeypatch):
     given = []
     functions = {"e2e": "report.rows", "million": "million.rows", "parallel": "parallel.all_rows"}
     functions["drafts"] = "drafts.rows"
+    engines = run.receipt.ENGINES
+    monkeypatch.setattr(run, "engine_rows", lambda engine, done: given.append((engine, done)) or iter([{}]))
     monkeypatch.setattr("dsa_bench.e2e.command.compile_ahead", lambda asked, tell: None)
     for f in functions.values():
         monkeypatch.setattr(f"dsa_bench.e2e.{f}", lambda done, f=f, **tell: given.append((f, done)) or iter([{}]))
     assert list(run.rows_of(name, [{"shape": "a"}, {"shape": "b"}])) == [{}]
-    assert given == [(functions[name], ["a", "b"])]
+    assert given == [(functions.get(name) or engines[name], ["a", "b"])]
 
 
 def test_what_needs_two_gpus_runs_with_its_mark_and_by_itself():
@@ -247,12 +249,13 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setitem(run.receipt.ENGINES, "vllm_engine", "no_such_package")
     for name in ("DSA_OLDEST_DSL", run.TRAINED_MODEL):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(run, "compile_all", compile_all)
     with pytest.raises(StoppedHere):
         run.main(["--commit", "0" * 12])
-    assert {*run.receipt.asked("sm_90")} - {*asked} == {"accuracy", "oldest_dsl"} | (
+    assert {*run.receipt.asked("sm_90")} - {*asked} == {"accuracy", "oldest_dsl", *run.receipt.ENGINES} | (
         {"parallel", "several_gpus"} if gpus == 1 else set()
     )
 

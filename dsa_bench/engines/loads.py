@@ -46,4 +46,4 @@ STEPS = tuple(Load(f"steps of {count}", count, 4096, tokens=96, repeated=True) f
 
 
 def mixed(rate: float) -> Load:
-    return Load(f"mixed, {rate:g} requests/s", 96, 2048, tokens=256, rate=rate)
+    return Load(f"mixed, {rate:g} requests/s", 48, 2048, tokens=256, rate=rate)

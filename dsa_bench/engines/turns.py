@@ -70,21 +70,21 @@ def started(arguments: Sequence[str], logs: Path) -> Iterator[list[Side]]:
             side.close()
 
 
-def compare(sides: Sequence[Side], load: Load, rounds: int, trace: bool) -> dict[str, Any]:
-    """Run a load on both sides in turns, once to warm up and then `rounds` times, each round in the other order."""
+def run_on_both(sides: Sequence[Side], load: Load, rounds: int, trace: bool) -> dict[str, Any]:
+    """Run a load on both sides in turns, once to warm up and then `rounds` times, each round in the other order.
+
+    Return {side: medians of its figures}, and with `trace` also `kernels` of a further run.
+    """
     figures: dict[str, list[dict[str, float]]] = {side.side: [] for side in sides}
     for round_number in range(rounds + 1):
         for side in sides if round_number % 2 else reversed(sides):
             answer = side.run(load, round_number, False)
             if round_number:
                 figures[side.side].append(answer["figures"])
-    row = {"load": load.name} | {side: _medians(runs) for side, runs in figures.items()}
-    row["speed_up"] = row["alone"]["seconds"] / row["plugin"]["seconds"]
-    if "ms_per_step" in row["alone"]:
-        row["speed_up"] = row["alone"]["ms_per_step"] / row["plugin"]["ms_per_step"]
+    found = {side: _medians(runs) for side, runs in figures.items()}
     if trace:
-        row["kernels"] = {side.side: side.run(load, rounds + 1, True)["kernels"] for side in sides}
-    return row
+        found["kernels"] = {side.side: side.run(load, rounds + 1, True)["kernels"] for side in sides}
+    return found
 
 
 def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:

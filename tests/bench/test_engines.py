@@ -7,8 +7,7 @@ from types import SimpleNamespace as Space
 
 import pytest
 
-from dsa_bench.e2e.stacks import STACKS
-from dsa_bench.engines import __main__, client, turns
+from dsa_bench.engines import __main__, client, rows, turns
 from dsa_bench.engines.loads import PROMPTS, STEPS, Load, mixed
 
 
@@ -105,12 +104,11 @@ def arguments(monkeypatch, tmp_path):
 def test_two_processes_take_turns(arguments, tmp_path):
     load = Load("steps", 2, 3, tokens=4)
     with turns.started(arguments, tmp_path) as sides:
-        row = turns.compare(sides, load, rounds=2, trace=True)
+        found = turns.run_on_both(sides, load, rounds=2, trace=True)
     # The engine is asked before and after each run. Round 0 is the warm-up, and the last one is traced.
     assert (tmp_path / "turns").read_text() == "1100" + "0011" + "1100" + "0011"
-    assert [row[side]["peak_gib"] for side in turns.SIDES] == [5, 5]  # the median of 4 and 6
-    assert row["load"] == "steps" and row["kernels"] == {"alone": [["0", 1.5, 2]], "plugin": [["1", 1.5, 2]]}
-    assert row["speed_up"] == row["alone"]["ms_per_step"] / row["plugin"]["ms_per_step"]
+    assert [found[side]["peak_gib"] for side in turns.SIDES] == [5, 5]  # the median of 4 and 6
+    assert found["kernels"] == {"alone": [["0", 1.5, 2]], "plugin": [["1", 1.5, 2]]}
     for number, side in enumerate(turns.SIDES):
         assert "writes to standard output" in (tmp_path / f"{side}.log").read_text()
         assert (tmp_path / f"closed {number}").exists()
@@ -123,13 +121,32 @@ def test_a_process_that_ends_names_its_log(arguments, tmp_path):
         with pytest.raises(
             RuntimeError, match=rf"the side 'plugin' ended. The end of {tmp_path}/plugin.log:\n.*\nout of memory$"
         ):
-            turns.compare(sides, Load("prompts", 1, 3), rounds=1, trace=False)
+            turns.run_on_both(sides, Load("prompts", 1, 3), rounds=1, trace=False)
     assert "out of memory" in (tmp_path / "plugin.log").read_text()
 
 
-@pytest.mark.parametrize("only", ["no such load", "mixed"])
-def test_a_load_that_is_not_there_is_refused(capsys, only):
+def test_rows(arguments, monkeypatch, tmp_path):
+    """A row per load, except those that are there already. The ratio is that of the times."""
+    monkeypatch.setattr(
+        rows, "all_loads", lambda model: [Load("prompts", 2, 3), Load("steps", 2, 3, tokens=4), mixed(900)]
+    )
+    monkeypatch.setattr(rows, "SIZES", {"V3.2": rows.Sizes(2, 900)})
+    measured = [*rows.rows("stub", ["V3.2"], rounds=1, logs=tmp_path, done=["V3.2, prompts"])]
+    assert [row["shape"] for row in measured] == ["V3.2, steps", "V3.2, mixed, 900 requests/s"]
+    for row, time in zip(measured, ("ms_per_step", "between_ms"), strict=True):
+        assert row["ratio"] == row["alone"][time] / row["plugin"][time] and row["layers"] == 2
+    assert measured[0]["figure"] == f"{measured[0]['plugin']['ms_per_step']:.2f} ms a step"
+    assert not [*rows.rows("stub", ["V3.2"], only="no such load")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["V3.2", "--only", "no such load"], "--only: got 'no such load'; the loads are prompts 1 x 4096, "),
+        (["V3"], "MODEL: got V3; accepted are V3.2, GLM-5, V4-Flash"),
+    ],
+)
+def test_what_is_not_there_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit):
-        __main__.main(["vllm", next(iter(STACKS)), "--only", only])
-    message = capsys.readouterr().err
-    assert f"--only: got '{only}'; the loads are prompts 1 x 4096" in message and "steps of 128" in message
+        __main__.main(["vllm", *arguments])
+    assert message in capsys.readouterr().err

@@ -87,6 +87,9 @@ WHOLES = {
     "parallel": Whole("models over two GPUs: `python -m dsa_bench.e2e parallel`", (*INFERENCE, "parallel")),
     "recorded_calls": Whole("all ops: calls whose steps are recorded", EVERY_FAMILY),
     "several_gpus": Whole("ops on a GPU that is not the current one", EVERY_FAMILY),
+    "sglang_engine": Whole(
+        "SGLang with and without the plugin: `python -m dsa_bench.engines sglang`", sources=("dsa_engines/sglang",)
+    ),
     "sglang_adapters": Whole(
         "SGLang's plugin: its calls compared with the kernels that SGLang calls", sources=("dsa_engines/sglang",)
     ),
@@ -95,12 +98,17 @@ WHOLES = {
     "user_commands": Whole(
         "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents", EVERY_FAMILY
     ),
+    "vllm_engine": Whole(
+        "vLLM with and without the plugin: `python -m dsa_bench.engines vllm`",
+        sources=("dsa_engines/vllm", "dsa_engines"),
+    ),
     "vllm_adapters": Whole(
         "vLLM's plugin: its calls compared with the kernels that vLLM calls", sources=("dsa_engines/vllm",)
     ),
 }
 # These benchmarks take minutes. Each row is saved as soon as it is measured.
-ROW_BY_ROW = ("drafts", "e2e", "million", "parallel")
+ENGINES = {"vllm_engine": "vllm", "sglang_engine": "sglang"}  # entries that need an engine, and its package
+ROW_BY_ROW = ("drafts", "e2e", "million", "parallel", *ENGINES)
 
 Entry = dict[str, Any]
 Entries = dict[str, dict[str, Entry]]

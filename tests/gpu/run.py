@@ -7,6 +7,7 @@ tree; it can be omitted if git knows it. `several_gpus` and `parallel` need two 
 `hostile_contents` runs under compute-sanitizer. `oldest_dsl` is skipped unless DSA_OLDEST_DSL names a folder with that
 DSL:
 pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
+`vllm_engine` and `sglang_engine` are skipped where the engine is not installed.
 `accuracy` is skipped unless DSA_TRAINED_MODEL names a checkpoint, trained as `dsa_bench.e2e.accuracy` describes.
 
 Results are written as soon as they are available. After an interrupted run, some entries have the results of their
@@ -20,6 +21,7 @@ import argparse
 import concurrent.futures
 import importlib
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -37,6 +39,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dsa_bench.e2e import command, parallel, report
+from dsa_bench.engines.rows import rows as engine_rows
 from dsa_bench.harness import case, host
 from dsa_layers import SHIPPED_MODEL
 from tests.gpu import receipt
@@ -251,6 +254,8 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         yield from report.rows(done=shapes)
     elif name == "parallel":
         yield from parallel.all_rows(done=shapes)
+    elif name in receipt.ENGINES:
+        yield from engine_rows(receipt.ENGINES[name], done=shapes)
     elif name == "accuracy":
         yield from command.compiled_rows(name, checkpoints=[SHIPPED_MODEL, Path(os.environ[TRAINED_MODEL])])
     elif name in command.NAMES:
@@ -368,6 +373,7 @@ def main(arguments: Sequence[str]) -> int:
     arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
     one_gpu = torch.cuda.device_count() < 2
     cannot = {"several_gpus": one_gpu, "parallel": one_gpu, "oldest_dsl": not oldest_dsl()}
+    cannot |= {name: importlib.util.find_spec(engine) is None for name, engine in receipt.ENGINES.items()}
     cannot["accuracy"] = TRAINED_MODEL not in os.environ
     names = args.entries or [name for name in receipt.asked(arch) if not cannot.get(name)]
     if "oldest_dsl" in names and (found := dsl_version(oldest_dsl())) != receipt.OLDEST_DSL:

@@ -263,6 +263,31 @@ LATENCY: Columns = {
     "prompt's first token, s": "{first_token_s:.2f}",
 }
 
+ENGINE: Columns = {
+    "load": "{load}",
+    "without": lambda row: _of_engine(row, "alone"),
+    "with the plugin": lambda row: _of_engine(row, "plugin"),
+    "speed-up": "{ratio:.2f}",
+    "first token, ms (median, 99th)": lambda row: _pair(row, "first_token_ms"),
+    "between tokens, ms (median, 99th)": lambda row: _pair(row, "between_ms"),
+    "peak, GiB": lambda row: f"{row['alone']['peak_gib']:.1f} / {row['plugin']['peak_gib']:.1f}",
+}
+
+
+def _of_engine(row: Row, side: str) -> str:
+    figures = row[side]
+    if "ms_per_step" in figures:
+        return f"{figures['ms_per_step']:.2f} ms a step"
+    return f"{figures['tokens_per_second'] / 1e3:.1f}k tokens/s"
+
+
+def _pair(row: Row, name: str) -> str:
+    """Both sides' median and 99th percentile; nothing for prompts, which have no next token."""
+    if name not in row["alone"]:
+        return ""
+    return " / ".join(f"{row[side][name]:.1f}, {row[side][f'{name}_99']:.1f}" for side in ("alone", "plugin"))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headlines": headlines,
     "status": status_table.tables,
@@ -273,6 +298,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "million_steps": partial(of_entry, "million", partial(_million, steps=True)),
     "drafts": partial(of_entry, "drafts", partial(per, "model", DRAFTS)),
     "latency": partial(of_entry, "latency", lambda rows: markdown.table(rows, LATENCY)),
+    "vllm_engine": partial(of_entry, "vllm_engine", partial(per, "model", ENGINE)),
+    "sglang_engine": partial(of_entry, "sglang_engine", partial(per, "model", ENGINE)),
     "accuracy": partial(of_entry, "accuracy", partial(per, "model", ACCURACY)),
     "indexer_warmup_attention": partial(
         of_entry, "indexer_warmup_attention", lambda rows: markdown.table(_joined(rows), WARMUP)
