@@ -21,6 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each load on each side (2)")
     parser.add_argument("--only", default="", help="run the loads whose names contain this text")
     parser.add_argument("--trace", action="store_true", help="add what each kernel took")
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON: options of the engine, for both sides")
     parser.add_argument("--logs", type=Path, help="directory for the engines' logs (a temporary one)")
     args = parser.parse_args(arguments)
     models = args.models or list(SIZES)
@@ -31,7 +32,13 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--only: got {args.only!r}; the loads are {', '.join(dict.fromkeys(names))}")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    options = {"only": args.only, "rounds": args.rounds, "trace": args.trace, "logs": args.logs}
+    options = {
+        "only": args.only,
+        "rounds": args.rounds,
+        "trace": args.trace,
+        "logs": args.logs,
+        "options": args.options,
+    }
     for row in rows(args.engine, models, **options):
         print(json.dumps(row), flush=True)
     return 0

@@ -26,24 +26,32 @@ from dsa_layers import Tokenizer, load_model
 from dsa_layers.evaluation.held_out_loss import predictions
 
 Answers = list[dict[str, Any]]  # of each request: `logprobs` of the prompt's tokens but the first, and `tokens`
-# {way to send the requests: (the engine's options, whether all are sent at once, whether once more from the cache)}
-WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
-    "one by one": ({"enable_prefix_caching": False}, False, False),
-    "together": ({"enable_prefix_caching": False}, True, False),
-    "again": ({}, True, True),
-    "in chunks": ({"enable_prefix_caching": False, "max_num_batched_tokens": 640}, True, False),
-    "preempted": ({"enable_prefix_caching": False, "num_gpu_blocks_override": 72}, True, False),
-}
-BY_ENGINE = {
+# {engine: {way to send the requests: (the engine's options, whether all are sent at once, whether once more from the
+# cache)}}. The first ones are sent by default.
+WAYS: dict[str, dict[str, tuple[dict[str, Any], bool, bool]]] = {
     "vllm": {
-        "drafts": (
-            {"enable_prefix_caching": False, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
-            True,
-            1,
-        ),
-        "two GPUs": ({"enable_prefix_caching": False, "tensor_parallel_size": 2}, True, False),
+        "one by one": ({"enable_prefix_caching": False}, False, False),
+        "together": ({"enable_prefix_caching": False}, True, False),
+        "again": ({}, True, True),
+        "in chunks": ({"enable_prefix_caching": False, "max_num_batched_tokens": 640}, True, False),
+        "preempted": ({"enable_prefix_caching": False, "num_gpu_blocks_override": 72}, True, False),
+        "drafts": ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, True, False),
+        "two GPUs": ({"tensor_parallel_size": 2}, True, False),
     },
-    "sglang": {},
+    "sglang": {
+        "one by one": ({"disable_radix_cache": True}, False, False),
+        "together": ({"disable_radix_cache": True}, True, False),
+        "again": ({}, True, True),
+        "in chunks": ({"disable_radix_cache": True, "chunked_prefill_size": 640}, True, False),
+        "preempted": ({"disable_radix_cache": True, "max_total_tokens": 4608}, True, False),
+        "drafts": ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 1}, True, False),
+        "two GPUs": ({"tp_size": 2}, True, False),
+    },
+}
+DEFAULT_WAYS = ("one by one", "together", "again", "in chunks", "preempted")
+FROM_DISK = {
+    "vllm": {"load_format": "auto", "max_model_len": 2048},
+    "sglang": {"load_format": "auto", "context_length": 2048},
 }
 
 
@@ -73,9 +81,9 @@ def row(answers: Answers, expected: list[list[float]], alone: Answers) -> dict[s
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.engines.answers", description=__doc__.splitlines()[0])
-    parser.add_argument("engine", choices=BY_ENGINE)
+    parser.add_argument("engine", choices=WAYS)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--ways", nargs="*", help=f"{', '.join(WAYS)}; vllm: {', '.join(BY_ENGINE['vllm'])}")
+    parser.add_argument("--ways", nargs="*", help=f"{', '.join(WAYS['vllm'])}")
     parser.add_argument("--count", type=int, default=16, help="sequences of held-out text (16)")
     parser.add_argument("--length", type=int, default=1500, help="tokens of each (1500)")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to generate after each (48)")
@@ -83,8 +91,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    every = WAYS | BY_ENGINE[args.engine]
-    ways = args.ways or list(WAYS)
+    every = WAYS[args.engine]
+    ways = args.ways or list(DEFAULT_WAYS)
     if unknown := set(ways) - every.keys():
         parser.error(f"--ways: got {', '.join(sorted(unknown))}; accepted are {', '.join(every)}")
     tokenizer = Tokenizer(args.checkpoint)
@@ -95,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         logs = args.logs or Path(directory)
         for way in ways:
             options, together, again = every[way]
-            options = {"load_format": "auto", "max_model_len": 2048} | options
+            options = FROM_DISK[args.engine] | options
             worker = [args.engine, str(args.checkpoint), "0", "2", json.dumps(options)]
             texts: dict[str, Answers] = {}
             with started(worker, logs) as sides:

@@ -39,6 +39,7 @@ def rows(
     rounds: int = 2,
     trace: bool = False,
     logs: Path | None = None,
+    options: dict[str, Any] | None = None,
     done: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per model and load.
@@ -47,6 +48,7 @@ def rows(
     rounds  runs of each load on each side, after one that warms up
     trace   add what each kernel took
     logs    directory for the engines' logs; None: a temporary one
+    options of the engine, for both sides, in the place of the benchmark's
     done    shapes of rows that are not measured again
     """
     for model in models:
@@ -57,7 +59,7 @@ def rows(
         config = published_config(file) | fields | with_layers(model, sizes.layers)
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(config))
-            worker = [engine, directory, str(config["vocab_size"]), str(sizes.cache_gib)]
+            worker = [engine, directory, str(config["vocab_size"]), str(sizes.cache_gib), json.dumps(options or {})]
             with started(worker, logs or Path(directory)) as sides:
                 for load in left:
                     found = {"model": model, "layers": sizes.layers, "load": load.name, "peer": engine}

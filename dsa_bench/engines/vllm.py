@@ -1,7 +1,6 @@
 """vLLM: its model with random weights, and its server's engine."""
 
-import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import torch
@@ -12,67 +11,24 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from dsa_bench.engines import weights
-from dsa_bench.engines.trace import Trace
-
-GIB = 1 << 30
+from dsa_bench.engines import model_process
+from dsa_bench.engines.model_process import GIB
 
 
 @register_model_loader("random")
 class RandomLoader(DummyModelLoader):
-    """Load random weights; large parameters of equal shapes are one tensor."""
+    """Load random weights. The routed experts of all layers are one set of weights."""
 
     def create_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        first: dict[tuple[Any, ...], torch.Tensor] = {}
-        register = torch.nn.Module.register_parameter
-
-        def shared(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-            if parameter is not None and parameter.nbytes >= weights.LARGE and parameter.dim() == 3:
-                parameter.data = first.setdefault((name, parameter.shape, parameter.dtype), parameter.data)
-            register(module, name, parameter)
-
-        torch.nn.Module.register_parameter = shared
-        try:
+        with model_process.sharing_parameters():
             return super().create_model(*args, **kwargs)
-        finally:
-            torch.nn.Module.register_parameter = register
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        generator = torch.Generator("cuda").manual_seed(1)
-        for name, values in model.named_parameters():
-            weights.fill(name, values.data, generator)
-        processed: dict[tuple[Any, ...], torch.nn.Module] = {}
-        for module in model.modules():
-            method = getattr(module, "quant_method", None)
-            large = tuple((n, p.shape) for n, p in module.named_parameters(recurse=False) if p.nbytes >= weights.LARGE)
-            if large and hasattr(method, "process_weights_after_loading"):
-                method.process_weights_after_loading = _sharing(
-                    method.process_weights_after_loading, processed, (type(module), large)
-                )
+        model_process.fill(model)
 
 
-def _sharing(process: Callable[[Any], None], processed: dict[Any, torch.nn.Module], key: Any) -> Callable[[Any], None]:
-    """The engine's preparation of a layer's weights, after which the layer has the first such layer's weights."""
-
-    @functools.wraps(process)
-    def shared(module: torch.nn.Module) -> None:
-        process(module)
-        first = processed.setdefault(key, module)
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.nbytes >= weights.LARGE:
-                parameter.data = getattr(first, name).data
-
-    return shared
-
-
-class Worker(Trace):
+class Worker(model_process.Measured):
     """What the benchmark asks of vLLM's worker process."""
-
-    def peak_gib(self) -> float:
-        """The most memory that torch had allocated since the last call."""
-        peak = torch.cuda.max_memory_allocated() / GIB
-        torch.cuda.reset_peak_memory_stats()
-        return peak
 
 
 class Engine:

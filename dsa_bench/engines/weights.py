@@ -5,8 +5,6 @@ import re
 
 import torch
 
-LARGE = 1 << 28  # bytes; parameters as large as the routed experts of a layer are shared between layers
-
 
 def fill(name: str, values: torch.Tensor, generator: torch.Generator) -> None:
     """Fill a parameter or buffer by its name and dtype, in the form that the checkpoint has it."""

@@ -9,6 +9,8 @@ import torch
 from dsa_engines import products
 
 KERNEL = "DeepGemmFp8BlockScaledMMKernel"  # vLLM's own for weights of such shapes on Hopper
+LATENT_DIM = 512
+LATENTS = 4  # times the tokens of a step, at which `prefill` is not chosen any more
 
 _compiled: set[tuple[int, int]] = set()
 
@@ -36,7 +38,9 @@ def apply_weights(original: Callable[..., torch.Tensor], most_tokens: int) -> Ca
 
 
 def _compile(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, use_ue8m0: bool, most_tokens: int) -> None:
-    """The first layer of a shape compiles for all numbers of tokens."""
+    """The first layer of a shape compiles for all numbers of tokens. Keys and values are also made of the latents of
+    earlier tokens, which are more than those of a step."""
+    most = most_tokens * (LATENTS if weight.shape[1] <= LATENT_DIM else 1)
     if tuple(weight.shape) in _compiled or torch.cuda.is_current_stream_capturing():
         return
     _compiled.add(tuple(weight.shape))
@@ -45,4 +49,4 @@ def _compile(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, use_
         x = torch.zeros(tokens, weight.shape[1], dtype=dtype, device=weight.device)
         products.linear(x, weight, scale, use_ue8m0)
 
-    products.compile_for_all_rows(call, most_tokens)
+    products.compile_for_all_rows(call, most)

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace as Space
 
 import pytest
+import torch
 
-from dsa_bench.engines import __main__, client, rows, turns
+from dsa_bench.engines import __main__, client, model_process, rows, turns, weights
 from dsa_bench.engines.loads import PROMPTS, STEPS, Load, mixed
 
 
@@ -137,6 +138,62 @@ def test_rows(arguments, monkeypatch, tmp_path):
         assert row["ratio"] == row["alone"][time] / row["plugin"][time] and row["layers"] == 2
     assert measured[0]["figure"] == f"{measured[0]['plugin']['ms_per_step']:.2f} ms a step"
     assert not [*rows.rows("stub", ["V3.2"], only="no such load")]
+
+
+class Layer(torch.nn.Module):
+    """A layer whose weights an engine replaces when it prepares them."""
+
+    def __init__(self, shape=(2, 3, 8)):
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.empty(8), requires_grad=False)
+        self.quant_method = Space(process_weights_after_loading=self.prepare)
+
+    def prepare(self, layer):
+        layer.experts = torch.nn.Parameter(layer.experts.clone(), requires_grad=False)
+
+
+def test_layers_share_their_large_weights(monkeypatch):
+    """Before the engine prepares them, and afterwards. Parameters of other shapes, and small ones, are apart."""
+    monkeypatch.setattr(model_process, "LARGE", 4 * 2 * 3 * 8)
+    generator = torch.Generator  # there is no GPU
+    monkeypatch.setattr(torch, "Generator", lambda device: generator())
+    with model_process.sharing_parameters():
+        layers = torch.nn.ModuleList([Layer(), Layer(), Layer((3, 3, 8))])
+
+    def addresses(name):
+        return [getattr(layer, name).data_ptr() for layer in layers]
+
+    assert addresses("experts")[0] == addresses("experts")[1] != addresses("experts")[2]
+    assert len({*addresses("norm")}) == 3
+    model_process.fill(layers)
+    for layer in layers:
+        layer.quant_method.process_weights_after_loading(layer)
+    assert addresses("experts")[0] == addresses("experts")[1] != addresses("experts")[2]
+    assert 0.1 < layers[0].experts.std() < 0.7 and (layers[2].norm == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "most"),
+    [
+        ("w13_weight", torch.empty(4, 256, 256, dtype=torch.float8_e4m3fn), 1.0),
+        ("w13_weight", torch.empty(4, 256, 128, dtype=torch.uint8), 255),
+        ("w13_weight_scale", torch.empty(4, 256, 8, dtype=torch.uint8), 2.0**-5),
+        ("weight_scale_inv", torch.empty(2, 4), 0.1),
+        ("gate.e_score_correction_bias", torch.empty(256), 0),
+        ("hc_attn_scale", torch.empty(3), 1),
+        ("gate.tid2eid", torch.empty(100, 6, dtype=torch.int32), 255),
+        ("q_a_layernorm.weight", torch.empty(64), 1),
+    ],
+)
+def test_random_weights(name, values, most):
+    weights.fill(name, values, torch.Generator().manual_seed(1))
+    floats = values
+    if name.endswith("scale") and values.dtype == torch.uint8:
+        floats = values.view(torch.float8_e8m0fnu)
+    floats = floats.float()
+    assert floats.isfinite().all() and floats.abs().max() <= most and floats.min() >= -most
+    assert most in (0, 1) or len(floats.unique()) > 1 or "scale" in name
 
 
 @pytest.mark.parametrize(
