@@ -49,11 +49,13 @@ def test_other_layers_are_left_to_the_engine(kernel, scale, options):
     original.assert_called_once((kernel, layer, x, bias), options)
 
 
-def test_the_first_layer_of_a_shape_compiles_for_all_numbers_of_tokens(monkeypatch):
+@pytest.mark.parametrize(("columns", "most"), [(640, MOST), (512, 4 * MOST)])
+def test_the_first_layer_of_a_shape_compiles_for_all_numbers_of_tokens(monkeypatch, columns, most):
+    """Latents, of 512 channels, are also those of earlier tokens."""
     tokens = []
     monkeypatch.setattr(products, "linear", lambda x, *rest: tokens.append(len(x)) or x)
-    weight, scale, _ = fp8_weights(ROWS, COLUMNS)
+    weight, scale, _ = fp8_weights(ROWS, columns)
     apply = linear.apply_weights(never, MOST)
     for _ in range(2):
-        apply(kernel_of(), Space(weight=weight, weight_scale_inv=scale), torch.zeros(7, COLUMNS).bfloat16())
-    assert tokens == [1, 2, 3, 7, 7]
+        apply(kernel_of(), Space(weight=weight, weight_scale_inv=scale), torch.zeros(7, columns).bfloat16())
+    assert tokens == [*products.growing(most), 7, 7]
