@@ -76,10 +76,10 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_is_of_one_kind_and_listed_once():
-    """The kind of a page is its folder in docs/. Families of ops are listed in their folder's index.md, other pages in
-    docs/index.md."""
+    """The kind of a page is its folder in docs/; `upstream` has what could be proposed to engines. Families of ops are
+    listed in their folder's index.md, other pages in docs/index.md."""
     pages = [path.relative_to(DOCS) for path in DOCS.rglob("*.md") if path != DOCS / "index.md"]
-    assert {page.parts[0] for page in pages} <= {"tutorials", "how-to", "reference", "explanation"}
+    assert {page.parts[0] for page in pages} <= {"tutorials", "how-to", "reference", "explanation", "upstream"}
     lists = {index.parent: index.read_text() for index in DOCS.rglob("index.md")}
     listed = [folder / to for folder, text in lists.items() for to in re.findall(r"^- \[.*?\]\((.*?)\)", text, re.M)]
     assert sorted(path.relative_to(DOCS) for path in listed) == sorted(pages)
