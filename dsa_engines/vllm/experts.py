@@ -112,6 +112,7 @@ def _outputs(
     use_ue8m0: bool,
     most_tokens: int,
 ) -> torch.Tensor:
+    setattr(layer, routing.SERVED, True)
     limit = getattr(layer, "swiglu_limit", None)
 
     def outputs(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

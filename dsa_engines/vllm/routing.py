@@ -18,6 +18,7 @@ from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, MAX_EXPERT
 from dsa.ops.moe.expert_routing import SCORES
 
 ROUTERS = ("GroupedTopKRouter", "FusedTopKBiasRouter")  # of DeepSeek-V3.2; of GLM-5 and DeepSeek-V4
+SERVED = "dsa_serves"  # set on a layer of experts by the part `experts` when it has served it
 SortedEntries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # order, rows, ends of `dsa.sort_by_expert`
 
 
@@ -74,7 +75,9 @@ def forward_impl(original: Callable[..., Any]) -> Callable[..., Any]:
         input_ids: torch.Tensor | None = None,
     ) -> Any:
         global _now
-        if type(self.router).__name__ not in ROUTERS or self.routed_experts.expert_map is not None:
+        layer = self.routed_experts
+        is_known = type(self.router).__name__ in ROUTERS and getattr(layer, SERVED, False)
+        if not is_known or layer.expert_map is not None:
             return original(self, hidden_states, router_logits, shared_experts_input, input_ids)
         _now = Routed(self.router)
         try:

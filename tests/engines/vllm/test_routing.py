@@ -44,8 +44,9 @@ def make_gate(**changes):
 class Runner:
     """What vLLM's runner does: gate, router, experts."""
 
-    def __init__(self, router, gate, expert_map=None):
-        self.router, self.gate, self.routed_experts = router, gate, SimpleNamespace(expert_map=expert_map)
+    def __init__(self, router, gate, expert_map=None, dsa_serves=True):
+        self.router, self.gate = router, gate
+        self.routed_experts = SimpleNamespace(expert_map=expert_map, dsa_serves=dsa_serves)
 
     def run(self, x):
         logits, _ = routing.gate_forward(lambda gate, x: ("the gate's own", None))(self.gate, x)
@@ -54,8 +55,8 @@ class Runner:
         return weights, experts, None if isinstance(weights, str) else routing.by_expert(experts)
 
 
-def run(router, gate, x, expert_map=None):
-    return routing.forward_impl(lambda runner, x, *given: runner.run(x))(Runner(router, gate, expert_map), x, x, None)
+def run(router, gate, x, **of_layer):
+    return routing.forward_impl(lambda runner, x, *given: runner.run(x))(Runner(router, gate, **of_layer), x, x, None)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -89,6 +90,7 @@ NOT_SERVED = [
     ({}, {}, {"bias_vl": torch.zeros(EXPERTS)}),
     ({"kind": OtherRouter}, {}, {}),
     ({"expert_map": torch.zeros(EXPERTS)}, {}, {}),
+    ({"dsa_serves": False}, {}, {}),
 ]
 
 
@@ -96,7 +98,8 @@ NOT_SERVED = [
 def test_other_mixtures_stay_vllms(changes, of_gate, of_router):
     router = make_router(changes.get("kind", FusedTopKBiasRouter), **of_router)
     x = torch.randn(changes.get("tokens", 2), CHANNELS, dtype=torch.bfloat16)
-    found = run(router, make_gate(**of_gate), x, changes.get("expert_map"))
+    of_layer = {name: value for name, value in changes.items() if name in ("expert_map", "dsa_serves")}
+    found = run(router, make_gate(**of_gate), x, **of_layer)
     assert found == ("the router's own", "the gate's own", None)
 
 
