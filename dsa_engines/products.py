@@ -1,6 +1,4 @@
-"""Products of an engine's FP8 and FP4 weights, as they lie in its memory: linear layers and routed experts."""
-
-from collections.abc import Callable, Iterator
+"""Linear layers and routed experts of FP8 and FP4 weights, which stay where an engine has loaded them."""
 
 import torch
 
@@ -63,18 +61,3 @@ def routed_experts(
         cast = dsa.scatter_cast_to_fp8(x, rows, use_ue8m0)
     h = swiglu(cast, gate_up, ends, limit=limit, use_ue8m0=use_ue8m0, dtype=x.dtype)
     return dsa.combine_experts(product(h, down, ends, x.dtype), rows, weights)
-
-
-def compile_for_all_rows(call: Callable[[int], object], most: int) -> None:
-    """Call with numbers of rows up to `most` that together reach every kernel: which one runs depends on the rows."""
-    for rows in growing(most):
-        call(rows)
-
-
-def growing(most: int) -> Iterator[int]:
-    """1, 2, ... up to `most`, each about 1.3 times the one before it."""
-    rows = 1
-    while rows < most:
-        yield rows
-        rows = max(rows + 1, int(rows * 1.3))
-    yield most

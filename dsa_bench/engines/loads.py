@@ -10,7 +10,7 @@ class Load:
     """`count` requests with prompts of `length` random tokens, of which each generates `tokens` tokens.
 
     rate: requests per second with Poisson arrivals; None if all requests arrive at once. repeated: all runs use the
-    same prompts, so that the engine has them in its prefix cache after the first run.
+    same prompts. After the first run the engine finds them in the prefix cache.
     """
 
     name: str

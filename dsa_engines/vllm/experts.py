@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsa_engines import products
+from dsa_engines import first_use, products
 from dsa_engines.vllm import routing
 
 CHECKPOINT_LAYOUTS = ("TRITON", "DEEPGEMM")  # vLLM's kernels of FP8 experts that leave the weights as they are
@@ -34,32 +34,29 @@ def is_served(method: Any, layer: Any) -> bool:
     )
 
 
-def fp8_apply(original: Callable[..., Any], most_tokens: int) -> Callable[..., Any]:
-    """`Fp8MoEMethod.apply`: the sum over a token's experts of this GPU."""
-
-    @functools.wraps(original)
-    def apply(
-        self: Any,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> Any:
-        is_fp8 = self.block_quant and list(self.moe_block_shape) == [products.BLOCK, products.BLOCK]
-        is_fp8 = is_fp8 and self.fp8_backend.name in CHECKPOINT_LAYOUTS
-        if not (is_fp8 and layer.w13_weight_scale_inv.dtype == torch.float32 and is_served(self, layer)):
-            return original(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
-        gate_up = layer.w13_weight, layer.w13_weight_scale_inv
-        down = layer.w2_weight, layer.w2_weight_scale_inv
-        return _outputs(layer, x, topk_weights, topk_ids, gate_up, down, False, most_tokens)
-
-    return apply
+Weights = tuple[Any, Any]  # gate and up projections, and down projections, as `products.routed_experts` takes them
 
 
-def fp4_setup(original: Callable[..., None]) -> Callable[..., None]:
-    """`Mxfp4MoEMethod._setup_kernel`: leaves the weights as they were loaded."""
+def fp8_weights(method: Any, layer: Any) -> Weights | None:
+    """The weights of `Fp8MoEMethod`; None if the layer is not served."""
+    if (
+        not method.block_quant
+        or list(method.moe_block_shape) != [products.BLOCK, products.BLOCK]
+        or method.fp8_backend.name not in CHECKPOINT_LAYOUTS
+        or layer.w13_weight_scale_inv.dtype != torch.float32
+        or not is_served(method, layer)
+    ):
+        return None
+    return (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
+
+
+def fp4_weights(method: Any, layer: Any) -> Weights | None:
+    """The weights of `Mxfp4MoEMethod` that `fp4_setup` has left as they are; None if the layer is not served."""
+    return getattr(layer, WEIGHTS, None)
+
+
+def fp4_setup(original: Callable[..., None], most_tokens: int) -> Callable[..., None]:
+    """`Mxfp4MoEMethod._setup_kernel`: leaves the weights as they were loaded, if the kernels for them compile."""
 
     @functools.wraps(original)
     def setup(
@@ -72,20 +69,25 @@ def fp4_setup(original: Callable[..., None]) -> Callable[..., None]:
         w13_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
     ) -> None:
-        if not is_served(self, layer):
-            return original(self, layer, w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
-        pairs = (w13, w13_scale), (w2, w2_scale)
-        setattr(layer, WEIGHTS, tuple(products.fp4_weights(weight.data, scale.data) for weight, scale in pairs))
-        self._build_moe_kernel(layer)
+        if is_served(self, layer):
+            pairs = (w13, w13_scale), (w2, w2_scale)
+            weights = tuple(products.fp4_weights(weight.data, scale.data) for weight, scale in pairs)
+            if _is_compiled(self, layer, weights, most_tokens):
+                setattr(layer, WEIGHTS, weights)
+                self._build_moe_kernel(layer)
+                return
+        original(self, layer, w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
 
     return setup
 
 
-def fp4_apply(original: Callable[..., Any], most_tokens: int) -> Callable[..., Any]:
-    """`Mxfp4MoEMethod.apply`: the sum over a token's experts of this GPU."""
+def apply(
+    original: Callable[..., Any], weights_of: Callable[[Any, Any], Weights | None], most_tokens: int
+) -> Callable[..., Any]:
+    """`apply` of a method of experts: the sum over a token's experts of this GPU."""
 
     @functools.wraps(original)
-    def apply(
+    def outputs(
         self: Any,
         layer: Any,
         x: torch.Tensor,
@@ -94,50 +96,39 @@ def fp4_apply(original: Callable[..., Any], most_tokens: int) -> Callable[..., A
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> Any:
-        weights = getattr(layer, WEIGHTS, None)
-        if weights is None:
+        weights = weights_of(self, layer)
+        if weights is None or not _is_compiled(self, layer, weights, most_tokens):
             return original(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
-        return _outputs(layer, x, topk_weights, topk_ids, *weights, True, most_tokens)
+        setattr(layer, routing.SERVED, True)
+        if layer.expert_map is not None:
+            topk_ids = torch.where(topk_ids < 0, -1, layer.expert_map[topk_ids.clamp(min=0).long()])
+        by_expert = routing.by_expert(topk_ids)
+        return _outputs(layer, x, topk_ids, topk_weights.float(), weights, by_expert)
 
-    return apply
+    return outputs
 
 
 def _outputs(
     layer: Any,
     x: torch.Tensor,
-    weights: torch.Tensor,
     experts: torch.Tensor,
-    gate_up: Any,
-    down: Any,
-    use_ue8m0: bool,
-    most_tokens: int,
+    weights_of_experts: torch.Tensor,
+    weights: Weights,
+    by_expert: routing.SortedEntries | None = None,
 ) -> torch.Tensor:
-    setattr(layer, routing.SERVED, True)
-    limit = getattr(layer, "swiglu_limit", None)
-
-    def outputs(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        by_expert = routing.by_expert(experts)
-        return products.routed_experts(x, experts, weights, gate_up, down, limit, use_ue8m0, by_expert)
-
-    # The first layer of a shape compiles for all numbers of tokens. The engine calls all layers before it captures.
-    _compile(outputs, x.device, (*gate_up[0].shape, experts.shape[1], limit, use_ue8m0, most_tokens), x.shape[1])
-    if layer.expert_map is not None:
-        experts = torch.where(experts < 0, -1, layer.expert_map[experts.clamp(min=0).long()])
-    return outputs(x, experts, weights.float())
+    limit, is_fp4 = getattr(layer, "swiglu_limit", None), len(weights[0]) == 3
+    return products.routed_experts(x, experts, weights_of_experts, *weights, limit, is_fp4, by_expert)
 
 
-_compiled: set[tuple[Any, ...]] = set()
+def _is_compiled(method: Any, layer: Any, weights: Weights, most_tokens: int) -> bool:
+    """The first layer of a shape compiles for all numbers of tokens."""
+    first, chosen = weights[0][0], method.moe.experts_per_token
+    channels = first.shape[2] * (2 if len(weights[0]) == 3 else 1)
 
+    def call(tokens: int) -> torch.Tensor:
+        count = torch.arange(tokens * chosen, dtype=torch.int32, device=first.device)
+        x = torch.zeros(tokens, channels, dtype=torch.bfloat16, device=first.device)
+        return _outputs(layer, x, count.view(tokens, chosen) % len(first), count.view(tokens, chosen).float(), weights)
 
-def _compile(outputs: Callable[..., Any], device: torch.device, sizes: tuple[Any, ...], channels: int) -> None:
-    if sizes in _compiled or torch.cuda.is_current_stream_capturing():
-        return
-    _compiled.add(sizes)
-    count, chosen, most_tokens = sizes[0], sizes[-4], sizes[-1]
-
-    def call(tokens: int) -> None:
-        experts = torch.arange(tokens * chosen, dtype=torch.int32, device=device).view(tokens, chosen) % count
-        x = torch.zeros(tokens, channels, dtype=torch.bfloat16, device=device)
-        outputs(x, experts, torch.zeros(tokens, chosen, device=device))
-
-    products.compile_for_all_rows(call, most_tokens)
+    kind = tuple(first.shape), len(weights[0]), chosen, getattr(layer, "swiglu_limit", None)
+    return first_use.is_ready("vllm", "experts", kind, call, most_tokens)

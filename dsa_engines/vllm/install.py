@@ -45,9 +45,9 @@ def _then_install(init_device: Callable[[Any], None], ops: frozenset[str]) -> Ca
 def install(config: Any, ops: frozenset[str]) -> bool:
     """Put these parts of a worker's model on dsa's kernels, and compile these. Return whether that was done.
 
-    A part whose functions vLLM lacks, or whose attention is of another backend, stays vLLM's own, with a line in the
-    log. With a version of vLLM that was not tested, so does a part whose results differ from those of vLLM's kernels
-    (`same_results`). In any other case of failure everything stays as it was, with one line.
+    A part stays vLLM's own, with a line in the log, if vLLM lacks its functions, if its kernels do not compile, or if
+    attention is of another backend. With a version of vLLM that was not tested, it also stays if its results differ
+    from those of vLLM's kernels (`same_results`). In any other case of failure everything stays as it was.
 
     The parts of the first model in a process stay, because its graphs and buffers were made for them. A second model
     gets the same parts. If the first model was declined, so are later ones; models without an indexer do not count.
@@ -68,7 +68,8 @@ def install(config: Any, ops: frozenset[str]) -> bool:
                     return False
                 _put(ops, calls, is_known)
                 _on_dsa.update(ops)
-            warm_up.warm_up(calls, frozenset(_on_dsa))
+            elif failing := warm_up.failing(calls, frozenset(_on_dsa)):
+                reason = "; ".join(failing.values())
     except Exception as error:  # whatever it is, the engine has to start as if the plugin were not there
         reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
     if reason is not None and first:
@@ -94,7 +95,7 @@ def uninstall() -> None:
 
 
 def _possible(config: Any, ops: frozenset[str], calls: models.Calls, is_known: bool) -> frozenset[str]:
-    """Return those of the parts that can be put in place. Log why the others cannot."""
+    """Compile the parts, and return those that can be put in place. Log why the others cannot."""
     reasons = {}
     for part in sorted(ops):
         try:
@@ -110,7 +111,10 @@ def _possible(config: Any, ops: frozenset[str], calls: models.Calls, is_known: b
                 same_results.check(part, calls)
         except NotFound as error:
             reasons[part] = " ".join(str(error).split())
-            _logger.warning("dsa: %s: %s; %s stays the engine's own", ENGINE, reasons[part], part)
+    if left := ops - reasons.keys():
+        reasons |= warm_up.failing(calls, left)
+    for part, reason in reasons.items():
+        _logger.warning("dsa: %s: %s; %s stays the engine's own", ENGINE, reason, part)
     return ops - reasons.keys()
 
 
@@ -128,8 +132,6 @@ def _put(ops: frozenset[str], calls: models.Calls, is_known: bool) -> None:
     if "attention" in ops:
         backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
         chosen = find(f"{seams.SELECTOR}:_cached_get_attn_backend").value
-        if backend.is_overridden():
-            raise NotFound(f"FLASHMLA_SPARSE is {backend.get_path()} already")
         find(f"{seams.REGISTRY}:register_backend").value(backend, BACKEND)
         # Backends are looked up once; whatever was looked up before would stay.
         _installed.callback(chosen.cache_clear)

@@ -16,6 +16,7 @@ import dsa
 from dsa.kernels.moe.limits import MAX_TOP_K
 from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, MAX_EXPERTS, MAX_TOKENS
 from dsa.ops.moe.expert_routing import SCORES
+from dsa_engines import first_use
 
 ROUTERS = ("GroupedTopKRouter", "FusedTopKBiasRouter")  # of DeepSeek-V3.2; of GLM-5 and DeepSeek-V4
 SERVED = "dsa_serves"  # set on a layer of experts by the part `experts` when it has served it
@@ -34,7 +35,6 @@ class Routed:
 
 
 _now = Routed()
-_compiled: set[tuple[Any, ...]] = set()
 
 
 def by_expert(experts: torch.Tensor) -> SortedEntries | None:
@@ -94,9 +94,8 @@ def gate_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> Any:
         router = _now.router
-        if router is None or not is_served(self, router, x):
+        if router is None or not is_served(self, router, x) or not _is_compiled(self, router, x):
             return original(self, x)
-        _compile(self, router, x)
         _now.logits = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
         _now.experts, _now.weights, *by_expert = route(self, router, x)
         _now.by_expert = tuple(by_expert)
@@ -135,11 +134,8 @@ def route(gate: Any, router: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _compile(gate: Any, router: Any, x: torch.Tensor) -> None:
-    """The first mixture of a kind compiles for all numbers of tokens."""
+def _is_compiled(gate: Any, router: Any, x: torch.Tensor) -> bool:
     kind = type(router).__name__, *gate.weight.shape, router.top_k, router.scoring_func, router.renormalize
-    if kind in _compiled or torch.cuda.is_current_stream_capturing():
-        return
-    _compiled.add(kind)
-    for tokens in (1, MAX_TOKENS):
-        route(gate, router, x.new_zeros(tokens, x.shape[1]))
+    return first_use.is_ready(
+        "vllm", "routing", kind, lambda tokens: route(gate, router, x.new_zeros(tokens, x.shape[1])), MAX_TOKENS
+    )

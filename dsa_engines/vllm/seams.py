@@ -43,7 +43,7 @@ V32_LAYER = "vllm.models.deepseek_v32.attention"
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
-# part -> attribute -> what takes its place, given what is there and the sizes of the model's calls.
+# {part: {attribute: function that makes its replacement from the present value and the sizes of the model's calls}}
 Maker = Callable[[Any, Calls], Any]
 REPLACED: dict[str, dict[str, Maker]] = {
     "scores": {
@@ -82,9 +82,9 @@ REPLACED: dict[str, dict[str, Maker]] = {
         f"{BIAS_ROUTER}:FusedTopKBiasRouter._compute_routing": lambda found, calls: routing.compute_routing(found),
     },
     "experts": {
-        f"{FP8}:Fp8MoEMethod.apply": lambda found, calls: experts.fp8_apply(found, calls.tokens),
-        f"{MXFP4}:Mxfp4MoEMethod._setup_kernel": lambda found, calls: experts.fp4_setup(found),
-        f"{MXFP4}:Mxfp4MoEMethod.apply": lambda found, calls: experts.fp4_apply(found, calls.tokens),
+        f"{FP8}:Fp8MoEMethod.apply": lambda found, calls: experts.apply(found, experts.fp8_weights, calls.tokens),
+        f"{MXFP4}:Mxfp4MoEMethod._setup_kernel": lambda found, calls: experts.fp4_setup(found, calls.tokens),
+        f"{MXFP4}:Mxfp4MoEMethod.apply": lambda found, calls: experts.apply(found, experts.fp4_weights, calls.tokens),
     },
     "linear": {
         f"{LINEAR}:Fp8BlockScaledMMLinearKernel.apply_weights": lambda found, calls: linear.apply_weights(
@@ -108,7 +108,7 @@ BACKEND_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseBackend"
 BUILDER_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseMetadataBuilder"
 IMPL_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseImpl"
 V4_CLASS = f"{V4}:DeepseekV4FlashMLAAttention"
-# part -> functions whose parameters must be those of the tested version, beside the replaced ones.
+# {part: functions, in addition to the replaced ones, whose parameters must be those of the tested version}
 NEEDED: dict[str, tuple[str, ...]] = {
     "scores": (
         f"{DEEP_GEMM}:_lazy_init",
@@ -183,12 +183,14 @@ def check(part: str) -> None:
         enum = find(f"{REGISTRY}:AttentionBackendEnum").value
         if "FLASHMLA_SPARSE" not in enum.__members__:
             raise NotFound(f"{REGISTRY}:AttentionBackendEnum.FLASHMLA_SPARSE is not there")
+        if enum.FLASHMLA_SPARSE.is_overridden():
+            raise NotFound(f"FLASHMLA_SPARSE is {enum.FLASHMLA_SPARSE.get_path()} already")
         if not hasattr(find(f"{SELECTOR}:_cached_get_attn_backend").value, "cache_clear"):
             raise NotFound(f"{SELECTOR}:_cached_get_attn_backend is no cached function")
 
 
 def replacements(parts: frozenset[str], calls: Calls, is_known: bool = True) -> dict[str, Any]:
-    """Return {attribute: what takes its place} of these parts. is_known: whether the version of vLLM was tested; if
+    """Return {attribute: replacement} of these parts. is_known: whether the version of vLLM was tested; if
     not, parts that need a layer of the model are compared with vLLM's own at their first call."""
     new: dict[str, Any] = {}
     for part, makers in REPLACED.items():

@@ -19,7 +19,7 @@ _kept: list[tuple[torch.Tensor, tuple[Any, ...]]] = []  # the placeholder of the
 
 
 def mqa_logits(original: _Scores) -> _Scores:
-    """`fp8_fp4_mqa_logits` of DeepGEMM, or what the part `scores` has put in its place."""
+    """`fp8_fp4_mqa_logits` of DeepGEMM, or the function by which the part `scores` has replaced it."""
 
     @functools.wraps(original)
     def scores(q: Any, kv: Any, weights: torch.Tensor, ks: Any, ke: Any, max_seqlen_k: int = 0, *plan: Any) -> Any:
@@ -35,7 +35,7 @@ def mqa_logits(original: _Scores) -> _Scores:
 
 
 def topk_prefill(original: Callable[..., None]) -> Callable[..., None]:
-    """`top_k_per_row_prefill` of vLLM, or what the part `topk` has put in its place."""
+    """`top_k_per_row_prefill` of vLLM, or the function by which the part `topk` has replaced it."""
 
     @functools.wraps(original)
     def topk(

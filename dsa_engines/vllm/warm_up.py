@@ -41,6 +41,17 @@ def warm_up(calls: Calls, ops: frozenset[str], device: torch.device | str = "cud
         torch.cuda.empty_cache()
 
 
+def failing(calls: Calls, ops: frozenset[str]) -> dict[str, str]:
+    """Warm up each of these ops. Return {op: why its kernels do not compile or run}."""
+    reasons = {}
+    for op in sorted(ops):
+        try:
+            warm_up(calls, frozenset({op}))
+        except Exception as error:  # whatever it is, the other ops and the engine go on
+            reasons[op] = " ".join(f"{type(error).__name__}: {error}".split())
+    return reasons
+
+
 def scores(calls: Calls) -> None:
     heads, dim = calls.index_heads, calls.index_head_dim
     cache = torch.zeros(1, PAGE, dim + 4, dtype=torch.uint8)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dsa_engines.vllm import experts, install, linear
+from dsa_engines import first_use
+from dsa_engines.vllm import install
 from tests.engines.vllm import engine
 
 
@@ -19,6 +20,5 @@ def plugin(monkeypatch):
 @pytest.fixture
 def nothing_is_compiled(monkeypatch):
     """Forget the shapes that are compiled. Without CUDA, torch cannot tell whether a stream is being captured."""
-    for module in (experts, linear):
-        monkeypatch.setattr(module, "_compiled", set())
+    monkeypatch.setattr(first_use, "_ready", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -18,7 +18,13 @@ pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 def method_of(backend="DEEPGEMM"):
     parallel = Space(dp_size=1, use_all2all_kernels=False, use_passthrough_all2all=False)
-    moe = Space(moe_parallel_config=parallel, has_bias=False, is_lora_enabled=False, in_dtype=torch.bfloat16)
+    moe = Space(
+        moe_parallel_config=parallel,
+        has_bias=False,
+        is_lora_enabled=False,
+        in_dtype=torch.bfloat16,
+        experts_per_token=2,
+    )
     return Space(moe=moe, block_quant=True, moe_block_shape=[128, 128], fp8_backend=Space(name=backend), built=[])
 
 
@@ -67,7 +73,7 @@ NOT_FP8 = [("method.block_quant", False), ("method.moe_block_shape", [1, 128]), 
 def test_fp8_experts(backend, limit):
     layer, gate_up, down = fp8_layer(**limit)
     x, weights, numbers, *shared = inputs()
-    out = experts.fp8_apply(never, MOST)(method_of(backend), layer, x, weights, numbers, *shared)
+    out = experts.apply(never, experts.fp8_weights, MOST)(method_of(backend), layer, x, weights, numbers, *shared)
     expected = expected_of(x, numbers, weights, gate_up, down, limit.get("swiglu_limit"), False)
     assert_near(out, expected)
 
@@ -78,7 +84,7 @@ def test_experts_of_other_gpus_add_nothing():
     layer, gate_up, down = fp8_layer(expert_map=mapped)
     x, weights, numbers, *shared = inputs(len(mapped), tokens=5)
     numbers[0] = torch.tensor([0, 3])
-    out = experts.fp8_apply(never, MOST)(method_of(), layer, x, weights, numbers, *shared)
+    out = experts.apply(never, experts.fp8_weights, MOST)(method_of(), layer, x, weights, numbers, *shared)
     assert not out[0].any()
     assert_near(out, expected_of(x, mapped[numbers.long()], weights, gate_up, down, None, False))
 
@@ -88,7 +94,7 @@ def test_other_fp8_experts_are_left_to_the_engine(path, value):
     method, (layer, *_), original = method_of(), fp8_layer(), Original()
     change(method, layer, path, value)
     given = method, layer, *inputs()
-    assert experts.fp8_apply(original, MOST)(*given) == "vLLM's own"
+    assert experts.apply(original, experts.fp8_weights, MOST)(*given) == "vLLM's own"
     original.assert_called_once(given)
 
 
@@ -101,7 +107,7 @@ def fp4_setup_of(change_path=None, value=None):
         change(method, layer, change_path, value)
     parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in (w13, w2, s13, s2)]
     given = method, layer, *parameters
-    experts.fp4_setup(original)(*given)
+    experts.fp4_setup(original, MOST)(*given)
     return method, layer, (gate_up, down), original, given
 
 
@@ -111,7 +117,7 @@ def test_fp4_experts_stay_as_they_were_loaded():
     (packed, *_), (packed_down, *_) = getattr(layer, experts.WEIGHTS)
     assert (packed.data_ptr(), packed_down.data_ptr()) == (w13.data_ptr(), w2.data_ptr())
     x, weights, numbers, *shared = inputs()
-    out = experts.fp4_apply(never, MOST)(method, layer, x, weights, numbers, *shared)
+    out = experts.apply(never, experts.fp4_weights, MOST)(method, layer, x, weights, numbers, *shared)
     assert_near(out, expected_of(x, numbers, weights, gate_up, down, 0.5, True))
 
 
@@ -120,7 +126,7 @@ def test_other_fp4_experts_are_left_to_the_engine(path, value):
     method, layer, _, original, given = fp4_setup_of(path, value)
     original.assert_called_once((*given, None, None))
     original, given = Original(), (method, layer, *inputs())
-    assert experts.fp4_apply(original, MOST)(*given) == "vLLM's own" and method.built == []
+    assert experts.apply(original, experts.fp4_weights, MOST)(*given) == "vLLM's own" and method.built == []
     original.assert_called_once(given)
 
 
@@ -132,10 +138,37 @@ def test_the_first_layer_of_a_shape_compiles_for_all_numbers_of_tokens(monkeypat
         return routed(x, *rest)
 
     monkeypatch.setattr(products, "routed_experts", noted)
-    apply = experts.fp8_apply(never, MOST)
+    apply = experts.apply(never, experts.fp8_weights, MOST)
     for _ in range(2):
         apply(method_of(), fp8_layer()[0], *inputs())
     assert tokens == [1, 2, 3, 4, 5, 4, 4]
     tokens.clear()
     apply(method_of(), fp8_layer(swiglu_limit=7.0)[0], *inputs())
     assert len(tokens) == 6
+
+
+def does_not_compile(*given):
+    raise RuntimeError("ptxas:\n no room")
+
+
+def test_experts_whose_kernels_do_not_compile_are_left_to_the_engine(monkeypatch, caplog):
+    """FP4 weights are then converted for vLLM's kernel."""
+    monkeypatch.setattr(products, "routed_experts", does_not_compile)
+    original = Original()
+    for _ in range(2):
+        assert (
+            experts.apply(original, experts.fp8_weights, MOST)(method_of(), fp8_layer()[0], *inputs()) == "vLLM's own"
+        )
+    method, _, _, converted, given = fp4_setup_of()
+    converted.assert_called_once((*given, None, None))
+    assert len(original.calls) == 2 and method.built == []
+    expected = "dsa: vllm: RuntimeError: ptxas: no room; experts of such layers stays the engine's own"
+    assert [record.getMessage() for record in caplog.records] == [expected] * 2
+
+
+def test_a_capture_waits_for_no_compiler(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    original, apply = Original(), experts.apply
+    assert apply(original, experts.fp8_weights, MOST)(method_of(), fp8_layer()[0], *inputs()) == "vLLM's own"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert apply(never, experts.fp8_weights, MOST)(method_of(), fp8_layer()[0], *inputs()).isfinite().all()

@@ -19,6 +19,7 @@ from dsa_engines.vllm import adapters, install, register, seams, warm_up
 from tests.engines.vllm import stand_in
 from tests.engines.vllm.configurations import V4, V32, config
 
+FAILING = warm_up.failing
 WORKER = "vllm.v1.worker.worker_base"
 V41 = V4 | {"model_type": "deepseek_v41"}
 
@@ -26,13 +27,13 @@ V41 = V4 | {"model_type": "deepseek_v41"}
 @pytest.fixture
 def engine(monkeypatch):
     """Install the stand-in for vLLM on a Hopper GPU with the plugin switched on. Yield a list of the calls of
-    `warm_up`."""
+    `warm_up.failing`."""
     stand_in.put_in_place(monkeypatch)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     monkeypatch.setenv("DSA_ENGINE", "1")
     monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
     warmed = []
-    monkeypatch.setattr(warm_up, "warm_up", lambda calls, ops: warmed.append((calls, ops)))
+    monkeypatch.setattr(warm_up, "failing", lambda calls, ops: warmed.append((calls, ops)) or {})
     yield warmed
     install.uninstall()
 
@@ -239,17 +240,6 @@ def on_another_gpu(monkeypatch):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "the GPU is sm_100, and the kernels are for sm_90 (Hopper)")
 
 
-def with_another_plugins_backend(monkeypatch):
-    stand_in.overrides[stand_in.AttentionBackendEnum.FLASHMLA_SPARSE] = "another.Backend"
-
-
-def where_kernels_do_not_compile(monkeypatch):
-    def fails(calls, ops):
-        raise RuntimeError("ptxas\n says no")
-
-    monkeypatch.setattr(warm_up, "warm_up", fails)
-
-
 def as_usual(monkeypatch):
     pass
 
@@ -259,8 +249,6 @@ def as_usual(monkeypatch):
     [
         (with_references, V32, "DSA_BACKEND is reference, and an engine is served by kernels alone"),
         (on_another_gpu, V32, "the GPU is sm_100, and the kernels are for sm_90 (Hopper); the engine"),
-        (with_another_plugins_backend, V32, "FLASHMLA_SPARSE is another.Backend already; the engine"),
-        (where_kernels_do_not_compile, V32, "RuntimeError: ptxas says no; the engine"),
         (as_usual, V41, "model_type is deepseek_v41, and"),
         (as_usual, None, "AttributeError: 'NoneType' object has no attribute 'hf_text_config';"),
     ],
@@ -389,6 +377,51 @@ def test_a_part_is_off_without_another_part(engine, monkeypatch, caplog, ops, op
     off = "routing" if "routing" in reason or "experts" in reason else "select"
     assert line.startswith(f"dsa: vllm: {reason}") and line.endswith(f"; {off} stays the engine's own")
     assert engine[0][1] == ops - {off}
+
+
+def test_another_plugins_backend_stays(engine, caplog):
+    stand_in.overrides[stand_in.AttentionBackendEnum.FLASHMLA_SPARSE] = "another.Backend"
+    register()
+    start()
+    assert lines(caplog) == ["dsa: vllm: FLASHMLA_SPARSE is another.Backend already; attention stays the engine's own"]
+    assert engine[0][1] == PARTS["vllm"] - {"attention"}
+    assert stand_in.AttentionBackendEnum.FLASHMLA_SPARSE.get_path() == "another.Backend"
+
+
+def kernels_do_not_compile(monkeypatch, parts):
+    def fails(calls, ops):
+        if ops & parts:
+            raise RuntimeError("ptxas\n says no")
+
+    monkeypatch.setattr(warm_up, "warm_up", fails)
+    monkeypatch.setattr(warm_up, "failing", FAILING)
+
+
+@pytest.mark.parametrize("parts", [{"attention"}, {"scores", "prefill"}, PARTS["vllm"]])
+def test_parts_whose_kernels_do_not_compile_stay_vllms(engine, monkeypatch, caplog, parts):
+    kernels_do_not_compile(monkeypatch, parts)
+    register()
+    replaced = {path: find(path).value for makers in seams.REPLACED.values() for path in makers}
+    start()
+    served = PARTS["vllm"] - parts
+    for part, makers in seams.REPLACED.items():
+        if part not in ("scores", "topk", "select"):  # which share attributes, and set others
+            assert all((find(path).value is not replaced[path]) == (part in served) for path in makers)
+    assert lines(caplog) == [
+        f"dsa: vllm: RuntimeError: ptxas says no; {part} stays the engine's own" for part in sorted(parts)
+    ]
+    assert install._on_dsa == served
+
+
+def test_a_second_model_whose_kernels_do_not_compile_is_named(engine, monkeypatch, caplog):
+    register()
+    start()
+    before = stand_in.state()
+    kernels_do_not_compile(monkeypatch, {"topk"})
+    start(heads=32)
+    assert changed(before) == set()
+    (line,) = lines(caplog)
+    assert line.startswith("dsa: vllm: RuntimeError: ptxas says no; an earlier model of this process runs on dsa's")
 
 
 def test_parts_of_an_untested_version_are_compared(engine, monkeypatch, caplog):

@@ -7,6 +7,7 @@ import torch
 
 from dsa_engines import products
 from dsa_engines.vllm import linear
+from dsa_layers.compilation.passes import growing
 from tests.engines.test_products import assert_near, cast, fp8_weights
 from tests.engines.vllm.stand_in import Original, never
 
@@ -58,4 +59,14 @@ def test_the_first_layer_of_a_shape_compiles_for_all_numbers_of_tokens(monkeypat
     apply = linear.apply_weights(never, MOST)
     for _ in range(2):
         apply(kernel_of(), Space(weight=weight, weight_scale_inv=scale), torch.zeros(7, columns).bfloat16())
-    assert tokens == [*products.growing(most), 7, 7]
+    assert tokens == [*growing(most, 1.3), 7, 7]
+
+
+def test_a_layer_whose_kernels_do_not_compile_is_left_to_the_engine(monkeypatch):
+    monkeypatch.setattr(products, "linear", never)
+    weight, scale, _ = fp8_weights(ROWS, COLUMNS)
+    given = kernel_of(), Space(weight=weight, weight_scale_inv=scale), torch.zeros(2, COLUMNS).bfloat16()
+    original = Original()
+    for _ in range(2):
+        assert linear.apply_weights(original, MOST)(*given) == "vLLM's own"
+    assert len(original.calls) == 2

@@ -23,9 +23,7 @@ class OtherRouter(SimpleNamespace):
     pass
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(routing, "_compile", lambda *given: None)
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def make_router(kind=GroupedTopKRouter, **changes):
@@ -118,3 +116,12 @@ def test_nothing_is_left_when_the_experts_fail():
     with pytest.raises(RuntimeError):
         routing.forward_impl(lambda runner, x, *given: runner.run(x))(Fails(make_router(), gate), x, x, None)
     assert routing.gate_forward(lambda gate, x: "the gate's own")(gate, x) == "the gate's own"
+
+
+def test_a_router_whose_kernels_do_not_compile_is_vllms(monkeypatch):
+    def fails(*given):
+        raise RuntimeError
+
+    monkeypatch.setattr(routing, "route", fails)
+    x = torch.randn(2, CHANNELS, dtype=torch.bfloat16)
+    assert run(make_router(), make_gate(), x) == ("the router's own", "the gate's own", None)
