@@ -14,7 +14,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, use_ue8m0
 
     x          [..., K] bf16
     weight     [N, K] e4m3
-    scale      [N / 128, K / 128] fp32
+    scale      [ceil(N / 128), ceil(K / 128)] fp32
     use_ue8m0  whether the scales of x are powers of two
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -22,11 +22,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, use_ue8m0
     return product.view(*x.shape[:-1], len(weight))
 
 
-def fp4_weights(packed: torch.Tensor, scale: torch.Tensor) -> FP4Weights:
-    """The weights of `routed_experts` from packed [E, N, K / 2] bytes and scale [E, N, K / 32] e8m0 or bytes, which
-    stay where they are."""
-    packed, scale = packed.view(torch.uint8), scale.view(torch.float8_e8m0fnu)
-    return packed, scale, dsa.fp4_block_scales(packed, scale)
+def fp4_weights(packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Tensor) -> FP4Weights:
+    """The weights of `routed_experts` from packed [E, N, K / 2] bytes, scale [E, N, K / 32] e8m0 or bytes, and their
+    `fp4_block_scales`. Nothing is copied."""
+    return packed.view(torch.uint8), scale.view(torch.float8_e8m0fnu), block_scale
+
+
+def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`dsa.fp4_block_scales` of bytes. Raises ValueError for scales that the products do not take."""
+    return dsa.fp4_block_scales(packed.view(torch.uint8), scale.view(torch.float8_e8m0fnu))
 
 
 def routed_experts(
@@ -42,12 +46,12 @@ def routed_experts(
     """[T, H] in x's dtype: sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]), summed in fp32.
 
     x          [T, H] bf16
-    experts    [T, k] int32 or int64: experts of this GPU; any other number is no expert
+    experts    [T, k] int32 or int64: numbers of this GPU's experts; entries outside [0, E) are ignored
     weights    [T, k] fp32
     gate_up    of E experts, [E, 2 I, H], the gate projection before the up projection: (e4m3, fp32 scales of 128 x 128
                blocks), or those of `fp4_weights`
     down       the same of [E, H, I]
-    limit      gate(x) is at most that, up(x) between -limit and limit; None: any
+    limit      gate(x) is clamped to at most limit, up(x) to [-limit, limit]; None: no clamp
     use_ue8m0  whether the scales of activations are powers of two
     by_expert  the results of `dsa.sort_by_expert` for these experts, if the caller has them
     """

@@ -7,7 +7,8 @@ chunks, and with a cache so small that the engine preempts requests.
 
 Prints a line of JSON per way and side: `loss`, nats per token; `to_reference` and `to_alone`, the mean absolute
 difference of log-probabilities to the model in fp32 and to the same side's answers one by one; `same_text`, the share
-of requests whose generated tokens are those of the same side one by one.
+of requests whose generated tokens are those of the same side one by one. A last line per way counts the requests whose
+generated tokens are equal with and without the plugin.
 """
 
 import argparse
@@ -21,13 +22,13 @@ from typing import Any
 import torch
 
 from dsa_bench.e2e.held_out_text import held_out_sequences
+from dsa_bench.engines.command import add_engine, check_engine, positive
 from dsa_bench.engines.turns import started
 from dsa_layers import Tokenizer, load_model
 from dsa_layers.evaluation.held_out_loss import predictions
 
 Answers = list[dict[str, Any]]  # of each request: `logprobs` of the prompt's tokens but the first, and `tokens`
-# {engine: {way to send the requests: (the engine's options, whether all are sent at once, whether once more from the
-# cache)}}. The first ones are sent by default.
+# {engine: {way: (engine options, send all at once, send twice so that the second time reads the cache)}}
 WAYS: dict[str, dict[str, tuple[dict[str, Any], bool, bool]]] = {
     "vllm": {
         "one by one": ({"enable_prefix_caching": False}, False, False),
@@ -49,9 +50,10 @@ WAYS: dict[str, dict[str, tuple[dict[str, Any], bool, bool]]] = {
     },
 }
 DEFAULT_WAYS = ("one by one", "together", "again", "in chunks", "preempted")
+CONTEXT = 2048  # of the trained checkpoints
 FROM_DISK = {
-    "vllm": {"load_format": "auto", "max_model_len": 2048},
-    "sglang": {"load_format": "auto", "context_length": 2048},
+    "vllm": {"load_format": "auto", "max_model_len": CONTEXT},
+    "sglang": {"load_format": "auto", "context_length": CONTEXT},
 }
 
 
@@ -81,23 +83,26 @@ def row(answers: Answers, expected: list[list[float]], alone: Answers) -> dict[s
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.engines.answers", description=__doc__.splitlines()[0])
-    parser.add_argument("engine", choices=WAYS)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--ways", nargs="*", help=f"{', '.join(WAYS['vllm'])}")
-    parser.add_argument("--count", type=int, default=16, help="sequences of held-out text (16)")
-    parser.add_argument("--length", type=int, default=1500, help="tokens of each (1500)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens to generate after each (48)")
-    parser.add_argument("--logs", type=Path, help="directory for the engines' logs (a temporary one)")
+    add_engine(parser)
+    parser.add_argument("checkpoint", type=Path, help="directory of a model that examples/train_indexer.py has trained")
+    parser.add_argument("--ways", nargs="*", help=f"in quotes: {', '.join(WAYS['vllm'])}; default: the first five")
+    parser.add_argument("--count", type=positive, default=16, help="sequences of held-out text (16)")
+    parser.add_argument("--length", type=positive, default=1500, help="tokens of each (1500)")
+    parser.add_argument("--tokens", type=positive, default=48, help="tokens to generate after each (48)")
     args = parser.parse_args(arguments)
-    if args.logs is not None:
-        args.logs.mkdir(parents=True, exist_ok=True)
     every = WAYS[args.engine]
-    ways = args.ways or list(DEFAULT_WAYS)
-    if unknown := set(ways) - every.keys():
+    if unknown := set(args.ways or ()) - every.keys():
         parser.error(f"--ways: got {', '.join(sorted(unknown))}; accepted are {', '.join(every)}")
-    tokenizer = Tokenizer(args.checkpoint)
-    sequences = held_out_sequences(args.checkpoint, tokenizer, args.length)[: args.count]
-    expected = reference(args.checkpoint, sequences)
+    if args.length + 1 + args.tokens > CONTEXT:
+        parser.error(f"--length, --tokens: at most {CONTEXT - 1} together, got {args.length} and {args.tokens}")
+    check_engine(parser, args)
+    # The other ways are compared with the first one.
+    ways = list(dict.fromkeys([DEFAULT_WAYS[0], *(args.ways or DEFAULT_WAYS)]))
+    try:
+        sequences = held_out_sequences(args.checkpoint, Tokenizer(args.checkpoint), args.length)[: args.count]
+        expected = reference(args.checkpoint, sequences)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     alone: dict[str, Answers] = {}
     with tempfile.TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)

@@ -1,4 +1,4 @@
-"""What an engine is asked to do: prompts that arrive together, sequences that decode together, and mixed traffic."""
+"""Loads: prompts that arrive together, sequences that decode together, and mixed traffic."""
 
 import random
 from dataclasses import asdict, dataclass

@@ -75,7 +75,7 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def _shared(prepare: Callable[[Any], None], prepared: dict[Any, torch.nn.Module], key: Any) -> Callable[[Any], None]:
-    """Return the engine's preparation of a layer's weights, after which the layer has the first such layer's."""
+    """Wrap the engine's preparation of weights, so that later layers share the first layer's large weights."""
 
     @functools.wraps(prepare)
     def shared(module: torch.nn.Module) -> None:

@@ -15,8 +15,8 @@ from dsa_layers.families.published import published_config
 
 @dataclass(frozen=True)
 class Sizes:
-    """layers: of the model. rate: requests per second of the mixed load, at about two thirds of what the engine can do.
-    It also runs at 1.1 times this rate. cache_gib: memory of each side's KV cache."""
+    """layers: number of layers. rate: requests per second of the mixed load, about two thirds of the engine's most; the
+    load also runs at 1.1 times this rate. cache_gib: memory of each side's KV cache."""
 
     layers: int
     rate: float
@@ -48,8 +48,8 @@ def rows(
     rounds  runs of each load on each side, after one that warms up
     trace   add what each kernel took
     logs    directory for the engines' logs; None: a temporary one
-    options of the engine, for both sides, in the place of the benchmark's
-    done    shapes of rows that are not measured again
+    options engine options for both sides; they override the benchmark's
+    done    shapes to skip
     """
     for model in models:
         left = [load for load in all_loads(model) if only in load.name and _shape(model, load) not in done]

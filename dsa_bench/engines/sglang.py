@@ -52,7 +52,7 @@ class Server(engine.Engine):
 
 class Engine:
     def __init__(self, model: str, vocabulary: int, cache_gib: int, options: dict[str, Any]) -> None:
-        """options: arguments of SGLang's server, in the place of those here."""
+        """options: override the defaults below."""
         self.vocabulary = vocabulary
         arguments = {
             "model_path": model,

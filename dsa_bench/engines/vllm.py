@@ -33,7 +33,7 @@ class Worker(model_process.Measured):
 
 class Engine:
     def __init__(self, model: str, vocabulary: int, cache_gib: int, options: dict[str, Any]) -> None:
-        """options: of vLLM, in the place of those here."""
+        """options: override the defaults below."""
         self.vocabulary = vocabulary
         of_server = {
             "load_format": "random",

@@ -1,10 +1,11 @@
 """vLLM's routed experts of FP8 and FP4 weights on dsa's grouped products.
 
-vLLM's own methods stay in place and decide how experts are shared between GPUs. FP8 weights lie in memory as in the
-checkpoint. FP4 weights stay so, too: the conversion to the engine's kernel is left out.
+vLLM's own methods stay in place and decide how experts are shared between GPUs. Both kinds of weights keep the
+checkpoint's layout. For FP4 weights the plugin skips vLLM's conversion for Marlin.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,12 @@ from dsa_engines import first_use, products
 from dsa_engines.vllm import routing
 
 CHECKPOINT_LAYOUTS = ("TRITON", "DEEPGEMM")  # vLLM's kernels of FP8 experts that leave the weights as they are
-WEIGHTS = "dsa_weights"  # of a layer: its FP4 weights with the scales that dsa computes of them
+SCALES = "dsa_block_scales"  # attribute of a layer: the block scales of its FP4 weights
+_logger = logging.getLogger("vllm.dsa")
 
 
 def is_served(method: Any, layer: Any) -> bool:
-    """Whether a layer's experts are those that `products.routed_experts` computes, whole on this GPU or a part."""
+    """Return whether dsa serves this layer's experts. They may be split by tensor or expert parallelism."""
     moe, parallel = method.moe, method.moe.moe_parallel_config
     return not (
         layer.activation.name != "SILU"
@@ -51,12 +53,23 @@ def fp8_weights(method: Any, layer: Any) -> Weights | None:
 
 
 def fp4_weights(method: Any, layer: Any) -> Weights | None:
-    """The weights of `Mxfp4MoEMethod` that `fp4_setup` has left as they are; None if the layer is not served."""
-    return getattr(layer, WEIGHTS, None)
+    """The weights of `Mxfp4MoEMethod`; None unless `fp4_setup` has left them in the checkpoint's layout."""
+    scales = getattr(layer, SCALES, None)
+    return None if scales is None else _fp4_pairs(layer, scales)
+
+
+def _fp4_pairs(layer: Any, scales: tuple[torch.Tensor, torch.Tensor]) -> Weights:
+    pairs = (layer.w13_weight, layer.w13_weight_scale), (layer.w2_weight, layer.w2_weight_scale)
+    return tuple(products.fp4_weights(*pair, scale) for pair, scale in zip(pairs, scales, strict=True))
 
 
 def fp4_setup(original: Callable[..., None], most_tokens: int) -> Callable[..., None]:
-    """`Mxfp4MoEMethod._setup_kernel`: leaves the weights as they were loaded, if the kernels for them compile."""
+    """`Mxfp4MoEMethod._setup_kernel`: leaves the weights as they were loaded, if dsa can serve them.
+
+    When vLLM loads weights again it calls this with other tensors, whose values it then copies into the layer's. The
+    block scales are updated in place, too, because CUDA graphs may read them. With EPLB, which moves experts between
+    GPUs, they would not move.
+    """
 
     @functools.wraps(original)
     def setup(
@@ -69,13 +82,23 @@ def fp4_setup(original: Callable[..., None], most_tokens: int) -> Callable[..., 
         w13_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
     ) -> None:
-        if is_served(self, layer):
-            pairs = (w13, w13_scale), (w2, w2_scale)
-            weights = tuple(products.fp4_weights(weight.data, scale.data) for weight, scale in pairs)
-            if _is_compiled(self, layer, weights, most_tokens):
-                setattr(layer, WEIGHTS, weights)
-                self._build_moe_kernel(layer)
-                return
+        earlier = layer.__dict__.pop(SCALES, None)
+        if (
+            self.mxfp4_backend.name == "MARLIN"
+            and not self.moe.moe_parallel_config.enable_eplb
+            and is_served(self, layer)
+        ):
+            try:
+                scales = tuple(products.fp4_block_scales(*pair) for pair in ((w13, w13_scale), (w2, w2_scale)))
+            except ValueError as error:
+                _logger.warning("dsa: vllm: %s; experts of a layer stay the engine's own", " ".join(str(error).split()))
+            else:
+                if earlier is not None:
+                    scales = tuple(old.copy_(new) for old, new in zip(earlier, scales, strict=True))
+                if _is_compiled(self, layer, _fp4_pairs(layer, scales), most_tokens):
+                    setattr(layer, SCALES, scales)
+                    self._build_moe_kernel(layer)
+                    return
         original(self, layer, w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
 
     return setup
@@ -121,7 +144,7 @@ def _outputs(
 
 
 def _is_compiled(method: Any, layer: Any, weights: Weights, most_tokens: int) -> bool:
-    """The first layer of a shape compiles for all numbers of tokens."""
+    """At the first layer of a shape, compile for numbers of tokens up to most_tokens."""
     first, chosen = weights[0][0], method.moe.experts_per_token
     channels = first.shape[2] * (2 if len(weights[0]) == 3 else 1)
 

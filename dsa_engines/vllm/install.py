@@ -1,5 +1,4 @@
-"""When the plugin acts: in each worker, once its GPU and its model's configuration are known and before the model is
-built, and only if everything that the plugin needs is there. Else vLLM stays as it is."""
+"""Installation of the plugin in each worker, after its GPU is set and before the model is built."""
 
 import contextlib
 import functools
@@ -15,7 +14,7 @@ ENGINE = "vllm"
 HOOK = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 BACKEND = "dsa_engines.vllm.backend.DSASparseBackend"
 _logger = logging.getLogger("vllm.dsa")  # below vLLM's own, so that it is shown as that is
-_installed = contextlib.ExitStack()  # what undoes it
+_installed = contextlib.ExitStack()  # callbacks that undo the installation
 _on_dsa: set[str] = set()  # the ops that are in place
 _engines_own: list[str] = []  # why a model with an indexer runs on vLLM's kernels in this process, which stay
 

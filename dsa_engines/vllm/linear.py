@@ -9,8 +9,8 @@ import torch
 from dsa_engines import first_use, products
 
 KERNEL = "DeepGemmFp8BlockScaledMMKernel"  # vLLM's own for weights of such shapes on Hopper
-# Keys and values are made of latents, also of those of earlier tokens. `prefill` makes them of at most about so many
-# times the tokens of a step.
+# `prefill` computes keys and values from the latents of new and earlier tokens, up to about LATENTS times the tokens of
+# a step.
 LATENT_DIM, LATENTS = 512, 4
 
 

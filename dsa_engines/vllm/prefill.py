@@ -1,4 +1,4 @@
-"""vLLM's prompts of DeepSeek-V3.2 and GLM-5 by multi-head attention with a mask, where that is the faster form.
+"""Multi-head attention with a mask for prompts of DeepSeek-V3.2 and GLM-5, where it is faster than sparse attention.
 
 vLLM attends to prompts of at most top-k tokens with the keys and values of every head, and to longer ones over the
 latents. Here the multi-head form, with the selected keys marked by one bit each, continues up to the length at which

@@ -1,8 +1,7 @@
-"""vLLM's routers for few tokens: the product with the gate, the choice of experts and the sort by expert as one op.
+"""vLLM's gate, router and sort by expert as one op, for few tokens.
 
-vLLM calls the gate, then the router with the gate's logits, then the experts. While a mixture runs, the gate here
-computes what all three need and returns logits that are not filled; the router and the experts recognise the tensors
-that belong to it.
+vLLM calls the gate, then the router with the gate's logits, then the experts. Here the gate computes what all three
+need, and returns logits without values. Router and experts recognise its tensors by identity.
 """
 
 import functools
@@ -77,7 +76,9 @@ def forward_impl(original: Callable[..., Any]) -> Callable[..., Any]:
         global _now
         layer = self.routed_experts
         is_known = type(self.router).__name__ in ROUTERS and getattr(layer, SERVED, False)
-        if not is_known or layer.expert_map is not None:
+        # Elsewhere vLLM gathers the logits of other GPUs between gate and router.
+        is_gathered = self.moe_config.pcp_size > 1 or self.do_naive_dispatch_combine
+        if not is_known or layer.expert_map is not None or is_gathered:
             return original(self, hidden_states, router_logits, shared_experts_input, input_ids)
         _now = Routed(self.router)
         try:
@@ -135,7 +136,8 @@ def route(gate: Any, router: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_compiled(gate: Any, router: Any, x: torch.Tensor) -> bool:
-    kind = type(router).__name__, *gate.weight.shape, router.top_k, router.scoring_func, router.renormalize
+    groups = getattr(router, "num_expert_group", 1), getattr(router, "topk_group", 1)
+    kind = *gate.weight.shape, router.top_k, router.scoring_func, router.renormalize, *groups
     return first_use.is_ready(
         "vllm", "routing", kind, lambda tokens: route(gate, router, x.new_zeros(tokens, x.shape[1])), MAX_TOKENS
     )

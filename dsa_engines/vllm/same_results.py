@@ -1,4 +1,4 @@
-"""Comparison with vLLM's own kernels when the plugin is installed, for versions of vLLM that were not tested.
+"""Comparison with vLLM's own kernels before they are replaced, for versions of vLLM that were not tested.
 
 Scores, top-k, attention and queries are compared here, on small inputs in caches that vLLM's own kernels write. Parts
 that need a layer of the model are compared when they are first called (`first_call`).

@@ -1,8 +1,8 @@
 """Which attributes of vLLM are replaced, and by what.
 
-All of them are module globals or class attributes that vLLM reads anew at each call; `CALL_SITES` says where, which a
-test compares with vLLM's source. `signatures.json` has the parameters of every function that is replaced, overridden or
-relied upon, as they are in the version that was tested.
+All of them are module globals or class attributes that vLLM reads anew at each call. `CALL_SITES` lists these calls; a
+test compares the list with vLLM's source. `signatures.json` has the parameters of every function that is replaced,
+overridden or relied upon, in the version that was tested.
 """
 
 import json
@@ -92,8 +92,7 @@ REPLACED: dict[str, dict[str, Maker]] = {
         ),
     },
 }
-# Parts of versions that were not tested: compared when they are first called, or left to vLLM because its own kernel
-# needs the weights in another layout.
+# In versions that were not tested: compared at the first call (COMPARED_AT_FIRST), or left to vLLM (NOT_COMPARED).
 COMPARED_AT_FIRST = frozenset(
     {
         f"{SPARSE_MLA}:SparseMLACommonImpl.forward_mha",

@@ -16,7 +16,7 @@ from dsa_engines.vllm import queries as queries_of_v32
 from dsa_engines.vllm.models import Calls
 
 PAGE = 64  # index keys of a page, whatever the engine's pages have
-MOST_COLUMNS = 65536  # with more, no other kernels are chosen
+MOST_COLUMNS = 65536  # wider rows use the same kernels
 INT32 = torch.int32
 
 
@@ -70,7 +70,7 @@ def scores(calls: Calls) -> None:
 
 
 def topk(calls: Calls) -> None:
-    """Kernels follow from the number of rows, against that of multiprocessors, and from how long rows are."""
+    """Kernels depend on the number of rows relative to that of SMs, and on the length of rows."""
     sms = dsa.num_sms(torch.empty(0).device)
     columns = sorted({min(calls.keys, MOST_COLUMNS >> halved) for halved in range(4)})
     rows = sorted({1, *(sms // parts + 1 for parts in (8, 4, 2, 1))})

@@ -8,7 +8,7 @@ from types import SimpleNamespace as Space
 import pytest
 import torch
 
-from dsa_bench.engines import __main__, client, model_process, rows, turns, weights
+from dsa_bench.engines import __main__, answers, client, model_process, rows, turns, weights
 from dsa_bench.engines.loads import PROMPTS, STEPS, Load, mixed
 
 
@@ -197,13 +197,34 @@ def test_random_weights(name, values, most):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "arguments", "message"),
     [
-        (["V3.2", "--only", "no such load"], "--only: got 'no such load'; the loads are prompts 1 x 4096, "),
-        (["V3"], "MODEL: got V3; accepted are V3.2, GLM-5, V4-Flash"),
+        (
+            __main__,
+            ["V3.2", "--only", "no such load"],
+            "--only: got 'no such load'; the loads are 'prompts 1 x 4096', ",
+        ),
+        (__main__, ["V3"], "MODEL: got V3; accepted are V3.2, GLM-5, V4-Flash"),
+        (__main__, ["--rounds", "0"], "--rounds: must be a whole number of at least 1, got '0'"),
+        (__main__, ["--options", "[1]"], "--options: must be a JSON object, got '[1]'"),
+        (__main__, ["--options", "{bad"], "--options: must be a JSON object, got '{bad'"),
+        (__main__, ["--logs", "/proc/nowhere"], "--logs: [Errno 2]"),
+        (answers, ["there", "--ways", "sideways"], "--ways: got sideways; accepted are one by one, "),
+        (answers, ["there", "--count", "-1"], "--count: must be a whole number of at least 1, got '-1'"),
+        (answers, ["there", "--length", "5000"], "--length, --tokens: at most 2047 together, got 5000 and 48"),
+        (answers, ["/no/such/folder"], "/no/such/folder"),
     ],
 )
-def test_what_is_not_there_is_refused(capsys, arguments, message):
+def test_what_is_not_there_is_refused(capsys, monkeypatch, command, arguments, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(SystemExit) as exit:
+        command.main(["vllm", *arguments])
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [__main__, answers])
+def test_an_engine_that_is_not_installed_is_named(capsys, monkeypatch, command):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        __main__.main(["vllm", *arguments])
-    assert message in capsys.readouterr().err
+        command.main(["sglang", *(["there"] if command is answers else [])])
+    assert "engine: sglang is not installed" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_routed_experts(kind, use_ue8m0, limit):
     if kind == "fp8":
         pairs = gate_up[:2], down[:2]
     else:
-        pairs = products.fp4_weights(*gate_up[:2]), products.fp4_weights(*down[:2])
+        pairs = [products.fp4_weights(*w[:2], products.fp4_block_scales(*w[:2])) for w in (gate_up, down)]
     for numbers in (experts.int(), experts):
         out = products.routed_experts(x, numbers, weights, *pairs, limit, use_ue8m0)
         assert out.dtype == torch.bfloat16 and not out[-1].any()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def method_of(backend="DEEPGEMM"):
-    parallel = Space(dp_size=1, use_all2all_kernels=False, use_passthrough_all2all=False)
+    parallel = Space(dp_size=1, use_all2all_kernels=False, use_passthrough_all2all=False, enable_eplb=False)
     moe = Space(
         moe_parallel_config=parallel,
         has_bias=False,
@@ -25,7 +25,14 @@ def method_of(backend="DEEPGEMM"):
         in_dtype=torch.bfloat16,
         experts_per_token=2,
     )
-    return Space(moe=moe, block_quant=True, moe_block_shape=[128, 128], fp8_backend=Space(name=backend), built=[])
+    return Space(
+        moe=moe,
+        block_quant=True,
+        moe_block_shape=[128, 128],
+        fp8_backend=Space(name=backend),
+        mxfp4_backend=Space(name="MARLIN"),
+        built=[],
+    )
 
 
 def layer_of(**more):
@@ -106,6 +113,7 @@ def fp4_setup_of(change_path=None, value=None):
     if change_path:
         change(method, layer, change_path, value)
     parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in (w13, w2, s13, s2)]
+    layer.w13_weight, layer.w2_weight, layer.w13_weight_scale, layer.w2_weight_scale = parameters
     given = method, layer, *parameters
     experts.fp4_setup(original, MOST)(*given)
     return method, layer, (gate_up, down), original, given
@@ -114,20 +122,63 @@ def fp4_setup_of(change_path=None, value=None):
 def test_fp4_experts_stay_as_they_were_loaded():
     method, layer, (gate_up, down), original, (*_, w13, w2, _, _) = fp4_setup_of()
     assert original.calls == [] and len(method.built) == 1 and method.built[0] is layer
-    (packed, *_), (packed_down, *_) = getattr(layer, experts.WEIGHTS)
+    (packed, *_), (packed_down, *_) = experts.fp4_weights(method, layer)
     assert (packed.data_ptr(), packed_down.data_ptr()) == (w13.data_ptr(), w2.data_ptr())
     x, weights, numbers, *shared = inputs()
     out = experts.apply(never, experts.fp4_weights, MOST)(method, layer, x, weights, numbers, *shared)
     assert_near(out, expected_of(x, numbers, weights, gate_up, down, 0.5, True))
 
 
-@pytest.mark.parametrize(("path", "value"), NOT_SERVED)
+NOT_FP4 = [("method.mxfp4_backend.name", "HUMMING"), ("method.moe.moe_parallel_config.enable_eplb", True)]
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_SERVED + NOT_FP4)
 def test_other_fp4_experts_are_left_to_the_engine(path, value):
     method, layer, _, original, given = fp4_setup_of(path, value)
     original.assert_called_once((*given, None, None))
     original, given = Original(), (method, layer, *inputs())
     assert experts.apply(original, experts.fp4_weights, MOST)(*given) == "vLLM's own" and method.built == []
     original.assert_called_once(given)
+
+
+def test_fp4_weights_that_are_loaded_again():
+    """vLLM sets up temporary tensors, and copies them into the layer's. The block scales keep their memory."""
+    method, layer, *_ = fp4_setup_of()
+    before = [scale.data_ptr() for scale in getattr(layer, experts.SCALES)]
+    (w13, s13, gate_up), (w2, s2, down) = fp4_weights(EXPERTS, 2 * INNER, HIDDEN), fp4_weights(EXPERTS, HIDDEN, INNER)
+    experts.fp4_setup(never, MOST)(method, layer, w13, w2, s13, s2)
+    for name, value in (("w13_weight", w13), ("w2_weight", w2), ("w13_weight_scale", s13), ("w2_weight_scale", s2)):
+        getattr(layer, name).copy_(value)
+    assert [scale.data_ptr() for scale in getattr(layer, experts.SCALES)] == before
+    x, weights, numbers, *shared = inputs()
+    out = experts.apply(never, experts.fp4_weights, MOST)(method, layer, x, weights, numbers, *shared)
+    assert_near(out, expected_of(x, numbers, weights, gate_up, down, 0.5, True))
+
+
+def test_fp4_scales_that_the_products_do_not_take(monkeypatch, caplog):
+    def refuses(packed, scale):
+        raise ValueError("scale: no")
+
+    monkeypatch.setattr(products, "fp4_block_scales", refuses)
+    _, layer, _, original, given = fp4_setup_of()
+    original.assert_called_once((*given, None, None))
+    assert not hasattr(layer, experts.SCALES)
+    assert [record.getMessage() for record in caplog.records] == [
+        "dsa: vllm: scale: no; experts of a layer stay the engine's own"
+    ]
+
+
+def test_a_lack_of_memory_is_not_remembered(monkeypatch):
+    routed = products.routed_experts
+
+    def lacks(*given):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(products, "routed_experts", lacks)
+    original, given = Original(), (method_of(), fp8_layer()[0], *inputs())
+    assert experts.apply(original, experts.fp8_weights, MOST)(*given) == "vLLM's own"
+    monkeypatch.setattr(products, "routed_experts", routed)
+    assert experts.apply(never, experts.fp8_weights, MOST)(*given).isfinite().all()
 
 
 def test_the_first_layer_of_a_shape_compiles_for_all_numbers_of_tokens(monkeypatch):

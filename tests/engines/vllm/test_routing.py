@@ -42,8 +42,9 @@ def make_gate(**changes):
 class Runner:
     """What vLLM's runner does: gate, router, experts."""
 
-    def __init__(self, router, gate, expert_map=None, dsa_serves=True):
+    def __init__(self, router, gate, expert_map=None, dsa_serves=True, pcp_size=1, naive=False):
         self.router, self.gate = router, gate
+        self.moe_config, self.do_naive_dispatch_combine = SimpleNamespace(pcp_size=pcp_size), naive
         self.routed_experts = SimpleNamespace(expert_map=expert_map, dsa_serves=dsa_serves)
 
     def run(self, x):
@@ -89,6 +90,8 @@ NOT_SERVED = [
     ({"kind": OtherRouter}, {}, {}),
     ({"expert_map": torch.zeros(EXPERTS)}, {}, {}),
     ({"dsa_serves": False}, {}, {}),
+    ({"pcp_size": 2}, {}, {}),
+    ({"naive": True}, {}, {}),
 ]
 
 
@@ -96,7 +99,7 @@ NOT_SERVED = [
 def test_other_mixtures_stay_vllms(changes, of_gate, of_router):
     router = make_router(changes.get("kind", FusedTopKBiasRouter), **of_router)
     x = torch.randn(changes.get("tokens", 2), CHANNELS, dtype=torch.bfloat16)
-    of_layer = {name: value for name, value in changes.items() if name in ("expert_map", "dsa_serves")}
+    of_layer = {name: value for name, value in changes.items() if name not in ("kind", "tokens")}
     found = run(router, make_gate(**of_gate), x, **of_layer)
     assert found == ("the router's own", "the gate's own", None)
 
