@@ -30,9 +30,11 @@ def arguments(checkpoint, options):
 
 def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
     call = [*start, *arguments(checkpoint, options)]
-    return subprocess.run(
-        call, input=stdin, capture_output=True, text=True, env=ENVIRONMENT | environment, timeout=SECONDS
+    done = subprocess.run(
+        call, input=stdin.encode(), capture_output=True, env=ENVIRONMENT | environment, timeout=SECONDS
     )
+    # text=True would replace a carriage return, which a model may write.
+    return SimpleNamespace(returncode=done.returncode, stdout=done.stdout.decode(), stderr=done.stderr.decode())
 
 
 @pytest.fixture
