@@ -3,8 +3,13 @@
 import torch
 
 import dsa
+from dsa_engines import first_use
 
 BLOCK = 128  # channels that share a scale
+# Prompts may compute keys and values from the latents of new and earlier tokens, up to about LATENTS times the tokens
+# of a step.
+LATENT_DIM, LATENTS = 512, 4
+AT_ONCE = 16  # experts
 FP8Weights = tuple[torch.Tensor, torch.Tensor]
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -22,6 +27,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, use_ue8m0
     return product.view(*x.shape[:-1], len(weight))
 
 
+def linear_is_compiled(
+    engine: str, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, use_ue8m0: bool, most_tokens: int
+) -> bool:
+    """Compile `linear` for layers of this shape and up to most_tokens tokens (`first_use.is_ready`)."""
+
+    def call(tokens: int) -> torch.Tensor:
+        x = torch.zeros(tokens, weight.shape[1], dtype=dtype, device=weight.device)
+        return linear(x, weight, scale, use_ue8m0)
+
+    most = most_tokens * (LATENTS if weight.shape[1] <= LATENT_DIM else 1)
+    return first_use.is_ready(engine, "linear", (tuple(weight.shape), use_ue8m0), call, most)
+
+
 def fp4_weights(packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Tensor) -> FP4Weights:
     """The weights of `routed_experts` from packed [E, N, K / 2] bytes, scale [E, N, K / 32] e8m0 or bytes, and their
     `fp4_block_scales`. Nothing is copied."""
@@ -29,8 +47,10 @@ def fp4_weights(packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Te
 
 
 def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`dsa.fp4_block_scales` of bytes. Raises ValueError for scales that the products do not take."""
-    return dsa.fp4_block_scales(packed.view(torch.uint8), scale.view(torch.float8_e8m0fnu))
+    """`dsa.fp4_block_scales` of E experts' bytes. Raises ValueError for scales that the products do not take."""
+    # The op widens what it is given. So few experts at a time.
+    parts = zip(packed.view(torch.uint8).split(AT_ONCE), scale.view(torch.float8_e8m0fnu).split(AT_ONCE), strict=True)
+    return torch.cat([dsa.fp4_block_scales(*part) for part in parts])
 
 
 def routed_experts(
@@ -65,3 +85,25 @@ def routed_experts(
         cast = dsa.scatter_cast_to_fp8(x, rows, use_ue8m0)
     h = swiglu(cast, gate_up, ends, limit=limit, use_ue8m0=use_ue8m0, dtype=x.dtype)
     return dsa.combine_experts(product(h, down, ends, x.dtype), rows, weights)
+
+
+def experts_are_compiled(
+    engine: str,
+    gate_up: FP8Weights | FP4Weights,
+    down: FP8Weights | FP4Weights,
+    chosen: int,
+    limit: float | None,
+    most_tokens: int,
+) -> bool:
+    """Compile `routed_experts` for weights of these shapes, `chosen` experts per token, and up to most_tokens tokens
+    (`first_use.is_ready`)."""
+    first, is_fp4 = gate_up[0], len(gate_up) == 3
+    channels = first.shape[2] * (2 if is_fp4 else 1)
+
+    def call(tokens: int) -> torch.Tensor:
+        entries = torch.arange(tokens * chosen, dtype=torch.int32, device=first.device).view(tokens, chosen)
+        x = torch.zeros(tokens, channels, dtype=torch.bfloat16, device=first.device)
+        return routed_experts(x, entries % len(first), entries.float(), gate_up, down, limit, is_fp4)
+
+    kind = tuple(first.shape), len(gate_up), chosen, limit
+    return first_use.is_ready(engine, "experts", kind, call, most_tokens)

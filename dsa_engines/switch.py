@@ -11,7 +11,7 @@ PARTS = {
     "vllm": frozenset(
         {"scores", "topk", "select", "attention", "prefill", "queries", "routing", "experts", "linear"},
     ),
-    "sglang": frozenset({"scores", "topk", "attention"}),
+    "sglang": frozenset({"scores", "topk", "attention", "experts", "linear"}),
 }
 _logger = logging.getLogger("dsa")
 

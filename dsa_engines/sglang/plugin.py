@@ -1,16 +1,15 @@
-"""SGLang's plugin: it waits until SGLang makes an attention backend of one of these models, and then replaces what that
-calls, before the backend is there and long before a request or a CUDA graph.
+"""SGLang's plugin. It replaces SGLang's functions when SGLang makes an attention backend for a model that dsa serves.
 
-SGLang loads plugins in all of its processes, most of which have no model. So `register` imports nothing heavy and
-replaces nothing but the functions that make the two backends, by SGLang's own registry. When one of them is called, the
-GPU is chosen, the cache is allocated and the model known: everything that has to be there is looked up, kernels are
-compiled, and hooks are installed by SGLang's HookRegistry. They are of the type AROUND, which gets the function that it
-replaces. Where anything is missing or of another form, one line says so, and SGLang stays as it is.
+SGLang loads plugins in all of its processes, most of which have no model. So `register` replaces only the functions
+that make the two backends, by SGLang's own registry, and what converts FP4 experts when they are loaded. When a backend
+is made, the GPU, the cache and the model are known, and there are no requests and CUDA graphs yet: functions are looked
+up, kernels are compiled, and SGLang's HookRegistry installs hooks of its type AROUND, which get the function that they
+replace.
 """
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ PARALLEL, SPECULATION = (f"sglang.srt.runtime_context:{name}" for name in ("get_
 FAMILIES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 MODELS = {"dsa": layouts.v32_model, "dsv4": layouts.v4_model}
 _logger = logging.getLogger("dsa")
-_decided: dict[str, bool] = {}  # family -> whether its hooks are at work, once that is decided in this process
+_decided: dict[str, bool] = {}  # {family: whether it is served}, once that is decided in this process
+_hooked: set[str] = set()  # the functions that have a hook
 
 
 def register() -> None:
@@ -49,6 +49,12 @@ def register() -> None:
     for name, family in FAMILIES.items():
         if not hasattr(creators[name], "dsa_family"):
             override(name)(_creator(creators[name], family, ops))
+    if "experts" in ops and not _hooked:
+        try:
+            seams.check("fp4", "experts")
+            _add_hooks(seams.hooks_of("fp4", ops))  # which SGLang installs after it has loaded all plugins
+        except NotFound as error:
+            _left("FP4 experts", error)
 
 
 def _creator(create: Callable[[Any], Any], family: str, ops: frozenset[str]) -> Callable[[Any], Any]:
@@ -66,8 +72,8 @@ def _creator(create: Callable[[Any], Any], family: str, ops: frozenset[str]) -> 
 
 
 def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
-    """Check SGLang, compile the kernels and install the hooks. If anything is missing, log one warning and return
-    False."""
+    """Check SGLang, compile the kernels and install the hooks. Return whether anything runs on dsa; what does not is
+    logged."""
     try:
         if reason := backends.why_no_kernels():
             raise layouts.Unsupported(reason)
@@ -75,42 +81,74 @@ def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
             raise layouts.Unsupported("DSA_BACKEND is reference, and the references are too slow to serve with")
         parallel, speculation = (find(path).value() for path in (PARALLEL, SPECULATION))
         model = MODELS[family](runner, parallel.attn_tp_size, speculation.speculative_num_draft_tokens or 1)
-        seams.check(family)
-        ops = seams.served(family, ops)
-        if not ops:
-            raise layouts.Unsupported("topk of DeepSeek-V4 is served together with scores only")
         # With --enable-cp-decode-attn-tp the GPUs that share a prompt's tokens share the heads of all other batches.
         shares = parallel.attn_cp_size if parallel.enable_cp_decode_attn_tp else 1
-        for heads in sorted({model.heads, model.heads // shares}):
-            warm_up(model._replace(heads=heads), ops, torch.device(runner.device))
-        _install(family, ops)
+        models = [model._replace(heads=heads) for heads in sorted({model.heads, model.heads // shares})]
+        of_backend = {op for op in sorted(ops & seams.SEAMS[family].keys()) if _is_ready(family, op, models, runner)}
+        # DeepSeek-V4's scores of a query with fewer keys than are selected stay unwritten; SGLang's top-k reads none.
+        if family == "dsv4" and "topk" in of_backend and "scores" not in of_backend:
+            of_backend.discard("topk")
+            _left("topk", "DeepSeek-V4's is served together with scores only")
+        of_layers = {op for op in sorted(ops & seams.LAYERS.keys()) if _is_ready("layers", op, (), runner)}
+        _install(seams.hooks_of(family, of_backend), family)
+        _install(seams.hooks_of("layers", of_layers), None)
     except Exception as error:  # a plugin must not end the engine, whatever a changed version does
-        kind = "" if isinstance(error, NotFound | layouts.Unsupported) else f"{type(error).__name__}: "
-        declined(ENGINE, f"{kind}{error}")
+        declined(ENGINE, _reason(error))
         return False
-    _logger.info("dsa: %s run on dsa's kernels", ", ".join(sorted(ops)))
+    if served := sorted(of_backend | of_layers):
+        _logger.info("dsa: %s run on dsa's kernels", ", ".join(served))
+    return bool(served)
+
+
+def _is_ready(family: str, op: str, models: Sequence[layouts.Model], runner: Any) -> bool:
+    """Return whether SGLang has what an op replaces and the op's kernels compile; if not, log the reason."""
+    try:
+        seams.check(family, op)
+        if family == "layers" and seams.is_deterministic():
+            raise layouts.Unsupported("with --enable-deterministic-inference sums must not depend on the batch")
+        for model in models:
+            warm_up(model, frozenset({op}), torch.device(runner.device))
+    except Exception as error:
+        _left(op, error)
+        return False
     return True
 
 
-def _install(family: str, ops: frozenset[str]) -> None:
-    """Puts the hooks in place. Raises NotFound where SGLang did not put all of them there."""
-    registry, kind = find(seams.HOOK_REGISTRY).value, find(seams.HOOK_TYPE).value
-    hooks = seams.hooks_of(family, ops)
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, NotFound | layouts.Unsupported) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
+
+
+def _left(op: str, reason: Exception | str) -> None:
+    text = reason if isinstance(reason, str) else _reason(reason)
+    _logger.warning("dsa: %s: %s; %s stays the engine's own", ENGINE, " ".join(text.split()), op)
+
+
+def _install(hooks: Mapping[str, Callable[..., Any]], family: str | None) -> None:
+    """Install hooks that are not there yet. Raises NotFound if SGLang did not install all of them."""
     added = renamed.add_old_names(hooks)
-    before = {path: find(path).value for path in hooks}
-    for path, hook in hooks.items():
-        registry.register(path.replace(":", "."), _while_serving(hook, family), kind.AROUND)
-    registry.apply_hooks()
-    if left := [path for path in hooks if find(path).value is before[path]]:
+    before = {path: find(path).value for path in hooks if path not in _hooked}
+    _add_hooks({path: _while_serving(hooks[path], family) for path in before})
+    find(seams.HOOK_REGISTRY).value.apply_hooks()
+    if left := [path for path in before if find(path).value is before[path]]:
         renamed.remove_old_names(added)
         raise NotFound(f"SGLang's HookRegistry did not replace {', '.join(left)}")
 
 
-def _while_serving(hook: Callable[..., Any], family: str) -> Callable[..., Any]:
-    """The hook, which leaves everything to the function that it replaces unless all hooks are there."""
+def _add_hooks(hooks: Mapping[str, Callable[..., Any]]) -> None:
+    """Register hooks, which SGLang installs at the next `apply_hooks`."""
+    registry, kind = find(seams.HOOK_REGISTRY).value, find(seams.HOOK_TYPE).value
+    for path, hook in hooks.items():
+        registry.register(path.replace(":", "."), hook, kind.AROUND)
+        _hooked.add(path)
+
+
+def _while_serving(hook: Callable[..., Any], family: str | None) -> Callable[..., Any]:
+    """The hook while its family is served (None: while any family is), else the function that it replaces."""
 
     @functools.wraps(hook)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs) if _decided[family] else original(*args, **kwargs)
+        serves = any(_decided.values()) if family is None else _decided[family]
+        return hook(original, *args, **kwargs) if serves else original(*args, **kwargs)
 
     return around

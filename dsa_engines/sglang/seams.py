@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dsa.runtime import backends
 from dsa_engines.replacements import check_parameters, find
-from dsa_engines.sglang import adapters, hooks, renamed
+from dsa_engines.sglang import adapters, experts, hooks, linear, renamed
 
 TESTED = ("0.5.23",)
 SIGNATURES: dict[str, list[str]] = json.loads(Path(__file__).with_name("signatures.json").read_text())["functions"]
@@ -27,8 +28,16 @@ V4_OPS = "sglang.kernels.ops.attention.dsv4"
 V4_PLAN, V4_TOPK = f"{V4_OPS}.attn", f"{V4_OPS}.topk"
 FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
 V4_MODEL = "sglang.srt.models.deepseek_v4"
+FP8 = "sglang.srt.layers.quantization.fp8"
+FP4_METHODS = (
+    "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod",
+    "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod",
+)
+RESULT = "sglang.srt.layers.moe.token_dispatcher.standard:StandardCombineInput"
 ENVIRON = "sglang.srt.environ:envs"
 EXECUTION = "sglang.srt.runtime_context:get_exec"
+SCHEDULE = "sglang.srt.runtime_context:get_schedule"
+MODEL = "sglang.srt.runtime_context:process_model_config"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry:HookRegistry"
 HOOK_TYPE = "sglang.srt.plugins.hook_registry:HookType"
 
@@ -38,9 +47,23 @@ def _is_fused() -> bool:
     return _environ().SGLANG_DSA_FUSE_TOPK.get()
 
 
-def _is_deterministic() -> bool:
-    """Whether SGLang is to be (`--enable-deterministic-inference`)."""
+def is_deterministic() -> bool:
+    """Return whether a sequence must not depend on its batch (`--enable-deterministic-inference`)."""
     return find(EXECUTION).value().deterministic.enable_deterministic_inference
+
+
+@functools.cache
+def _most_tokens() -> int:
+    """The most tokens of a batch."""
+    schedule = find(SCHEDULE).value()
+    chunk = schedule.chunked_prefill_size
+    return chunk if chunk and chunk > 0 else schedule.max_prefill_tokens
+
+
+def _keeps_fp4() -> bool:
+    """Return whether dsa serves the FP4 experts of the process's model, which must be a DeepSeek-V4."""
+    has_kernels = backends.why_no_kernels() is None and backends.backend() != "reference"
+    return has_kernels and not is_deterministic() and find(MODEL).value().hf_config.model_type == "deepseek_v4"
 
 
 @functools.cache
@@ -80,13 +103,42 @@ V4: dict[str, Makers] = {
         f"{V4_TOPK}:topk_transform_paged_v2": lambda: hooks.topk_transform_paged_v2,
     },
     "attention": {
-        f"{FLASH_MLA}:flash_mla_with_kvcache": lambda: hooks.flash_mla_with_kvcache(_is_deterministic),
-        f"{FLASH_MLA}:flash_mla_sparse_fwd": lambda: hooks.flash_mla_sparse_fwd(_is_deterministic),
+        f"{FLASH_MLA}:flash_mla_with_kvcache": lambda: hooks.flash_mla_with_kvcache(is_deterministic),
+        f"{FLASH_MLA}:flash_mla_sparse_fwd": lambda: hooks.flash_mla_sparse_fwd(is_deterministic),
         f"{V4_MODEL}:MqaAttentionBase._kernel_num_heads": lambda: hooks.kernel_num_heads,
     },
 }
-SEAMS = {"dsa": V32, "dsv4": V4}
-NEEDED = {"dsa": (PLAN_CLASS,), "dsv4": ()}  # what hooks call besides
+# Of all models that are served, whatever their attention backend.
+LAYERS: dict[str, Makers] = {
+    "experts": {
+        f"{FP8}:Fp8MoEMethod.apply": lambda: experts.apply(experts.fp8_weights, find(RESULT).value, _most_tokens),
+    },
+    "linear": {f"{FP8}:Fp8LinearMethod.apply": lambda: linear.apply(_most_tokens)},
+}
+# Replaced when the plugin is loaded, because weights are converted before there is an attention backend.
+FP4: dict[str, Makers] = {
+    "experts": {
+        **{
+            f"{method}.process_weights_after_loading": lambda: experts.fp4_setup(_keeps_fp4, _most_tokens)
+            for method in FP4_METHODS
+        },
+        **{
+            f"{method}.apply": lambda: experts.apply(experts.fp4_weights, find(RESULT).value, _most_tokens)
+            for method in FP4_METHODS
+        },
+    }
+}
+SEAMS = {"dsa": V32, "dsv4": V4}  # by attention backend
+OF_LAYERS = {"layers": LAYERS, "fp4": FP4}
+# {function that an op's hooks call, or whose class they make, in addition}
+NEEDED = {
+    ("dsa", "topk"): (ENVIRON,),
+    ("dsa", "attention"): (PLAN_CLASS,),
+    ("dsv4", "attention"): (EXECUTION,),
+    ("layers", "experts"): (RESULT, SCHEDULE, EXECUTION),
+    ("layers", "linear"): (SCHEDULE, EXECUTION),
+    ("fp4", "experts"): (RESULT, SCHEDULE, EXECUTION, MODEL),
+}
 
 CONTEXT_LENS = "_build_paged_mqa_schedule_2d_ctx_lens"
 FROM_PRECOMPUTED = "init_forward_metadata_replay_cuda_graph_from_precomputed"
@@ -129,27 +181,29 @@ CALL_SITES = (
     (V4_BACKEND, "DeepseekV4AttnBackend._forward_attention", "self._flash_mla_with_kvcache"),
     (V4_BACKEND, "DeepseekV4AttnBackend._forward_prefill_sparse", "flash_mla_sparse_fwd"),
     (V4_MODEL, "MQALayer.forward", "self._kernel_num_heads"),
+    ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE.run_moe_core", "self.quant_method.apply"),
+    ("sglang.srt.layers.linear", "ReplicatedLinear.forward", "self.quant_method.apply"),
+    ("sglang.srt.layers.linear", "ColumnParallelLinear.forward", "self.quant_method.apply"),
+    ("sglang.srt.layers.linear", "RowParallelLinear.forward", "self.quant_method.apply"),
+    (
+        "sglang.srt.model_loader.loader",
+        "DefaultModelLoader.postprocess_weights",
+        "quant_method.process_weights_after_loading",
+    ),
 )
 
 
-def check(family: str) -> None:
-    """Raises NotFound where SGLang lacks something that any of a backend's ops needs, or has it in another form."""
-    replaced = (path for makers in SEAMS[family].values() for path in makers)
-    for path in (*replaced, *NEEDED[family], f"{HOOK_REGISTRY}.register", f"{HOOK_REGISTRY}.apply_hooks"):
-        check_parameters(*renamed.installed(path, SIGNATURES[path]))
-    for path in (ENVIRON, EXECUTION, HOOK_TYPE):
-        find(path)
-
-
-def served(family: str, ops: frozenset[str]) -> frozenset[str]:
-    """The ops of these that are replaced for a backend.
-
-    DeepSeek-V4's selection is only replaced together with its scores: where a query has no more keys than are selected,
-    SGLang leaves the scores unwritten, and its own selection does not read them.
-    """
-    return ops - {"topk"} if family == "dsv4" and "scores" not in ops else ops
+def check(family: str, op: str) -> None:
+    """Raise NotFound where SGLang lacks something that an op of SEAMS or OF_LAYERS needs, or has it in another form."""
+    replaced, needed = (SEAMS | OF_LAYERS)[family][op], NEEDED.get((family, op), ())
+    for path in (*replaced, *needed, f"{HOOK_REGISTRY}.register", f"{HOOK_REGISTRY}.apply_hooks", HOOK_TYPE):
+        if path in SIGNATURES:
+            check_parameters(*renamed.installed(path, SIGNATURES[path]))
+        else:
+            find(path)
 
 
 def hooks_of(family: str, ops: frozenset[str]) -> dict[str, Callable[..., Any]]:
-    """function -> its hook, of these ops of a backend."""
-    return {path: make() for op in sorted(ops) for path, make in SEAMS[family][op].items()}
+    """Return {function: its hook} of these ops."""
+    makers = (SEAMS | OF_LAYERS)[family]
+    return {path: make() for op in sorted(ops) if op in makers for path, make in makers[op].items()}

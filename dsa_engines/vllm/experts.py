@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsa_engines import first_use, products
+from dsa_engines import products
 from dsa_engines.vllm import routing
 
 CHECKPOINT_LAYOUTS = ("TRITON", "DEEPGEMM")  # vLLM's kernels of FP8 experts that leave the weights as they are
@@ -125,33 +125,14 @@ def apply(
         setattr(layer, routing.SERVED, True)
         if layer.expert_map is not None:
             topk_ids = torch.where(topk_ids < 0, -1, layer.expert_map[topk_ids.clamp(min=0).long()])
+        limit, is_fp4 = getattr(layer, "swiglu_limit", None), len(weights[0]) == 3
         by_expert = routing.by_expert(topk_ids)
-        return _outputs(layer, x, topk_ids, topk_weights.float(), weights, by_expert)
+        return products.routed_experts(x, topk_ids, topk_weights.float(), *weights, limit, is_fp4, by_expert)
 
     return outputs
 
 
-def _outputs(
-    layer: Any,
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights_of_experts: torch.Tensor,
-    weights: Weights,
-    by_expert: routing.SortedEntries | None = None,
-) -> torch.Tensor:
-    limit, is_fp4 = getattr(layer, "swiglu_limit", None), len(weights[0]) == 3
-    return products.routed_experts(x, experts, weights_of_experts, *weights, limit, is_fp4, by_expert)
-
-
 def _is_compiled(method: Any, layer: Any, weights: Weights, most_tokens: int) -> bool:
     """At the first layer of a shape, compile for numbers of tokens up to most_tokens."""
-    first, chosen = weights[0][0], method.moe.experts_per_token
-    channels = first.shape[2] * (2 if len(weights[0]) == 3 else 1)
-
-    def call(tokens: int) -> torch.Tensor:
-        count = torch.arange(tokens * chosen, dtype=torch.int32, device=first.device)
-        x = torch.zeros(tokens, channels, dtype=torch.bfloat16, device=first.device)
-        return _outputs(layer, x, count.view(tokens, chosen) % len(first), count.view(tokens, chosen).float(), weights)
-
-    kind = tuple(first.shape), len(weights[0]), chosen, getattr(layer, "swiglu_limit", None)
-    return first_use.is_ready("vllm", "experts", kind, call, most_tokens)
+    limit = getattr(layer, "swiglu_limit", None)
+    return products.experts_are_compiled("vllm", *weights, method.moe.experts_per_token, limit, most_tokens)

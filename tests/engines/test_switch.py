@@ -44,13 +44,14 @@ def test_ops(environment, ops, expected):
 
 
 def test_an_engine_has_its_own_parts(environment):
-    environment("1", "scores,experts")
+    environment("1", "scores,select")
     with pytest.raises(
-        ValueError, match=r"^DSA_ENGINE_OPS: got experts; accepted for sglang are attention, scores, topk$"
+        ValueError,
+        match=r"^DSA_ENGINE_OPS: got select; accepted for sglang are attention, experts, linear, scores, topk$",
     ):
         switch.enabled_ops("sglang")
     environment("1")
-    assert switch.enabled_ops("sglang") == {"attention", "scores", "topk"}
+    assert switch.enabled_ops("sglang") == {"attention", "experts", "linear", "scores", "topk"}
 
 
 def test_an_unknown_word_is_named_with_those_that_are_known(environment):

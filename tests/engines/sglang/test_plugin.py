@@ -1,6 +1,7 @@
 """When the plugin serves SGLang, and when it leaves SGLang unchanged. Stand-ins for SGLang's modules have the functions
 of `seams.SIGNATURES` and the parts of SGLang's registries that the plugin uses."""
 
+import functools
 import logging
 import sys
 import types
@@ -63,7 +64,7 @@ def hook_registry(skipped):
 
 
 def around(original, hook):
-    return lambda *args, **kwargs: hook(original, *args, **kwargs)
+    return functools.wraps(original)(lambda *args, **kwargs: hook(original, *args, **kwargs))
 
 
 class Engine:
@@ -80,6 +81,7 @@ class Engine:
         add(modules, seams.EXECUTION, lambda: SimpleNamespace(deterministic=self.deterministic))
         self.parallel = SimpleNamespace(attn_tp_size=8, attn_cp_size=1, enable_cp_decode_attn_tp=False)
         add(modules, plugin.PARALLEL, lambda: self.parallel)
+        add(modules, seams.RESULT, type("StandardCombineInput", (), {}))
         add(modules, plugin.SPECULATION, lambda: SimpleNamespace(speculative_num_draft_tokens=None))
         self.creators = {name: self.creator(name) for name in NAMES}
         add(modules, f"{plugin.REGISTRY}:ATTENTION_BACKENDS", self.creators)
@@ -119,6 +121,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(plugin, "_decided", {})
+    monkeypatch.setattr(plugin, "_hooked", set())
     monkeypatch.setattr(plugin, "warm_up", lambda *given: None)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     monkeypatch.setenv("DSA_ENGINE", "1")
@@ -144,13 +147,16 @@ def runner_of(family, pool=None, **more):
 
 def declined(caplog):
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert all(line.startswith("dsa: sglang: ") and line.endswith("the engine's own kernels stay") for line in lines)
+    ends = "the engine's own kernels stay", "stays the engine's own"
+    assert all(line.startswith("dsa: sglang: ") and line.endswith(ends) for line in lines)
     assert not any("\n" in line for line in lines)
     return lines
 
 
 def paths_of(family, *ops):
-    return {path for op in ops or seams.SEAMS[family] for path in seams.SEAMS[family][op]}
+    """Return the functions that are replaced for these ops, or for all, of a backend and of layers."""
+    found = [seams.SEAMS[family], *seams.OF_LAYERS.values()]
+    return {path for makers in found for op in makers if op in (ops or makers) for path in makers[op]}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,7 +188,7 @@ def test_heads_that_decoding_shares_are_compiled(engine, monkeypatch, name, shar
     heads = []
     monkeypatch.setattr(plugin, "warm_up", lambda model, ops, device: heads.append(model.heads))
     engine.serve(name)
-    assert heads == expected
+    assert heads == expected * 3  # attention, scores, topk
 
 
 @pytest.mark.parametrize("family", seams.SEAMS)
@@ -190,16 +196,18 @@ def test_warm_up_is_before_the_hooks_and_the_backend(engine, family, monkeypatch
     calls = []
     monkeypatch.setattr(plugin, "warm_up", lambda *given: calls.append((given, engine.replaced(), engine.created[:])))
     engine.serve(family)
-    ((model, ops, device), replaced, created) = calls[0]
-    assert (model.heads, model.topk, model.index_heads, model.keys, model.next_n) == (8, 16, 32, 512, 1)
-    assert ops == {"scores", "topk", "attention"} and device == torch.device("cpu")
-    assert (replaced, created) == (set(), []) and len(calls) == 1
+    for ((model, ops, device), replaced, created), op in zip(calls, ("attention", "scores", "topk"), strict=True):
+        assert (model.heads, model.topk, model.index_heads, model.keys, model.next_n) == (8, 16, 32, 512, 1)
+        assert ops == {op} and device == torch.device("cpu") and (replaced, created) == (set(), [])
 
 
 def test_what_is_replaced_is_called(engine):
     engine.serve("dsa")
     resolve = plugin.find(f"{seams.UTILS}:resolve_fp8_mqa_logits_fn").value
     assert resolve() is seams.adapters.fp8_mqa_logits
+
+
+WITHOUT_SCORES = "dsa: sglang: DeepSeek-V4's is served together with scores only; topk stays the engine's own"
 
 
 def rename_scores(engine, more=()):
@@ -239,6 +247,9 @@ def test_v4_is_left_to_sglang_where_the_new_names_take_other_parameters(engine, 
     rename_scores(engine, ["more"])
     engine.serve("dsv4")
     assert "deep_gemm:fp8_fp4_mqa_logits takes (" in declined(caplog)[0]
+    assert declined(caplog)[1:] == [WITHOUT_SCORES]
+    assert [at for at in seams.V4["topk"] if plugin.find(at).value is not engine.before[at]] == []
+    assert all(plugin.find(at).value is not engine.before[at] for at in seams.V4["attention"])
 
 
 def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):
@@ -257,22 +268,20 @@ def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("family", seams.SEAMS)
-@pytest.mark.parametrize("ops", ["scores", "topk", "attention", "attention,scores", " topk , scores "])
+@pytest.mark.parametrize(
+    "ops", ["scores", "topk", "attention,scores", " topk , scores ", "linear,attention", "experts"]
+)
 def test_some_of_the_ops(engine, family, ops, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "dsa")
     monkeypatch.setenv("DSA_ENGINE_OPS", ops)
     engine.serve(family)
-    words = {word.strip() for word in ops.split(",")}
-    if family == "dsv4" and "scores" not in words:
-        words.discard("topk")  # dsa's top-k reads scores that SGLang's own kernel leaves unwritten
+    words, expected = {word.strip() for word in ops.split(",")}, []
+    if family == "dsv4" and "topk" in words and "scores" not in words:
+        words, expected = words - {"topk"}, [WITHOUT_SCORES]
     assert engine.replaced() == (paths_of(family, *words) if words else set())
-    said = [record.getMessage() for record in caplog.records if record.name == "dsa"]
     if words:
-        assert said == [f"dsa: {', '.join(sorted(words))} run on dsa's kernels"]
-    else:
-        assert said == [
-            "dsa: sglang: topk of DeepSeek-V4 is served together with scores only; the engine's own kernels stay"
-        ]
+        expected.append(f"dsa: {', '.join(sorted(words))} run on dsa's kernels")
+    assert [record.getMessage() for record in caplog.records if record.name == "dsa"] == expected
 
 
 def switched_off(engine, monkeypatch):
@@ -333,30 +342,12 @@ def with_references(engine, monkeypatch):
     monkeypatch.setenv("DSA_BACKEND", "reference")
 
 
-def where_kernels_do_not_compile(engine, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("ptxas:\nno room")
-
-    monkeypatch.setattr(plugin, "warm_up", fail)
-
-
-def without_the_switch_of_top_k(engine, monkeypatch):
-    engine.remove(seams.ENVIRON)
-
-
-def without_the_switch_of_determinism(engine, monkeypatch):
-    engine.remove(seams.EXECUTION)
-
-
 @pytest.mark.parametrize("family", seams.SEAMS)
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (on_another_gpu, "the GPU is sm_100, and the kernels are for sm_90 (Hopper)"),
         (with_references, "DSA_BACKEND is reference"),
-        (where_kernels_do_not_compile, "RuntimeError: ptxas: no room"),
-        (without_the_switch_of_top_k, f"{seams.ENVIRON} is not there"),
-        (without_the_switch_of_determinism, f"{seams.EXECUTION} is not there"),
     ],
 )
 def test_sglang_stays_as_it_was_where_it_cannot_be_served(engine, family, spoil, reason, monkeypatch, caplog):
@@ -397,18 +388,76 @@ def test_a_runner_of_another_form_is_left_to_sglang(engine, missing, caplog):
     left_as_it_was(engine, "dsa", caplog, f"has no attribute '{missing}'", runner)
 
 
-@pytest.mark.parametrize(("family", "path"), [(f, path) for f in seams.SEAMS for path in sorted(paths_of(f))])
+PATHS = [(family, op, path) for family in seams.SEAMS for op in seams.SEAMS[family] for path in seams.SEAMS[family][op]]
+OF_LAYERS = [("dsa", op, path) for makers in seams.OF_LAYERS.values() for op in makers for path in makers[op]]
+
+
+@pytest.mark.parametrize(("family", "op", "path"), PATHS + OF_LAYERS)
 @pytest.mark.parametrize("change", ["missing", "other parameters"])
-def test_nothing_is_replaced_where_one_thing_has_changed(engine, family, path, change, caplog):
+def test_an_op_of_which_a_function_has_changed_is_left_to_sglang(engine, family, op, path, change, caplog):
     if change == "missing":
         engine.remove(path)
     else:
         owner, name, _ = plugin.find(path)
         setattr(owner, name, function_of([*seams.SIGNATURES[path], "more"]))
-    before = {at: value for at, value in engine.before.items() if at != path}
     engine.serve(family)
-    assert {at: plugin.find(at).value for at in before} == before
-    assert path in declined(caplog)[0]
+    left = {op, "topk"} if (family, op) == ("dsv4", "scores") else {op}
+    (mine,) = [makers for makers in (seams.SEAMS[family], *seams.OF_LAYERS.values()) if path in makers.get(op, ())]
+    kept = paths_of(family) - {path for op in left for path in mine.get(op, ())}
+    assert {at for at in kept if plugin.find(at).value is not engine.before[at]} == kept
+    changed = {at for at, value in engine.before.items() if at != path and plugin.find(at).value is not value}
+    assert changed == kept
+    assert path in declined(caplog)[0] and len(declined(caplog)) == len(left)
+
+
+@pytest.mark.parametrize(
+    ("family", "ops", "path"),
+    [("dsa", ["topk"], seams.ENVIRON), ("dsv4", ["attention", "experts", "linear"], seams.EXECUTION)],
+)
+def test_an_op_whose_switch_is_missing_is_left_to_sglang(engine, family, ops, path, caplog):
+    engine.remove(path)
+    engine.serve(family)
+    assert engine.replaced() == paths_of(family) - paths_of(family, *ops)
+    lines = [f"dsa: sglang: {path} is not there; {op} stays the engine's own" for op in ops]
+    assert [line for line in declined(caplog) if "FP4" not in line] == lines
+
+
+def test_an_op_whose_kernels_do_not_compile_is_left_to_sglang(engine, monkeypatch, caplog):
+    def fail(model, ops, device):
+        if "attention" in ops:
+            raise RuntimeError("ptxas:\nno room")
+
+    monkeypatch.setattr(plugin, "warm_up", fail)
+    engine.serve("dsa")
+    assert engine.replaced() == paths_of("dsa") - {*seams.SEAMS["dsa"]["attention"]}
+    assert declined(caplog) == ["dsa: sglang: RuntimeError: ptxas: no room; attention stays the engine's own"]
+
+
+def test_products_of_deterministic_inference_are_left_to_sglang(engine, caplog):
+    engine.deterministic.enable_deterministic_inference = True
+    engine.serve("dsa")
+    assert engine.replaced() == {at for makers in (seams.V32, seams.FP4) for op in makers.values() for at in op}
+    reason = "with --enable-deterministic-inference sums must not depend on the batch"
+    assert declined(caplog) == [f"dsa: sglang: {reason}; {op} stays the engine's own" for op in ("experts", "linear")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_deterministic", "expected"),
+    [("deepseek_v4", False, True), ("deepseek_v4", True, False), ("deepseek_v41", False, False)],
+)
+def test_fp4_experts_of_these_models_are_kept(engine, kind, is_deterministic, expected, monkeypatch):
+    add(engine.modules, seams.MODEL, lambda: SimpleNamespace(hf_config=SimpleNamespace(model_type=kind)))
+    engine.deterministic.enable_deterministic_inference = is_deterministic
+    monkeypatch.setattr(backends, "backend", lambda: "cute")
+    assert seams._keeps_fp4() == expected
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: "no GPU")
+    assert not seams._keeps_fp4()
+
+
+def test_both_backends_in_one_process(engine, caplog):
+    engine.serve("dsa")
+    engine.serve("dsv4")
+    assert engine.replaced() == paths_of("dsa") | paths_of("dsv4") and declined(caplog) == []
 
 
 def test_hooks_do_nothing_unless_all_are_there(engine, caplog):
@@ -416,11 +465,12 @@ def test_hooks_do_nothing_unless_all_are_there(engine, caplog):
     path = f"{seams.CLASS}._forward_flashmla_kv"
     engine.skipped.add(path.replace(":", "."))
     engine.serve("dsa")
-    assert engine.replaced() == paths_of("dsa") - {path}
+    fp4 = {*seams.FP4["experts"]}
+    assert engine.replaced() == {at for makers in seams.V32.values() for at in makers} - {path} | fp4
     assert declined(caplog) == [
         f"dsa: sglang: SGLang's HookRegistry did not replace {path}; the engine's own kernels stay"
     ]
-    for replaced in engine.replaced():
+    for replaced in engine.replaced() - fp4:
         assert plugin.find(replaced).value() == "SGLang's own"
 
 

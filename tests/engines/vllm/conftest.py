@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dsa_engines import first_use
 from dsa_engines.vllm import install
 from tests.engines.vllm import engine
 
@@ -15,10 +14,3 @@ def plugin(monkeypatch):
     with torch.inference_mode():
         yield
     install.uninstall()
-
-
-@pytest.fixture
-def nothing_is_compiled(monkeypatch):
-    """Forget the shapes that are compiled. Without CUDA, torch cannot tell whether a stream is being captured."""
-    monkeypatch.setattr(first_use, "_ready", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

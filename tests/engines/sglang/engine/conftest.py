@@ -24,8 +24,8 @@ def served(loaded):
     from tests.engines.sglang.engine import process
 
     patch = pytest.MonkeyPatch()
+    process.publish(patch)
     with patch.context() as while_serving:
         result = process.serve(while_serving)
-    process.publish(patch)
     yield result
     patch.undo()

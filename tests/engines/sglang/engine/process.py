@@ -83,7 +83,9 @@ def serve(patch):
 
     Return an object with `before`, {path: the attribute before a hook replaced it}, and `backend`, V3.2's backend.
     """
-    paths = [path for family in seams.SEAMS for path in paths_of(family)]
+    paths = [path for family in seams.SEAMS for path in paths_of(family)] + [
+        path for op in seams.LAYERS.values() for path in op
+    ]
     before = {path: find(path).value for path in paths if not renamed.is_renamed(path)}
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
     context = module(plugin.PARALLEL.partition(":")[0])

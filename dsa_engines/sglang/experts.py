@@ -1,0 +1,150 @@
+"""SGLang's routed experts of FP8 and FP4 weights on dsa's grouped products.
+
+SGLang's own methods stay in place and decide how experts are shared between GPUs. FP8 weights keep SGLang's layout, and
+FP4 weights the checkpoint's: the plugin skips the conversions for Marlin and for FlashInfer.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsa_engines import products
+
+Hook = Callable[..., Any]
+Weights = tuple[Any, Any]  # gate and up projections, and down projections, as `products.routed_experts` takes them
+SCALES = "dsa_block_scales"  # attribute of a layer: the block scales of its FP4 weights
+_logger = logging.getLogger("dsa")
+
+
+def is_served(config: Any) -> bool:
+    """Return whether dsa computes what this `MoeRunnerConfig` asks for."""
+    return (
+        config.activation == "silu"
+        and config.is_gated
+        and not config.apply_router_weight_on_input
+        and not config.no_combine
+        and not config.silu_mul_keep_fp32
+        and config.gemm1_alpha is None
+        and config.gemm1_clamp_limit is None
+    )
+
+
+def fp8_weights(method: Any, layer: Any) -> Weights | None:
+    """The weights of `Fp8MoEMethod`; None if the layer is not served."""
+    runner = getattr(method, "runner", None)
+    if (
+        runner is None
+        or not (runner.runner_backend.is_triton() or runner.runner_backend.is_deep_gemm())
+        or not method.block_quant
+        or method.use_mxfp8
+        or list(method.weight_block_size) != [products.BLOCK, products.BLOCK]
+        or layer.w13_weight.dtype != torch.float8_e4m3fn
+        or layer.w13_weight_scale_inv.dtype != torch.float32
+        or getattr(layer, "w13_weight_bias", None) is not None
+        or layer.w13_input_scale is not None
+        or not is_served(runner.config)
+    ):
+        return None
+    return (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
+
+
+def fp4_weights(method: Any, layer: Any) -> Weights | None:
+    """The weights that `fp4_setup` has left in the checkpoint's layout; None if it has not."""
+    scales = getattr(layer, SCALES, None)
+    return None if scales is None else _fp4_pairs(layer, scales)
+
+
+def _fp4_pairs(layer: Any, scales: tuple[torch.Tensor, torch.Tensor]) -> Weights:
+    pairs = (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
+    return tuple(products.fp4_weights(*pair, scale) for pair, scale in zip(pairs, scales, strict=True))
+
+
+def fp4_setup(keeps_fp4: Callable[[], bool], most_tokens: Callable[[], int]) -> Hook:
+    """The hook of `process_weights_after_loading`: leaves the weights as they were loaded, if dsa can serve them. Where
+    SGLang loads up projections before gate projections, the two are exchanged in place.
+
+    keeps_fp4    returns whether dsa serves the model's FP4 experts
+    most_tokens  returns the most tokens of a batch
+
+    SGLang calls this again after it has loaded other weights into the same memory. The block scales are then updated in
+    place, too, because CUDA graphs may read them.
+    """
+
+    def hook(original: Callable[..., None], method: Any, layer: Any) -> None:
+        earlier = layer.__dict__.pop(SCALES, None)
+        scales = _scales_of(method, layer, most_tokens()) if keeps_fp4() and _is_kept(method, layer) else None
+        if scales is None:
+            return original(method, layer)
+        if getattr(method, "load_up_proj_weight_first", False):
+            _exchange_halves(layer.w13_weight, layer.w13_weight_scale_inv, scales[0])
+        if earlier is not None:
+            scales = tuple(old.copy_(new) for old, new in zip(earlier, scales, strict=True))
+        setattr(layer, SCALES, scales)
+
+    return hook
+
+
+def _is_kept(method: Any, layer: Any) -> bool:
+    return (
+        is_served(method.runner.config)
+        and method.runner.config.params_dtype == torch.bfloat16
+        and type(layer.dispatcher).__name__ == "StandardDispatcher"
+        and layer.moe_ep_size == 1
+        and layer.hidden_size == layer.hidden_size_unpadded
+        and getattr(layer, "w13_weight_bias", None) is None
+        and hasattr(type(method).apply, "__wrapped__")  # SGLang has installed the hook of `apply`, too
+    )
+
+
+def _scales_of(method: Any, layer: Any, most_tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The block scales of a layer's weights; None if dsa's products do not take them, which is logged."""
+    weights = (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
+    try:
+        scales = tuple(products.fp4_block_scales(*pair) for pair in weights)
+    except ValueError as error:
+        _logger.warning("dsa: sglang: %s; experts of a layer stay the engine's own", " ".join(str(error).split()))
+        return None
+    pairs, config = _fp4_pairs(layer, scales), method.runner.config
+    ready = products.experts_are_compiled("sglang", *pairs, config.top_k, config.swiglu_limit, most_tokens)
+    return scales if ready else None
+
+
+def _exchange_halves(*tensors: torch.Tensor) -> None:
+    """Exchange the halves of the rows of each expert, in place."""
+    for tensor in tensors:
+        for expert in tensor.data.view(torch.uint8):
+            expert.copy_(torch.cat(expert.chunk(2)[::-1]))
+
+
+def apply(weights_of: Callable[[Any, Any], Weights | None], result: Hook, most_tokens: Callable[[], int]) -> Hook:
+    """The hook of `apply` of a method of experts: the sum over a token's experts of this GPU.
+
+    result  SGLang's class of an `apply`'s result
+    """
+
+    def hook(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
+        weights = weights_of(method, layer)
+        if weights is None or not _is_standard(dispatch_output):
+            return original(method, layer, dispatch_output)
+        config = method.runner.config
+        if not products.experts_are_compiled("sglang", *weights, config.top_k, config.swiglu_limit, most_tokens()):
+            return original(method, layer, dispatch_output)
+        chosen = dispatch_output.topk_output
+        if hasattr(chosen, "to_standard"):
+            chosen = chosen.to_standard()
+        routing = chosen.topk_weights.float() * (config.routed_scaling_factor or 1.0)
+        x, is_fp4 = dispatch_output.hidden_states, len(weights[0]) == 3
+        return result(products.routed_experts(x, chosen.topk_ids, routing, *weights, config.swiglu_limit, is_fp4))
+
+    return hook
+
+
+def _is_standard(dispatch_output: Any) -> bool:
+    """Return whether tokens are bf16 and were not sent to other GPUs. That holds for all layers of `fp4_setup`."""
+    return (
+        type(dispatch_output).__name__ == "StandardDispatchOutput"
+        and dispatch_output.hidden_states.dtype == torch.bfloat16
+        and (hasattr(dispatch_output.topk_output, "topk_ids") or hasattr(dispatch_output.topk_output, "to_standard"))
+    )
