@@ -7,12 +7,17 @@ chunks, and with a cache so small that the engine preempts requests.
 
 Prints a line of JSON per way and side: `loss`, nats per token; `to_reference` and `to_alone`, the mean absolute
 difference of log-probabilities to the model in fp32 and to the same side's answers one by one; `same_text`, the share
-of requests whose generated tokens are those of the same side one by one. A last line per way counts the requests whose
-generated tokens are equal with and without the plugin.
+of requests whose generated tokens are those of the same side one by one. A last line per way has as `same_text` the
+share whose tokens are equal with and without the plugin.
+
+Where texts differ, `largest_gap` says whether rounding explains it. It is the largest gap in nats, over the requests,
+between the log-probabilities of the two tokens at the first difference.
 """
 
 import argparse
+import itertools
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,11 +28,13 @@ import torch
 
 from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.engines.command import add_engine, check_engine, positive
-from dsa_bench.engines.turns import started
+from dsa_bench.engines.turns import Side, started
 from dsa_layers import Tokenizer, load_model
 from dsa_layers.evaluation.held_out_loss import predictions
 
-Answers = list[dict[str, Any]]  # of each request: `logprobs` of the prompt's tokens but the first, and `tokens`
+# Of each request: `logprobs` of the prompt's tokens but the first, `tokens`, and for each of these `likely`, the most
+# likely ones as [token, log-probability].
+Answers = list[dict[str, Any]]
 # {engine: {way: (engine options, send all at once, send twice so that the second time reads the cache)}}
 WAYS: dict[str, dict[str, tuple[dict[str, Any], bool, bool]]] = {
     "vllm": {
@@ -67,18 +74,28 @@ def reference(checkpoint: Path, sequences: Sequence[Sequence[int]]) -> list[list
     return [list(map(float, part)) for part in torch.tensor(found).split(lengths)]
 
 
-def row(answers: Answers, expected: list[list[float]], alone: Answers) -> dict[str, float]:
-    same = sum(answer["tokens"] == one["tokens"] for answer, one in zip(answers, alone, strict=True)) / len(answers)
+def texts(answers: Answers, others: Answers) -> dict[str, float | None]:
+    """`same_text` and `largest_gap`: None if all texts are equal, infinity if a token is not among the likely ones."""
+    gaps = []
+    for answer, other in zip(answers, others, strict=True):
+        places = zip(answer["tokens"], other["tokens"], answer["likely"], strict=True)
+        differs = next(((mine, its, dict(likely)) for mine, its, likely in places if mine != its), None)
+        if differs is not None:
+            mine, its, likely = differs
+            gaps.append(likely[mine] - likely[its] if its in likely else math.inf)
+    return {"same_text": 1 - len(gaps) / len(answers), "largest_gap": max(gaps, default=None)}
+
+
+def row(answers: Answers, expected: list[list[float]], alone: Answers) -> dict[str, float | None]:
     if not answers[0]["logprobs"]:
-        return {"same_text": same}
+        return texts(answers, alone)
     every = torch.cat([torch.tensor(answer["logprobs"]) for answer in answers])
     first = torch.cat([torch.tensor(answer["logprobs"]) for answer in alone])
     return {
         "loss": -every.mean().item(),
         "to_reference": (every - torch.cat([*map(torch.tensor, expected)])).abs().mean().item(),
         "to_alone": (every - first).abs().mean().item(),
-        "same_text": same,
-    }
+    } | texts(answers, alone)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -106,23 +123,24 @@ def main(arguments: Sequence[str]) -> int:
     alone: dict[str, Answers] = {}
     with tempfile.TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)
-        for way in ways:
-            options, together, again = every[way]
-            options = FROM_DISK[args.engine] | options
-            worker = [args.engine, str(args.checkpoint), "0", "2", json.dumps(options)]
-            texts: dict[str, Answers] = {}
-            with started(worker, logs) as sides:
-                for side in sides:
-                    asked = {"answers": sequences, "tokens": args.tokens, "together": together, "logprobs": True}
-                    answers = side.ask(asked)["answers"]
-                    if again:  # engines compute the log-probabilities of a prompt anew, and so do not read the cache
-                        answers = side.ask(asked | {"logprobs": False})["answers"]
-                    texts[side.side] = answers
-                    first = alone.setdefault(side.side, answers)
-                    print(json.dumps({"way": way, "side": side.side} | row(answers, expected, first)), flush=True)
-            pairs = zip(texts["alone"], texts["plugin"], strict=True)
-            print(json.dumps({"way": way, "same_text_as_alone": sum(a["tokens"] == b["tokens"] for a, b in pairs)}))
+        # Ways with the same options share an engine.
+        for options, group in itertools.groupby(ways, lambda way: every[way][0]):
+            options = json.dumps(FROM_DISK[args.engine] | options)
+            with started([args.engine, str(args.checkpoint), "0", "2", options], logs) as sides:
+                for way in group:
+                    found = {side.side: answers_of(side, sequences, args.tokens, *every[way][1:]) for side in sides}
+                    for side, answers in found.items():
+                        first = alone.setdefault(side, answers)
+                        print(json.dumps({"way": way, "side": side} | row(answers, expected, first)), flush=True)
+                    print(json.dumps({"way": way} | texts(found["alone"], found["plugin"])), flush=True)
     return 0
+
+
+def answers_of(side: Side, sequences: Sequence[Sequence[int]], tokens: int, together: bool, again: bool) -> Answers:
+    asked = {"answers": sequences, "tokens": tokens, "together": together, "logprobs": True}
+    answers = side.ask(asked)["answers"]
+    # Engines compute the log-probabilities of a prompt anew, and so do not read the cache.
+    return side.ask(asked | {"logprobs": False})["answers"] if again else answers
 
 
 if __name__ == "__main__":

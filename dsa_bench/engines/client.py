@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from dsa_bench.engines.loads import Load
 
+LIKELY = 5
+
 
 class Engine(Protocol):
     vocabulary: int
@@ -18,7 +20,8 @@ class Engine(Protocol):
         ...
 
     async def answer(self, prompt: Sequence[int], tokens: int, logprobs: bool) -> dict[str, Any]:
-        """Return `logprobs`, of the prompt's tokens but the first if asked for, and `tokens`, generated greedily."""
+        """Return `logprobs`, of the prompt's tokens but the first if asked for; `tokens`, generated greedily; and
+        `likely`, for each of these the LIKELY most likely tokens as (token, log-probability)."""
         ...
 
 

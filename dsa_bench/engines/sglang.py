@@ -16,6 +16,7 @@ from sglang.srt.managers import scheduler
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_loader import loader
 
+from dsa_bench.engines.client import LIKELY
 from dsa_bench.engines.model_process import GIB, Measured, fill, sharing_parameters
 
 GRAPHS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]  # sequences of a decoding batch
@@ -81,10 +82,12 @@ class Engine:
 
     async def answer(self, prompt: Sequence[int], tokens: int, logprobs: bool) -> dict[str, Any]:
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        options = {"return_logprob": True, "logprob_start_len": 0} if logprobs else {}
+        options = {"return_logprob": True, "logprob_start_len": 0 if logprobs else -1, "top_logprobs_num": LIKELY}
         found = await self._engine.async_generate(input_ids=list(prompt), sampling_params=sampling, **options)
-        of_prompt = found["meta_info"]["input_token_logprobs"][1:] if logprobs else []
-        return {"logprobs": [logprob for logprob, *_ in of_prompt], "tokens": found["output_ids"]}
+        about = found["meta_info"]
+        of_prompt = about["input_token_logprobs"][1:] if logprobs else []
+        likely = [[(token, logprob) for logprob, token, _ in each] for each in about["output_top_logprobs"]]
+        return {"logprobs": [logprob for logprob, *_ in of_prompt], "tokens": found["output_ids"], "likely": likely}
 
     async def ask(self, method: str) -> Any:
         """Call a method of `Scheduler` in SGLang's process of the model."""

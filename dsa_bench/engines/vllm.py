@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from dsa_bench.engines import model_process
+from dsa_bench.engines.client import LIKELY
 from dsa_bench.engines.model_process import GIB
 
 
@@ -69,7 +70,12 @@ class Engine:
 
     async def answer(self, prompt: Sequence[int], tokens: int, logprobs: bool) -> dict[str, Any]:
         sampling = SamplingParams(
-            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, prompt_logprobs=0 if logprobs else None
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=0 if logprobs else None,
+            logprobs=LIKELY,
         )
         self._requests += 1
         prompt = {"prompt_token_ids": list(prompt)}
@@ -77,7 +83,9 @@ class Engine:
             final = output
         known = zip(final.prompt_logprobs[1:], prompt["prompt_token_ids"][1:], strict=True) if logprobs else ()
         found = [of_token[token].logprob for of_token, token in known]
-        return {"logprobs": found, "tokens": list(final.outputs[0].token_ids)}
+        (generated,) = final.outputs
+        likely = [[(token, each.logprob) for token, each in of_token.items()] for of_token in generated.logprobs]
+        return {"logprobs": found, "tokens": list(generated.token_ids), "likely": likely}
 
     async def ask(self, method: str) -> Any:
         """Call a method of the worker process."""

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import json
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace as Space
 
@@ -228,3 +230,68 @@ def test_an_engine_that_is_not_installed_is_named(capsys, monkeypatch, command):
     with pytest.raises(SystemExit):
         command.main(["sglang", *(["there"] if command is answers else [])])
     assert "engine: sglang is not installed" in capsys.readouterr().err
+
+
+def answer_of(tokens, logprob=-1.0, likely=()):
+    """`likely` is about every token."""
+    return {"logprobs": [logprob], "tokens": [*tokens], "likely": [[*likely] for _ in tokens]}
+
+
+def test_the_gap_is_that_of_the_first_difference():
+    likely = [(1, -0.25), (2, -0.5), (3, -4.0)]
+    texts = [answer_of([1, 1, 3], likely=likely), answer_of([1, 2, 1], likely=likely), answer_of([2, 1], likely=likely)]
+    others = [answer_of([1, 2, 1]), answer_of([1, 2, 1]), answer_of([2, 3])]
+    assert answers.texts(texts[:2], others[:2]) == {"same_text": 0.5, "largest_gap": 0.25}
+    assert answers.texts(texts, others) == {"same_text": pytest.approx(1 / 3), "largest_gap": 3.75}
+    assert answers.texts(texts[:1], [answer_of([9, 9, 9])]) == {"same_text": 0.0, "largest_gap": float("inf")}
+    assert answers.texts(texts, texts) == {"same_text": 1.0, "largest_gap": None}
+
+
+def test_ways_are_compared_with_the_first_one(monkeypatch, capsys, tmp_path):
+    """The plugin's prompt differs by 0.5 from the reference. Together, its second token differs, too."""
+    started_with, asked_of = [], []
+
+    class Side:
+        def __init__(self, side):
+            self.side = side
+
+        def ask(self, asked):
+            asked_of.append((self.side, asked["together"], asked["logprobs"]))
+            differs = self.side == "plugin" and asked["together"]
+            found = answer_of([5, 6 + differs], -1.5 if self.side == "plugin" else -1.0, [(6, -0.7), (7, -0.6)])
+            return {"answers": [found if asked["logprobs"] else found | {"logprobs": []}]}
+
+    @contextmanager
+    def started(arguments, logs):
+        started_with.append(json.loads(arguments[-1]))
+        yield [Side("alone"), Side("plugin")]
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(answers, "started", started)
+    monkeypatch.setattr(answers, "Tokenizer", lambda checkpoint: None)
+    monkeypatch.setattr(answers, "held_out_sequences", lambda *given: [[1, 2]])
+    monkeypatch.setattr(answers, "reference", lambda *given: [[-1.0]])
+    answers.main(["vllm", str(tmp_path), "--ways", "together", "again"])
+    every = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    same = {"same_text": 1.0, "largest_gap": None}
+    other = {"same_text": 0.0, "largest_gap": pytest.approx(0.1)}
+    exact, half = ({"loss": 1 + d, "to_reference": d, "to_alone": 0.0} for d in (0.0, 0.5))
+    assert every == [
+        {"way": "one by one", "side": "alone"} | exact | same,
+        {"way": "one by one", "side": "plugin"} | half | same,
+        {"way": "one by one"} | same,
+        {"way": "together", "side": "alone"} | exact | same,
+        {"way": "together", "side": "plugin"} | half | other,
+        {"way": "together", "same_text": 0.0, "largest_gap": pytest.approx(-0.1)},
+        {"way": "again", "side": "alone"} | same,
+        {"way": "again", "side": "plugin"} | other,
+        {"way": "again", "same_text": 0.0, "largest_gap": pytest.approx(-0.1)},
+    ]
+    base = {"load_format": "auto", "max_model_len": 2048}
+    assert started_with == [base | {"enable_prefix_caching": False}, base]
+    assert [each for each in asked_of if each[0] == "plugin"] == [
+        ("plugin", False, True),
+        ("plugin", True, True),
+        ("plugin", True, True),
+        ("plugin", True, False),
+    ]
