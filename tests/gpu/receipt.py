@@ -74,6 +74,9 @@ HOT = (
 )
 WHOLES = {
     "accuracy": Whole("accuracy of passes with trained weights: `python -m dsa_bench.e2e accuracy`", INFERENCE),
+    "against_transformers": Whole(
+        "transformers' layers with and without dsa: `python -m dsa_bench.e2e against_transformers`", INFERENCE
+    ),
     "drafts": Whole("decoding with drafts: `python -m dsa_bench.e2e drafts`", INFERENCE),
     "e2e": Whole("whole passes: `dsa bench e2e`", INFERENCE),
     "every_case": Whole("all ops: right, repeatable, in graphs, on streams, compiled: `dsa.cases`", EVERY_FAMILY),
@@ -88,7 +91,8 @@ WHOLES = {
     "recorded_calls": Whole("all ops: calls whose steps are recorded", EVERY_FAMILY),
     "several_gpus": Whole("ops on a GPU that is not the current one", EVERY_FAMILY),
     "sglang_engine": Whole(
-        "SGLang with and without the plugin: `python -m dsa_bench.engines sglang`", sources=("dsa_engines/sglang",)
+        "SGLang with and without the plugin: `python -m dsa_bench.engines sglang`",
+        sources=("dsa_engines/sglang", "dsa_engines"),
     ),
     "sglang_adapters": Whole(
         "SGLang's plugin: its calls compared with the kernels that SGLang calls", sources=("dsa_engines/sglang",)
@@ -298,7 +302,7 @@ def needed(data: Entries, arch: str) -> list[str]:
 
 
 def has_figures(name: str) -> bool:
-    return name in ("accuracy", "host", "latency", *ROW_BY_ROW) or name in benchmarks()
+    return name in ("accuracy", "against_transformers", "host", "latency", *ROW_BY_ROW) or name in benchmarks()
 
 
 def module_of(path: Path) -> str:

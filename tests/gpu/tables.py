@@ -274,6 +274,24 @@ ENGINE: Columns = {
 }
 
 
+TRANSFORMERS: Columns = {
+    "": "{run}",
+    "tokens": "{tokens}",
+    "eager": "{eager[figure]}",
+    "sdpa": "{sdpa[figure]}",
+    "dsa": "{dsa[figure]}",
+    "dsa, `fp8_indexer=True`": "{dsa, FP8 index scores[figure]}",
+}
+
+
+def _transformers(rows: list[Row]) -> str:
+    """A row per run and number of tokens, with the figures of all ways."""
+    found: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        found.setdefault((row["run"], row["tokens"]), {"run": row["run"], "tokens": row["tokens"]})[row["way"]] = row
+    return markdown.table([*found.values()], TRANSFORMERS)
+
+
 def _of_engine(row: Row, side: str) -> str:
     figures = row[side]
     if "ms_per_step" in figures:
@@ -298,6 +316,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "million_steps": partial(of_entry, "million", partial(_million, steps=True)),
     "drafts": partial(of_entry, "drafts", partial(per, "model", DRAFTS)),
     "latency": partial(of_entry, "latency", lambda rows: markdown.table(rows, LATENCY)),
+    "against_transformers": partial(of_entry, "against_transformers", _transformers),
     "vllm_engine": partial(of_entry, "vllm_engine", partial(per, "model", ENGINE)),
     "sglang_engine": partial(of_entry, "sglang_engine", partial(per, "model", ENGINE)),
     "accuracy": partial(of_entry, "accuracy", partial(per, "model", ACCURACY)),

@@ -57,6 +57,14 @@ def test_static_caches(models, tokens):
     refused("cache_implementation is not set, got StaticCache", models.ours.generate, tokens[:, :9], **generate)
 
 
+@pytest.mark.skipif(MINOR < 24, reason="what earlier versions of transformers say was not looked up")
+def test_continuous_batching(models):
+    """transformers' own layers of these models cannot do it either."""
+    for model in (models.ours, models.theirs):
+        with pytest.raises(ValueError, match=r"not supported for continuous batching|Invalid layer type"):
+            copy.deepcopy(model).generate_batch([[1, 2, 3]], progress_bar=False)
+
+
 def test_other_caches(models, tokens):
     offloaded = DynamicCache(config=models.ours.config)
     offloaded.offloading = True
