@@ -39,11 +39,3 @@ def declined(engine: str, reason: str) -> None:
 def is_tested(installed: str, tested: tuple[str, ...]) -> bool:
     """Return whether the plugin was tested with the installed version. The build does not matter ("0.33.0+cu130")."""
     return installed.partition("+")[0] in tested
-
-
-def tested_version(engine: str, installed: str, tested: tuple[str, ...]) -> bool:
-    """`is_tested`; for another version, log which versions were tested."""
-    if is_tested(installed, tested):
-        return True
-    declined(engine, f"version {installed} is installed, and the plugin was tested with {', '.join(tested)}")
-    return False

@@ -18,7 +18,7 @@ from dsa.runtime import backends
 from dsa_engines.replacements import NotFound, check_parameters, find
 from dsa_engines.sglang import layouts, renamed, seams
 from dsa_engines.sglang.warm_up import warm_up
-from dsa_engines.switch import declined, enabled_ops, tested_version
+from dsa_engines.switch import declined, enabled_ops, is_tested
 
 ENGINE = "sglang"
 REGISTRY = "sglang.srt.layers.attention.attention_registry"
@@ -36,8 +36,9 @@ def register() -> None:
     """SGLang's entry point. Does nothing unless DSA_ENGINE=1, and nothing again in a process where it was called."""
     try:
         ops = enabled_ops(ENGINE)
-        if not ops or not tested_version(ENGINE, find("sglang:__version__").value, seams.TESTED):
+        if not ops:
             return
+        is_known = is_tested(find("sglang:__version__").value, seams.TESTED)
         creators = find(f"{REGISTRY}:ATTENTION_BACKENDS").value
         override = find(OVERRIDE).value
         check_parameters(OVERRIDE, seams.SIGNATURES[OVERRIDE])
@@ -48,30 +49,30 @@ def register() -> None:
         return declined(ENGINE, str(error))
     for name, family in FAMILIES.items():
         if not hasattr(creators[name], "dsa_family"):
-            override(name)(_creator(creators[name], family, ops))
+            override(name)(_creator(creators[name], family, ops, is_known))
     if "experts" in ops and not _hooked:
         try:
-            seams.check("fp4", "experts")
-            _add_hooks(seams.hooks_of("fp4", ops))  # which SGLang installs after it has loaded all plugins
-        except NotFound as error:
+            _check("fp4", "experts", is_known)
+            _add_hooks(seams.hooks_of("fp4", ops, is_known))  # which SGLang installs after it has loaded all plugins
+        except (NotFound, layouts.Unsupported) as error:
             _left("FP4 experts", error)
 
 
-def _creator(create: Callable[[Any], Any], family: str, ops: frozenset[str]) -> Callable[[Any], Any]:
+def _creator(create: Callable[[Any], Any], family: str, ops: frozenset[str], is_known: bool) -> Callable[[Any], Any]:
     """SGLang's function that makes a backend, with the hooks installed beforehand."""
 
     @functools.wraps(create)
     def creator(runner: Any) -> Any:
         if family not in _decided:
             _decided[family] = False  # which hooks ask while they are installed
-            _decided[family] = _serve(runner, family, ops)
+            _decided[family] = _serve(runner, family, ops, is_known)
         return create(runner)
 
     creator.dsa_family = family
     return creator
 
 
-def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
+def _serve(runner: Any, family: str, ops: frozenset[str], is_known: bool) -> bool:
     """Check SGLang, compile the kernels and install the hooks. Return whether anything runs on dsa; what does not is
     logged."""
     try:
@@ -84,14 +85,19 @@ def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
         # With --enable-cp-decode-attn-tp the GPUs that share a prompt's tokens share the heads of all other batches.
         shares = parallel.attn_cp_size if parallel.enable_cp_decode_attn_tp else 1
         models = [model._replace(heads=heads) for heads in sorted({model.heads, model.heads // shares})]
-        of_backend = {op for op in sorted(ops & seams.SEAMS[family].keys()) if _is_ready(family, op, models, runner)}
+        device = torch.device(runner.device)
+
+        def ready(family: str, models: Sequence[layouts.Model]) -> set[str]:
+            of_family = (seams.SEAMS | seams.OF_LAYERS)[family].keys()
+            return {op for op in sorted(ops & of_family) if _is_ready(family, op, is_known, models, device)}
+
+        of_backend, of_layers = ready(family, models), ready("layers", ())
         # DeepSeek-V4's scores of a query with fewer keys than are selected stay unwritten; SGLang's top-k reads none.
         if family == "dsv4" and "topk" in of_backend and "scores" not in of_backend:
             of_backend.discard("topk")
             _left("topk", "DeepSeek-V4's is served together with scores only")
-        of_layers = {op for op in sorted(ops & seams.LAYERS.keys()) if _is_ready("layers", op, (), runner)}
-        _install(seams.hooks_of(family, of_backend), family)
-        _install(seams.hooks_of("layers", of_layers), None)
+        _install(seams.hooks_of(family, of_backend, is_known), family)
+        _install(seams.hooks_of("layers", of_layers, is_known), None)
     except Exception as error:  # a plugin must not end the engine, whatever a changed version does
         declined(ENGINE, _reason(error))
         return False
@@ -100,18 +106,25 @@ def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
     return bool(served)
 
 
-def _is_ready(family: str, op: str, models: Sequence[layouts.Model], runner: Any) -> bool:
+def _is_ready(family: str, op: str, is_known: bool, models: Sequence[layouts.Model], device: torch.device) -> bool:
     """Return whether SGLang has what an op replaces and the op's kernels compile; if not, log the reason."""
     try:
-        seams.check(family, op)
+        _check(family, op, is_known)
         if family == "layers" and seams.is_deterministic():
             raise layouts.Unsupported("with --enable-deterministic-inference sums must not depend on the batch")
         for model in models:
-            warm_up(model, frozenset({op}), torch.device(runner.device))
+            warm_up(model, frozenset({op}), device)
     except Exception as error:
         _left(op, error)
         return False
     return True
+
+
+def _check(family: str, op: str, is_known: bool) -> None:
+    seams.check(family, op)
+    if not is_known and not seams.COMPARED_AT_FIRST & (seams.SEAMS | seams.OF_LAYERS)[family][op].keys():
+        version = find("sglang:__version__").value
+        raise layouts.Unsupported(f"version {version} was not tested, and this part is not compared with SGLang's")
 
 
 def _reason(error: Exception) -> str:

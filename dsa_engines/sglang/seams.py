@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa.runtime import backends
+from dsa_engines import first_call
 from dsa_engines.replacements import check_parameters, find
 from dsa_engines.sglang import adapters, experts, hooks, linear, renamed
 
@@ -130,6 +131,15 @@ FP4: dict[str, Makers] = {
 }
 SEAMS = {"dsa": V32, "dsv4": V4}  # by attention backend
 OF_LAYERS = {"layers": LAYERS, "fp4": FP4}
+# What runs in versions that were not tested, after a comparison at the first call.
+COMPARED_AT_FIRST = frozenset(
+    {
+        f"{CLASS}._forward_flashmla_sparse",
+        f"{CLASS}._forward_flashmla_kv",
+        f"{FP8}:Fp8MoEMethod.apply",
+        f"{FP8}:Fp8LinearMethod.apply",
+    }
+)
 # {function that an op's hooks call, or whose class they make, in addition}
 NEEDED = {
     ("dsa", "topk"): (ENVIRON,),
@@ -203,7 +213,23 @@ def check(family: str, op: str) -> None:
             find(path)
 
 
-def hooks_of(family: str, ops: frozenset[str]) -> dict[str, Callable[..., Any]]:
-    """Return {function: its hook} of these ops."""
+def hooks_of(family: str, ops: frozenset[str], is_known: bool) -> dict[str, Callable[..., Any]]:
+    """Return {function: its hook} of these ops. is_known: whether the version of SGLang was tested; if not, the hooks
+    are compared with SGLang's functions at their first call."""
     makers = (SEAMS | OF_LAYERS)[family]
-    return {path: make() for op in sorted(ops) if op in makers for path, make in makers[op].items()}
+    found = {path: (op, make) for op in sorted(ops) if op in makers for path, make in makers[op].items()}
+    if is_known:
+        return {path: make() for path, (_, make) in found.items()}
+    return {path: _compared(make(), op) for path, (op, make) in found.items() if path in COMPARED_AT_FIRST}
+
+
+def _compared(hook: Callable[..., Any], op: str) -> Callable[..., Any]:
+    chosen: list[Callable[..., Any]] = []
+
+    @functools.wraps(hook)
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not chosen:
+            chosen.append(first_call.compared(original, functools.partial(hook, original), op, "sglang"))
+        return chosen[0](*args, **kwargs)
+
+    return around

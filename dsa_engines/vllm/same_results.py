@@ -1,7 +1,7 @@
 """Comparison with vLLM's own kernels before they are replaced, for versions of vLLM that were not tested.
 
 Scores, top-k, attention and queries are compared here, on small inputs in caches that vLLM's own kernels write. Parts
-that need a layer of the model are compared when they are first called (`first_call`).
+that need a layer of the model are compared when they are first called (`dsa_engines.first_call`).
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 
 from dsa.compat import deep_gemm
+from dsa_engines.first_call import agree
 from dsa_engines.replacements import NotFound, find
 from dsa_engines.vllm import adapters, queries, seams
-from dsa_engines.vllm.first_call import agree
 from dsa_engines.vllm.models import Calls
 
 TOKENS, PAGE, INT32 = 150, 64, torch.int32

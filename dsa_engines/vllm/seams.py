@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dsa.compat import deep_gemm
+from dsa_engines import first_call
 from dsa_engines.replacements import NotFound, check_parameters, find
-from dsa_engines.vllm import adapters, experts, first_call, linear, prefill, queries, routing, select
+from dsa_engines.vllm import adapters, experts, linear, prefill, queries, routing, select
 from dsa_engines.vllm.models import Calls
 
 TESTED = ("0.33.0",)
@@ -199,5 +200,5 @@ def replacements(parts: frozenset[str], calls: Calls, is_known: bool = True) -> 
             found = new.get(path, find(path).value)
             new[path] = make(found, calls)
             if not is_known and path in COMPARED_AT_FIRST:
-                new[path] = first_call.compared(found, new[path], part)
+                new[path] = first_call.compared(found, new[path], part, "vllm")
     return new

@@ -70,13 +70,10 @@ def test_declined_is_one_line(caplog):
 
 
 @pytest.mark.parametrize("installed", ["0.33.0", "0.33.0+cu130", "0.34.1"])
-def test_tested_versions(caplog, installed):
-    assert switch.tested_version("vllm", installed, ("0.33.0", "0.34.1")) and not caplog.records
+def test_tested_versions(installed):
+    assert switch.is_tested(installed, ("0.33.0", "0.34.1"))
 
 
 @pytest.mark.parametrize("installed", ["0.33.1", "0.33", "0.33.0rc1", "dev", ""])
-def test_other_versions_are_declined_in_one_line(caplog, installed):
-    assert not switch.tested_version("vllm", installed, ("0.33.0",))
-    (record,) = caplog.records
-    expected = f"dsa: vllm: version {installed} is installed, and the plugin was tested with 0.33.0"
-    assert record.getMessage() == f"{' '.join(expected.split())}; the engine's own kernels stay"
+def test_other_versions(installed):
+    assert not switch.is_tested(installed, ("0.33.0",))

@@ -292,10 +292,6 @@ def with_an_unknown_op(engine, monkeypatch):
     monkeypatch.setenv("DSA_ENGINE_OPS", "scores,softmax")
 
 
-def in_another_version(engine, monkeypatch):
-    engine.modules["sglang"].__version__ = "0.5.23rc1"
-
-
 def without_sglang(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
 
@@ -309,7 +305,6 @@ def without_a_backend(engine, monkeypatch):
     [
         (switched_off, []),
         (with_an_unknown_op, ["DSA_ENGINE_OPS: got softmax"]),
-        (in_another_version, ["version 0.5.23rc1 is installed, and the plugin was tested with 0.5.23"]),
         (without_sglang, ["sglang cannot be imported"]),
         (without_a_backend, ["ATTENTION_BACKENDS has no nsa"]),
     ],
@@ -452,6 +447,45 @@ def test_fp4_experts_of_these_models_are_kept(engine, kind, is_deterministic, ex
     assert seams._keeps_fp4() == expected
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "no GPU")
     assert not seams._keeps_fp4()
+
+
+NOT_COMPARED = "version 0.6.0 was not tested, and this part is not compared with SGLang's"
+
+
+@pytest.mark.parametrize(
+    ("family", "left"),
+    [("dsa", ["FP4 experts", "scores", "topk"]), ("dsv4", ["FP4 experts", "attention", "scores", "topk"])],
+)
+def test_another_version_runs_what_can_be_compared(engine, family, left, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "dsa")
+    engine.modules["sglang"].__version__ = "0.6.0"
+    engine.serve(family)
+    assert engine.replaced() == {path for path in paths_of(family) if path in seams.COMPARED_AT_FIRST}
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:-1] == [f"dsa: sglang: {NOT_COMPARED}; {op} stays the engine's own" for op in left]
+    served = ["experts", "linear"] if family == "dsv4" else ["attention", "experts", "linear"]
+    assert lines[-1] == f"dsa: {', '.join(served)} run on dsa's kernels"
+
+
+@pytest.mark.parametrize("factor", [1.01, 2.0])
+def test_another_version_is_compared_at_the_first_call(engine, factor, caplog, monkeypatch):
+    """A stand-in for SGLang's function gives ones."""
+    path = f"{seams.CLASS}._forward_flashmla_kv"
+    owner, name, _ = plugin.find(path)
+    parameters = ", ".join(seams.SIGNATURES[path])
+    space = {"torch": torch}
+    exec(f"def original({parameters}): return torch.ones(3)", space)
+    setattr(owner, name, space["original"])
+    monkeypatch.setattr(seams.hooks, "forward_flashmla_kv", lambda original, *args: torch.full((3,), factor))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    engine.modules["sglang"].__version__ = "0.6.0"
+    engine.serve("dsa")
+    call = plugin.find(path).value
+    given = range(len(seams.SIGNATURES[path]))
+    assert call(*given)[0] == 1 and call(*given)[0] == pytest.approx(1.01 if factor < 2 else 1)
+    lines = [line for line in declined(caplog) if "differs" in line]
+    expected = "dsa: sglang: attention differs from the engine's own by 1.0e+00; accepted is 0.05"
+    assert lines == ([] if factor < 2 else [f"{expected}; attention stays the engine's own"])
 
 
 def test_both_backends_in_one_process(engine, caplog):
