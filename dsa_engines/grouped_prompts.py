@@ -1,4 +1,4 @@
-"""Prompts so long that neighbouring tokens are looked at together, which few heads have kernels of their own for."""
+"""The input with which warm-up compiles the kernels that compute adjacent queries of a long prompt together."""
 
 import torch
 
@@ -7,8 +7,8 @@ from dsa.runtime import backends
 
 
 def grouped_prompt(heads: int, query_dim: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(q [T, heads, query_dim] bf16, indices [T, 1, K] of no key) of the fewest queries that groups are formed of; None
-    where there are none of so many heads, or no kernel runs."""
+    """Return (q [T, heads, query_dim] bf16, indices [T, 1, K], all -1) with the smallest T for which prefill tries to
+    group adjacent queries. Return None if this number of heads is never grouped, or if no kernel runs."""
     size, one = group_size(heads), torch.zeros(1, heads, query_dim, dtype=torch.bfloat16)
     if size == 0 or not backends.runs_kernel("flash_mla_sparse_fwd", one):
         return None

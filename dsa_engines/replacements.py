@@ -1,4 +1,4 @@
-"""Attributes of an engine's modules and classes: looked up, compared with what they were, replaced and put back."""
+"""Look up, check, replace and restore attributes of an engine's modules and classes."""
 
 import importlib
 import inspect
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 
 class NotFound(LookupError):
-    """An attribute is not there, or not in the form that the plugin was tested with."""
+    """Something that the plugin needs from the engine is missing, or differs from what the plugin expects."""
 
 
 class Attribute(NamedTuple):
-    """owner: a module or a class, which has the name itself. value: as it lies there, a classmethod as such."""
+    """owner: the module or class whose __dict__ has the name. value: the entry there, such as a classmethod object."""
 
     owner: Any
     name: str
@@ -19,11 +19,11 @@ class Attribute(NamedTuple):
 
 
 def find(path: str) -> Attribute:
-    """The attribute "package.module:name" or "package.module:Class.name". Raises NotFound."""
+    """Return the attribute "package.module:name" or "package.module:Class.name". Raise NotFound if it is missing."""
     module, _, names = path.partition(":")
     try:
         owner = importlib.import_module(module)
-    except Exception as error:  # an engine's module may fail to import in any way
+    except Exception as error:  # importing an engine's module may raise anything
         raise NotFound(f"{module} cannot be imported ({type(error).__name__}: {error})") from error
     value = owner
     for name in names.split("."):
@@ -35,7 +35,7 @@ def find(path: str) -> Attribute:
 
 
 def check_parameters(path: str, expected: Sequence[str]) -> None:
-    """Raises NotFound where the function at `path` does not take these parameters, by name and in this order."""
+    """Raise NotFound unless the function at `path` has exactly these parameters, in this order."""
     attribute = find(path)
     try:
         found = list(inspect.signature(getattr(attribute.owner, attribute.name)).parameters)
@@ -46,20 +46,20 @@ def check_parameters(path: str, expected: Sequence[str]) -> None:
 
 
 class Replacements:
-    """What has been replaced, and what was there before."""
+    """Replaced attributes and their original values."""
 
     def __init__(self) -> None:
         self._before: list[Attribute] = []
 
     def put(self, new: Mapping[str, Any]) -> None:
-        """Replaces the attributes at these paths: all of them, or with NotFound none."""
+        """Replace the attributes at these paths. If one does not exist, raise NotFound and replace none."""
         found = {path: find(path) for path in new}
         for path, attribute in found.items():
             self._before.append(attribute)
             setattr(attribute.owner, attribute.name, new[path])
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restore the original values."""
         while self._before:
             owner, name, value = self._before.pop()
             setattr(owner, name, value)

@@ -1,6 +1,6 @@
-"""The environment variables that turn the plugins on, and the log lines that say what stays off.
+"""Environment variables that turn the plugins on, and the log line for a plugin that stays off.
 
-DSA_ENGINE=1 turns a plugin on. DSA_ENGINE_OPS, names separated by commas, limits it to these parts of a model, for
+DSA_ENGINE=1 turns the plugins on. DSA_ENGINE_OPS is a comma-separated list of the parts of a model that run on dsa, for
 example to find the part that causes a difference.
 """
 
@@ -17,10 +17,10 @@ _logger = logging.getLogger("dsa")
 
 
 def enabled_ops(engine: str) -> frozenset[str]:
-    """Return the parts that the environment turns on: none unless DSA_ENGINE is "1", else those in DSA_ENGINE_OPS, or
-    all of the engine's if that is unset.
+    """Return the parts that the environment turns on: none unless DSA_ENGINE is "1", else the parts in DSA_ENGINE_OPS.
+    If DSA_ENGINE_OPS is unset or empty, return all parts for the engine.
 
-    Raises ValueError for an unknown name in DSA_ENGINE_OPS.
+    Raise ValueError for an unknown name in DSA_ENGINE_OPS.
     """
     if os.environ.get("DSA_ENGINE") != "1":
         return frozenset()
@@ -32,10 +32,10 @@ def enabled_ops(engine: str) -> frozenset[str]:
 
 
 def declined(engine: str, reason: str) -> None:
-    """Log, in one line, that the engine runs without the plugin."""
+    """Log on one line that the engine runs without the plugin, and why."""
     _logger.warning("dsa: %s: %s; the engine's own kernels stay", engine, " ".join(reason.split()))
 
 
 def is_tested(installed: str, tested: tuple[str, ...]) -> bool:
-    """Return whether the plugin was tested with the installed version. The build does not matter ("0.33.0+cu130")."""
+    """Return whether the plugin was tested with the installed version. A suffix such as "+cu130" is ignored."""
     return installed.partition("+")[0] in tested

@@ -21,7 +21,7 @@ class Side:
 
     def __init__(self, side: str, arguments: Sequence[str], log: Path) -> None:
         self.side, self._log = side, log
-        with log.open("w") as errors:
+        with log.open("a") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dsa_bench.engines.worker", *arguments],
                 env=os.environ | {"DSA_ENGINE": str(int(side == "plugin"))},

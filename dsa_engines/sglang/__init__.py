@@ -1,9 +1,14 @@
-"""SGLang with dsa's kernels, as a plugin that SGLang finds by the entry point `sglang.srt.plugins`.
+"""The SGLang plugin. SGLang finds it by the entry point `sglang.srt.plugins`.
 
-`adapters` are SGLang's calls as functions of tensors; `hooks`, `experts` and `linear` replace SGLang's functions;
-`seams` says which hook takes the place of which function; `renamed` which functions newer libraries have under other
-names; `layouts` which models and caches are served; `warm_up` compiles; `plugin` puts it together.
-docs/reference/engines.md says how to use it.
+adapters                  call dsa's ops with SGLang's arguments
+hooks, experts, linear    replace SGLang's functions
+seams                     lists the replaced functions and their hooks
+renamed                   adds old names of functions that sgl-deep-gemm 0.2.5 has renamed
+layouts                   checks which models and caches dsa serves
+warm_up                   compiles the kernels
+plugin                    installs the hooks
+
+docs/reference/engines.md describes how to use the plugin.
 """
 
 from dsa_engines.sglang.plugin import register

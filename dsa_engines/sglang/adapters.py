@@ -1,8 +1,8 @@
-"""SGLang's calls on Hopper, as functions of tensors over dsa's ops.
+"""SGLang's kernel calls on Hopper, implemented with dsa's ops.
 
-They keep what SGLang gives and expects: its arguments' names and order, selections as cache slots or as columns, -1 for
-no key, and statistics of attention in base 2 where its FlashMLA gives them so. No function copies to the host or waits
-for the GPU, and all can be captured in a CUDA graph.
+The functions have SGLang's argument names and order, and return what SGLang expects: selections as cache slots,
+columns or positions, with -1 for no key, and attention statistics in base 2 if SGLang's FlashMLA returns base 2. No
+function synchronises with the host, and all can be captured in a CUDA graph.
 """
 
 import math
@@ -23,10 +23,10 @@ def fp8_mqa_logits(
     clean_logits: bool = False,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """`dsa.fp8_mqa_logits`, with sgl-deep-gemm's names and defaults.
+    """Call `dsa.fp8_mqa_logits` with sgl-deep-gemm's names and defaults.
 
-    With max_seqlen_k above 0, as for DeepSeek-V4, what lies outside [ks, ke) is -inf: SGLang makes that range empty
-    where a query has no more keys than are selected, and `dsa.topk_indices` reads the scores of such a query, too.
+    If max_seqlen_k is above 0, as for DeepSeek-V4, set scores outside [ks, ke) to -inf. For a query with at most top-k
+    keys, SGLang may pass an empty range, because its own top-k does not read these scores. `dsa.topk_indices` does.
     """
     return dsa.fp8_mqa_logits(q, kv, weights, ks, ke, clean_logits or max_seqlen_k > 0, max_seqlen_k)
 
@@ -41,21 +41,21 @@ def fp8_paged_mqa_logits(
     max_context_len: int,
     clean_logits: bool = False,
 ) -> torch.Tensor:
-    """`dsa.fp8_paged_mqa_logits`, with sgl-deep-gemm's names and defaults but for `indices`."""
+    """Call `dsa.fp8_paged_mqa_logits` with sgl-deep-gemm's names and defaults, except for `indices`."""
     return dsa.fp8_paged_mqa_logits(
         q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
     )
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """`dsa.get_paged_mqa_logits_metadata`, with sgl-deep-gemm's names but for `indices`."""
+    """Call `dsa.get_paged_mqa_logits_metadata` with sgl-deep-gemm's names, except for `indices`."""
     return dsa.get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms)
 
 
 def topk(
     logits: torch.Tensor, lengths: torch.Tensor, topk: int, row_starts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int32 [rows, topk]: selected keys of logits[r, start : start + length], counted from the row's start."""
+    """Return int32 [rows, topk]: the best keys of logits[r, start : start + length], counted from the row's start."""
     return dsa.topk_indices(logits, topk, starts=row_starts, lengths=lengths)
 
 
@@ -68,7 +68,8 @@ def topk_paged(
     row_starts: torch.Tensor | None = None,
     row_to_batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int32 [rows, topk]: the same as cache slots, by the row of page_table that belongs to a row of logits."""
+    """Return the selection of `topk` as cache slots. Row r of logits uses row row_to_batch[r] of page_table; row r if
+    row_to_batch is None."""
     return dsa.topk_indices(
         logits,
         topk,
@@ -87,15 +88,16 @@ def topk_ragged(
     topk_indices_offset: torch.Tensor,
     row_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int32 [rows, topk]: the same plus the row's offset, where its keys begin among those of all sequences.
+    """Return the selection of `topk` plus the row's offset: the position of the sequence's first key among the keys of
+    all sequences.
 
-    With row_starts the offsets are columns of logits, as row_starts are.
+    If row_starts is given, offsets must be columns of logits, like row_starts.
     """
     if row_starts is None:
         indices = dsa.topk_indices(logits, topk, lengths=lengths)
         return torch.where(indices < 0, indices, indices + topk_indices_offset[:, None])
-    # The op adds while it writes: row b of this table of pages of one key has the numbers b, b + 1, ... The rows
-    # overlap, so the table is a view of as many numbers as two rows of logits have.
+    # With this page table of page size 1, whose row b is b, b + 1, ..., the op itself adds the offset. The table's rows
+    # overlap in memory, so 2 * columns numbers are enough.
     columns = max(logits.shape[1], 1)
     numbers = torch.arange(2 * columns, dtype=torch.int32, device=logits.device)
     sums = numbers.as_strided((columns, columns), (1, 1))
@@ -110,8 +112,11 @@ def topk_into(
     page_size: int,
     out_raw_indices: torch.Tensor | None = None,
 ) -> None:
-    """DeepSeek-V4's selection, written to out_page_indices [rows, k] int32 as cache slots, or without page_tables as
-    positions. With out_raw_indices [rows, k] that gets the positions besides."""
+    """Write DeepSeek-V4's selection to out_page_indices [rows, k] int32: as cache slots, or as positions if page_tables
+    is None.
+
+    out_raw_indices  None, or int32 [rows, k] that receives the positions; not written if page_tables is None
+    """
     k = out_page_indices.shape[1]
     if page_tables is None:
         dsa.topk_indices(scores, k, lengths=seq_lens, out=out_page_indices)
@@ -139,7 +144,7 @@ def sparse_prefill(
     use_legacy: bool = True,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`dsa.flash_mla_sparse_fwd`, with use_legacy as SGLang's: max_logits and lse are in base 2."""
+    """Call `dsa.flash_mla_sparse_fwd`. As in SGLang, use_legacy returns max_logits and lse in base 2."""
     arguments = q, kv, indices, sm_scale, d_v, attn_sink, topk_length
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(*arguments, enable_batch_invariant=batch_invariant)
     return (out, max_logits * LOG2E, lse * LOG2E) if use_legacy else (out, max_logits, lse)
@@ -158,8 +163,8 @@ def sparse_decode(
     extra_topk_length: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dsa.flash_mla_with_kvcache` over selected keys of a cache of bytes or, which FlashMLA does not take, of q's
-    dtype. It plans itself, so SGLang's plans are left out."""
+    """Call `dsa.flash_mla_with_kvcache` over selected keys. The cache is FP8 or, unlike in FlashMLA, has q's dtype. The
+    op needs no plan, so SGLang's plan is not a parameter."""
     return dsa.flash_mla_with_kvcache(
         q,
         k_cache,
@@ -180,7 +185,7 @@ def sparse_decode(
 
 
 def no_plan(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(plan [1, 8], num_splits [B + 1]) int32 zeros, which stand where SGLang keeps, slices and copies FlashMLA's plan
-    of a batch. Nothing reads them."""
+    """Return (plan [1, 8], num_splits [B + 1]), int32 zeros that SGLang stores, slices and copies in place of
+    FlashMLA's plan. No kernel reads them."""
     numbers = cache_seqlens.new_zeros(8 + len(cache_seqlens) + 1)
     return numbers[:8].view(1, 8), numbers[8:]

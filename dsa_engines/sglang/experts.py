@@ -1,7 +1,7 @@
-"""SGLang's routed experts of FP8 and FP4 weights on dsa's grouped products.
+"""SGLang's routed experts with FP8 and FP4 weights, on dsa's grouped GEMMs.
 
-SGLang's own methods stay in place and decide how experts are shared between GPUs. FP8 weights keep SGLang's layout, and
-FP4 weights the checkpoint's: the plugin skips the conversions for Marlin and for FlashInfer.
+SGLang's methods still decide how experts are distributed over GPUs. FP8 weights keep SGLang's layout. FP4 weights keep
+the checkpoint's layout: the plugin skips SGLang's conversion for Marlin or FlashInfer.
 """
 
 import logging
@@ -13,13 +13,13 @@ import torch
 from dsa_engines import products
 
 Hook = Callable[..., Any]
-Weights = tuple[Any, Any]  # gate and up projections, and down projections, as `products.routed_experts` takes them
-SCALES = "dsa_block_scales"  # attribute of a layer: the block scales of its FP4 weights
+Weights = tuple[Any, Any]  # gate_up and down, as `products.routed_experts` takes them
+SCALES = "dsa_block_scales"  # layer attribute with the block scales of its FP4 weights
 _logger = logging.getLogger("dsa")
 
 
 def is_served(config: Any) -> bool:
-    """Return whether dsa computes what this `MoeRunnerConfig` asks for."""
+    """Return whether dsa supports this `MoeRunnerConfig`."""
     return (
         config.activation == "silu"
         and config.is_gated
@@ -32,7 +32,7 @@ def is_served(config: Any) -> bool:
 
 
 def fp8_weights(method: Any, layer: Any) -> Weights | None:
-    """The weights of `Fp8MoEMethod`; None if the layer is not served."""
+    """Return the weights of `Fp8MoEMethod`, or None if dsa does not serve the layer."""
     runner = getattr(method, "runner", None)
     if (
         runner is None
@@ -51,7 +51,7 @@ def fp8_weights(method: Any, layer: Any) -> Weights | None:
 
 
 def fp4_weights(method: Any, layer: Any) -> Weights | None:
-    """The weights that `fp4_setup` has left in the checkpoint's layout; None if it has not."""
+    """Return the FP4 weights, or None unless `fp4_setup` left them in the checkpoint's layout."""
     scales = getattr(layer, SCALES, None)
     return None if scales is None else _fp4_pairs(layer, scales)
 
@@ -62,14 +62,14 @@ def _fp4_pairs(layer: Any, scales: tuple[torch.Tensor, torch.Tensor]) -> Weights
 
 
 def fp4_setup(keeps_fp4: Callable[[], bool], most_tokens: Callable[[], int]) -> Hook:
-    """The hook of `process_weights_after_loading`: leaves the weights as they were loaded, if dsa can serve them. Where
-    SGLang loads up projections before gate projections, the two are exchanged in place.
+    """Return the hook of `process_weights_after_loading`. If dsa can serve a layer, the hook leaves the weights in the
+    checkpoint's layout. If SGLang loaded the up projections first, the hook swaps them with the gate projections.
 
     keeps_fp4    returns whether dsa serves the model's FP4 experts
-    most_tokens  returns the most tokens of a batch
+    most_tokens  returns the largest number of tokens per batch
 
-    SGLang calls this again after it has loaded other weights into the same memory. The block scales are then updated in
-    place, too, because CUDA graphs may read them.
+    SGLang calls the hook again after it has loaded other weights into the same memory. The hook then updates the block
+    scales in place, because CUDA graphs may read them.
     """
 
     def hook(original: Callable[..., None], method: Any, layer: Any) -> None:
@@ -94,12 +94,13 @@ def _is_kept(method: Any, layer: Any) -> bool:
         and layer.moe_ep_size == 1
         and layer.hidden_size == layer.hidden_size_unpadded
         and getattr(layer, "w13_weight_bias", None) is None
-        and hasattr(type(method).apply, "__wrapped__")  # SGLang has installed the hook of `apply`, too
+        and hasattr(type(method).apply, "__wrapped__")  # SGLang has also installed the hook of `apply`
     )
 
 
 def _scales_of(method: Any, layer: Any, most_tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The block scales of a layer's weights; None if dsa's products do not take them, which is logged."""
+    """Return the block scales of a layer's weights. Return None if dsa's GEMMs do not accept the scales, which is
+    logged, or are not compiled."""
     weights = (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
     try:
         scales = tuple(products.fp4_block_scales(*pair) for pair in weights)
@@ -112,16 +113,18 @@ def _scales_of(method: Any, layer: Any, most_tokens: int) -> tuple[torch.Tensor,
 
 
 def _exchange_halves(*tensors: torch.Tensor) -> None:
-    """Exchange the halves of the rows of each expert, in place."""
+    """Swap the first and second half of the rows of each expert, in place."""
     for tensor in tensors:
         for expert in tensor.data.view(torch.uint8):
             expert.copy_(torch.cat(expert.chunk(2)[::-1]))
 
 
 def apply(weights_of: Callable[[Any, Any], Weights | None], result: Hook, most_tokens: Callable[[], int]) -> Hook:
-    """The hook of `apply` of a method of experts: the sum over a token's experts of this GPU.
+    """Return the hook of `apply` of SGLang's MoE methods: per token, the weighted sum over its experts on this GPU.
 
-    result  SGLang's class of an `apply`'s result
+    weights_of   returns the weights of a (method, layer), or None if dsa does not serve the layer
+    result       SGLang's class for the result of `apply`
+    most_tokens  returns the largest number of tokens per batch
     """
 
     def hook(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -142,7 +145,8 @@ def apply(weights_of: Callable[[Any, Any], Weights | None], result: Hook, most_t
 
 
 def _is_standard(dispatch_output: Any) -> bool:
-    """Return whether tokens are bf16 and were not sent to other GPUs. That holds for all layers of `fp4_setup`."""
+    """Return whether tokens are bf16 and were not sent to other GPUs. `fp4_setup` serves only layers for which that
+    holds."""
     return (
         type(dispatch_output).__name__ == "StandardDispatchOutput"
         and dispatch_output.hidden_states.dtype == torch.bfloat16

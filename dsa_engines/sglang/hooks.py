@@ -1,7 +1,7 @@
-"""What takes the place of SGLang's functions: each gets the function that it replaces, and then that one's arguments.
+"""Hooks that replace SGLang's functions. A hook gets the original function, followed by that function's arguments.
 
-The arguments have SGLang's names and order. What a hook does not serve, it leaves to the function that it replaces:
-calls of another model in the same process, and caches of another layout.
+The arguments have SGLang's names and order. If dsa does not serve a call, for example because another model in the same
+process has a cache with another layout, the hook calls the original function.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Original = Callable[..., Any]
 
 
 def resolver(adapter: Callable[..., torch.Tensor]) -> Callable[[Original], Callable[..., torch.Tensor]]:
-    """The hook of a function without arguments that says which implementation to call."""
+    """Return the hook of a function that takes no arguments and returns the implementation to call."""
     return lambda original: adapter
 
 
@@ -29,8 +29,9 @@ def paged_mqa_schedule_2d_ctx_lens(
     seqlens_expanded: torch.Tensor,
     batch_size: int,
 ) -> torch.Tensor:
-    """int32 [B, next_n] in a verify pass, so that a sequence's draft tokens are scored together and its keys are read
-    once; SGLang itself makes every token a sequence on Hopper."""
+    """In a verify pass with 2 to 4 draft tokens, return the context lengths as int32 [B, next_n]. The draft tokens of a
+    sequence are then scored together, which reads the keys once. On Hopper, SGLang itself scores each token as a
+    separate sequence."""
     next_n = backend.speculative_num_draft_tokens
     together = forward_mode.is_target_verify() and next_n in NEXT_N and next_n > 1
     if together and seqlens_expanded.numel() == batch_size * next_n:
@@ -39,8 +40,11 @@ def paged_mqa_schedule_2d_ctx_lens(
 
 
 def topk_transform(is_fused: Callable[[], bool]) -> Callable[..., torch.Tensor]:
-    """The hook of `DSATopKBackend.topk_transform`, whatever kernel the backend stands for. is_fused: whether
-    selections are cache slots or columns; positions in the sequence if not."""
+    """Return the hook of `DSATopKBackend.topk_transform`, for every top-k kernel of SGLang.
+
+    is_fused  returns whether selections are cache slots (PAGED) or rows of the gathered keys (RAGGED); otherwise they
+              are positions in the sequence
+    """
 
     def hook(
         original: Original,
@@ -62,8 +66,8 @@ def topk_transform(is_fused: Callable[[], bool]) -> Callable[..., torch.Tensor]:
             if topk_indices_offset is None:
                 raise ValueError("topk_indices_offset: must be int32 [rows] for RAGGED selections, got None")
             return adapters.topk_ragged(logits, lengths, topk, topk_indices_offset, row_starts)
-        # In prefill, rows are tokens and the table has a row for a request; in a chunk of it, the chunk's own map.
-        # Elsewhere both have as many rows.
+        # In prefill, logits have a row per token and the table has a row per request: token_to_batch_idx maps the rows,
+        # or batch_idx_list the rows of a chunk. Otherwise both are None, and row r of logits uses row r of the table.
         row_to_batch = attn_metadata.token_to_batch_idx if batch_idx_list is None else batch_idx_list
         table, page_size = attn_metadata.real_page_table, attn_metadata.page_size
         return adapters.topk_paged(logits, lengths, topk, table, page_size, row_starts, row_to_batch)
@@ -82,7 +86,7 @@ def forward_flashmla_sparse(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention to selected rows of a bf16 array, without adding heads up to 64."""
+    """Compute attention over selected rows of a bf16 array, without padding to 64 heads."""
     if mla_layout(backend.token_to_kv_pool) is None:
         return original(backend, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length, attn_sink)
     lengths = _of_rows(topk_length, q_all)
@@ -101,8 +105,8 @@ def forward_flashmla_kv(
     metadata: Any,
     page_table_1: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention to selected keys of the paged cache, without adding heads up to 64 or 128, and without quantising a
-    bf16 cache beforehand. [tokens, 1, heads, v_head_dim]"""
+    """Return [tokens, 1, heads, v_head_dim]: attention over selected keys of the paged cache. Unlike SGLang's function,
+    do not pad to 64 or 128 heads, and read a bf16 cache without quantising it first."""
     if mla_layout(backend.token_to_kv_pool) is None:
         return original(backend, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
     q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
@@ -113,7 +117,7 @@ def forward_flashmla_kv(
 
 
 def compute_flashmla_metadata(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook of `_compute_flashmla_metadata`. make: the class of its result."""
+    """Return the hook of `_compute_flashmla_metadata`. make: the class of the result."""
 
     def hook(original: Original, backend: Any, cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
         if mla_layout(backend.token_to_kv_pool) is None:
@@ -125,12 +129,12 @@ def compute_flashmla_metadata(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_deterministic(backend: Any) -> bool:
-    """SGLang asks for one split where it is to be deterministic."""
+    """Return whether SGLang runs in deterministic mode, which sets num_splits to 1."""
     return backend.num_splits == 1
 
 
 def _of_rows(lengths: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
-    """How many of each row's selected keys count; None, which is all but those of -1, where they are of other rows."""
+    """Return `lengths` if it has one entry per row, else None. With None, attention reads all indices except -1."""
     return lengths if lengths is not None and len(lengths) == len(rows) else None
 
 
@@ -177,7 +181,7 @@ def get_paged_mqa_logits_metadata(
 def sglangs_paged_mqa_logits_metadata(
     original: Original, seq_lens: torch.Tensor, page_size: int, num_sm: int
 ) -> torch.Tensor:
-    """DeepGEMM's plan where SGLang makes it by a kernel of its own."""
+    """Replace SGLang's own kernel for DeepGEMM's plan."""
     return adapters.get_paged_mqa_logits_metadata(seq_lens, page_size, num_sm)
 
 
@@ -207,13 +211,15 @@ def topk_transform_paged_v2(
 
 
 def kernel_num_heads(original: Original, attention: Any, num_tokens: int) -> int:
-    """How many heads queries have when attention gets them: those that there are, without padding to 64."""
+    """Return the number of heads of the queries passed to attention: that of this GPU, without padding to 64."""
     return attention.n_local_heads
 
 
 def flash_mla_with_kvcache(is_deterministic: Callable[[], bool]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The hook of DeepSeek-V4's attention to windows and selected entries, of caches of 584 bytes a key.
-    is_deterministic: whether SGLang is to be, which this function's arguments do not say."""
+    """Return the hook of DeepSeek-V4's attention over windows and compressed entries in caches with 584 bytes per key.
+
+    is_deterministic  returns whether SGLang runs in deterministic mode; the call's arguments do not show it
+    """
 
     def hook(
         original: Original,
@@ -255,7 +261,7 @@ def flash_mla_with_kvcache(is_deterministic: Callable[[], bool]) -> Callable[...
 
 
 def flash_mla_sparse_fwd(is_deterministic: Callable[[], bool]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The same of prompts."""
+    """Return the hook of DeepSeek-V4's attention in prefill. is_deterministic: as for `flash_mla_with_kvcache`."""
 
     def hook(
         original: Original,

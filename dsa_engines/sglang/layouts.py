@@ -1,4 +1,4 @@
-"""Caches of SGLang's that dsa's kernels read, and what a model needs of them."""
+"""Check whether dsa's kernels can read a model's caches in SGLang, and return the sizes of the model's calls."""
 
 from typing import Any, NamedTuple
 
@@ -6,15 +6,23 @@ import torch
 
 from dsa.kernels.indexer.limits import HEADS, MAX_K
 
-V32_BYTES, V4_BYTES = 656, 584  # of a key in FlashMLA's layouts
+V32_BYTES, V4_BYTES = 656, 584  # bytes per key in FlashMLA's FP8 layouts
 LATENT_DIM, V4_DIM = 576, 512
-INDEX_PAGE = 64  # index keys of a page
+INDEX_PAGE = 64  # index keys per page
 INDEX_DIM = 128
 
 
 class Model(NamedTuple):
-    """What the calls of a model have: heads of this GPU's share, query channels, selected keys; the indexer's heads;
-    the most keys of a sequence; draft tokens that are verified together, 1 without; whether the cache has bytes."""
+    """Sizes of a model's calls.
+
+    heads        query heads on this GPU
+    query_dim    channels per query head
+    topk         selected keys per query
+    index_heads  heads of the indexer
+    keys         largest number of tokens per sequence
+    next_n       draft tokens per sequence that are verified together; 1 without speculation
+    fp8_cache    whether the cache stores bytes
+    """
 
     heads: int
     query_dim: int
@@ -30,12 +38,15 @@ class Model(NamedTuple):
 
 
 class Unsupported(ValueError):
-    """Why a model cannot be served; the message says what was found and what is accepted."""
+    """dsa cannot serve a model. The message names what was found and what is accepted."""
 
 
 def mla_layout(pool: Any) -> str | None:
-    """ "fp8" or "bf16": how DeepSeek-V3.2's latents lie in a pool, or None for a layout that the kernels do not have.
-    Another layout of 576 numbers is FP8 without scales; without rope a key has 528 bytes."""
+    """Return the layout of DeepSeek-V3.2's latents in a pool, "fp8" or "bf16"; None if the kernels do not support it.
+
+    Two unsupported layouts are similar: FP8 without scales also has 576 numbers per key, and FP8 without rope has 528
+    bytes per key.
+    """
     width = getattr(pool, "kv_cache_dim", None)
     if getattr(pool, "index_kpool", None) != 1 or getattr(pool, "qk_rope_head_dim", None) != 64:
         return None
@@ -45,7 +56,8 @@ def mla_layout(pool: Any) -> str | None:
 
 
 def v32_model(runner: Any, tensor_parallel: int, draft_tokens: int) -> Model:
-    """A model of the DSA backend. Raises Unsupported; and AttributeError where the runner lacks what is asked for."""
+    """Return the sizes of a model on the DSA backend. Raise Unsupported if dsa cannot serve it. Raise AttributeError if
+    the runner lacks an attribute that is read here."""
     pool, config = runner.token_to_kv_pool, runner.model_config.hf_config
     layout = mla_layout(pool)
     if layout is None:
@@ -61,7 +73,7 @@ def v32_model(runner: Any, tensor_parallel: int, draft_tokens: int) -> Model:
 
 
 def v4_model(runner: Any, tensor_parallel: int, draft_tokens: int) -> Model:
-    """A model of the DeepSeek-V4 backend; raises as `v32_model` does."""
+    """Return the sizes of a model on the DeepSeek-V4 backend. Raises the same errors as `v32_model`."""
     pool, config = runner.token_to_kv_pool, runner.model_config.hf_text_config
     layout, width = pool.get_swa_key_layout().value, pool.get_swa_key_bytes_per_token()
     if (layout, width) != ("v4", V4_BYTES):

@@ -1,4 +1,4 @@
-"""SGLang's FP8 linear layers on dsa's products."""
+"""SGLang's FP8 linear layers on dsa's GEMMs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 
 from dsa_engines import products
 
-KERNEL = "deepgemm_w8a8_block_fp8_linear_with_fallback"  # SGLang's own on Hopper
+KERNEL = "deepgemm_w8a8_block_fp8_linear_with_fallback"  # SGLang's kernel on Hopper
 
 
 def apply(most_tokens: Callable[[], int]) -> Callable[..., torch.Tensor]:
-    """The hook of `Fp8LinearMethod.apply`. most_tokens: returns the most tokens of a step."""
+    """Return the hook of `Fp8LinearMethod.apply`. most_tokens: returns the largest number of tokens per batch."""
 
     def hook(
         original: Callable[..., torch.Tensor],
@@ -21,7 +21,7 @@ def apply(most_tokens: Callable[[], int]) -> Callable[..., torch.Tensor]:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kernel, scale = method.w8a8_block_fp8_linear, getattr(layer, "weight_scale_inv", None)
-        # `functools.partial` sets how activations are cast.
+        # SGLang may set act_scale_ue8m0, the kind of activation scales, with `functools.partial`.
         function, options = getattr(kernel, "func", kernel), getattr(kernel, "keywords", {})
         if (
             getattr(function, "__name__", None) != KERNEL

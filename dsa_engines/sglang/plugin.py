@@ -1,10 +1,10 @@
-"""SGLang's plugin. It replaces SGLang's functions when SGLang makes an attention backend for a model that dsa serves.
+"""Replace SGLang's functions when SGLang creates an attention backend for a model that dsa serves.
 
 SGLang loads plugins in all of its processes, most of which have no model. So `register` replaces only the functions
-that make the two backends, by SGLang's own registry, and what converts FP4 experts when they are loaded. When a backend
-is made, the GPU, the cache and the model are known, and there are no requests and CUDA graphs yet: functions are looked
-up, kernels are compiled, and SGLang's HookRegistry installs hooks of its type AROUND, which get the function that they
-replace.
+that create the attention backends, in SGLang's registry, and adds hooks to the methods that load and apply FP4 experts.
+When a backend is created, the GPU, the cache and the model are known, and there are no requests or CUDA graphs yet.
+Then the plugin checks SGLang's functions, compiles the kernels, and lets SGLang's HookRegistry install the hooks. They
+have the type AROUND, so each hook gets the function that it replaces.
 """
 
 import functools
@@ -24,16 +24,16 @@ ENGINE = "sglang"
 REGISTRY = "sglang.srt.layers.attention.attention_registry"
 OVERRIDE = f"{REGISTRY}:register_attention_backend"
 PARALLEL, SPECULATION = (f"sglang.srt.runtime_context:{name}" for name in ("get_parallel", "get_spec"))
-# The names of backends in SGLang's registry, and the backend that each stands for.
+# {name in SGLang's registry: attention backend}
 FAMILIES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
 MODELS = {"dsa": layouts.v32_model, "dsv4": layouts.v4_model}
 _logger = logging.getLogger("dsa")
-_decided: dict[str, bool] = {}  # {family: whether it is served}, once that is decided in this process
-_hooked: set[str] = set()  # the functions that have a hook
+_decided: dict[str, bool] = {}  # {family: whether dsa serves it}, for the families that this process has used
+_hooked: set[str] = set()  # paths of functions with a hook
 
 
 def register() -> None:
-    """SGLang's entry point. Does nothing unless DSA_ENGINE=1, and nothing again in a process where it was called."""
+    """Do nothing unless DSA_ENGINE=1. SGLang calls this entry point in each process. Repeated calls change nothing."""
     try:
         ops = enabled_ops(ENGINE)
         if not ops:
@@ -53,18 +53,18 @@ def register() -> None:
     if "experts" in ops and not _hooked:
         try:
             _check("fp4", "experts", is_known)
-            _add_hooks(seams.hooks_of("fp4", ops, is_known))  # which SGLang installs after it has loaded all plugins
+            _add_hooks(seams.hooks_of("fp4", ops, is_known))  # SGLang installs them after it has loaded all plugins
         except (NotFound, layouts.Unsupported) as error:
             _left("FP4 experts", error)
 
 
 def _creator(create: Callable[[Any], Any], family: str, ops: frozenset[str], is_known: bool) -> Callable[[Any], Any]:
-    """SGLang's function that makes a backend, with the hooks installed beforehand."""
+    """Wrap SGLang's function that creates a backend. Install the hooks before the first backend of a family."""
 
     @functools.wraps(create)
     def creator(runner: Any) -> Any:
         if family not in _decided:
-            _decided[family] = False  # which hooks ask while they are installed
+            _decided[family] = False  # read by hooks that are called during the installation
             _decided[family] = _serve(runner, family, ops, is_known)
         return create(runner)
 
@@ -73,8 +73,8 @@ def _creator(create: Callable[[Any], Any], family: str, ops: frozenset[str], is_
 
 
 def _serve(runner: Any, family: str, ops: frozenset[str], is_known: bool) -> bool:
-    """Check SGLang, compile the kernels and install the hooks. Return whether anything runs on dsa; what does not is
-    logged."""
+    """Check SGLang, compile the kernels and install the hooks. Log what stays SGLang's own. Return whether anything
+    runs on dsa."""
     try:
         if reason := backends.why_no_kernels():
             raise layouts.Unsupported(reason)
@@ -82,7 +82,7 @@ def _serve(runner: Any, family: str, ops: frozenset[str], is_known: bool) -> boo
             raise layouts.Unsupported("DSA_BACKEND is reference, and the references are too slow to serve with")
         parallel, speculation = (find(path).value() for path in (PARALLEL, SPECULATION))
         model = MODELS[family](runner, parallel.attn_tp_size, speculation.speculative_num_draft_tokens or 1)
-        # With --enable-cp-decode-attn-tp the GPUs that share a prompt's tokens share the heads of all other batches.
+        # With --enable-cp-decode-attn-tp, GPUs that split the tokens of a prompt split the heads in other batches.
         shares = parallel.attn_cp_size if parallel.enable_cp_decode_attn_tp else 1
         models = [model._replace(heads=heads) for heads in sorted({model.heads, model.heads // shares})]
         device = torch.device(runner.device)
@@ -92,13 +92,13 @@ def _serve(runner: Any, family: str, ops: frozenset[str], is_known: bool) -> boo
             return {op for op in sorted(ops & of_family) if _is_ready(family, op, is_known, models, device)}
 
         of_backend, of_layers = ready(family, models), ready("layers", ())
-        # DeepSeek-V4's scores of a query with fewer keys than are selected stay unwritten; SGLang's top-k reads none.
+        # For a DeepSeek-V4 query with at most top-k keys, SGLang's kernel may write no scores. dsa's top-k reads them.
         if family == "dsv4" and "topk" in of_backend and "scores" not in of_backend:
             of_backend.discard("topk")
             _left("topk", "DeepSeek-V4's is served together with scores only")
         _install(seams.hooks_of(family, of_backend, is_known), family)
         _install(seams.hooks_of("layers", of_layers, is_known), None)
-    except Exception as error:  # a plugin must not end the engine, whatever a changed version does
+    except Exception as error:  # an error in the plugin must not stop the engine
         declined(ENGINE, _reason(error))
         return False
     if served := sorted(of_backend | of_layers):
@@ -107,7 +107,7 @@ def _serve(runner: Any, family: str, ops: frozenset[str], is_known: bool) -> boo
 
 
 def _is_ready(family: str, op: str, is_known: bool, models: Sequence[layouts.Model], device: torch.device) -> bool:
-    """Return whether SGLang has what an op replaces and the op's kernels compile; if not, log the reason."""
+    """Return whether SGLang has the functions that an op needs and the op's kernels compile. If not, log the reason."""
     try:
         _check(family, op, is_known)
         if family == "layers" and seams.is_deterministic():
@@ -138,7 +138,7 @@ def _left(op: str, reason: Exception | str) -> None:
 
 
 def _install(hooks: Mapping[str, Callable[..., Any]], family: str | None) -> None:
-    """Install hooks that are not there yet. Raises NotFound if SGLang did not install all of them."""
+    """Install the hooks that are not installed yet. Raise NotFound if SGLang did not install all of them."""
     added = renamed.add_old_names(hooks)
     before = {path: find(path).value for path in hooks if path not in _hooked}
     _add_hooks({path: _while_serving(hooks[path], family) for path in before})
@@ -149,7 +149,7 @@ def _install(hooks: Mapping[str, Callable[..., Any]], family: str | None) -> Non
 
 
 def _add_hooks(hooks: Mapping[str, Callable[..., Any]]) -> None:
-    """Register hooks, which SGLang installs at the next `apply_hooks`."""
+    """Register hooks. SGLang installs them in its next `apply_hooks`."""
     registry, kind = find(seams.HOOK_REGISTRY).value, find(seams.HOOK_TYPE).value
     for path, hook in hooks.items():
         registry.register(path.replace(":", "."), hook, kind.AROUND)
@@ -157,7 +157,7 @@ def _add_hooks(hooks: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def _while_serving(hook: Callable[..., Any], family: str | None) -> Callable[..., Any]:
-    """The hook while its family is served (None: while any family is), else the function that it replaces."""
+    """Wrap a hook so that it calls the original function unless dsa serves its family. family None: any family."""
 
     @functools.wraps(hook)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Index scores of sgl-deep-gemm 0.2.5 under the names that SGLang 0.5.23 calls.
+"""Define the index scores of sgl-deep-gemm 0.2.5 under the names that SGLang 0.5.23 calls.
 
-sgl-deep-gemm 0.2.5 has no `fp8_mqa_logits` and no `fp8_paged_mqa_logits`. Its `fp8_fp4_mqa_logits` and
-`fp8_fp4_paged_mqa_logits` take q as a pair (q, None), begin each row at the query's first key, and leave what lies
-outside [ks, ke) undefined: max_seqlen_k must be given, and clean_logits is gone.
+sgl-deep-gemm 0.2.5 has `fp8_fp4_mqa_logits` and `fp8_fp4_paged_mqa_logits` instead of `fp8_mqa_logits` and
+`fp8_paged_mqa_logits`. They take q as a pair (q, None) and have no clean_logits. `fp8_fp4_mqa_logits` requires
+max_seqlen_k: column 0 is the query's first key, and scores outside [ks, ke) are undefined.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +56,7 @@ def _fp8_paged_mqa_logits(renamed: Function) -> Function:
 
 
 class Renamed(NamedTuple):
-    """path: of the function in sgl-deep-gemm 0.2.5; parameters: its own; under_old_name: makes the old function."""
+    """path, parameters: of the function in sgl-deep-gemm 0.2.5. under_old_name: makes the old function from it."""
 
     path: str
     parameters: Sequence[str]
@@ -84,17 +84,17 @@ def _exists(path: str) -> bool:
 
 
 def is_renamed(path: str) -> bool:
-    """Whether only the new name of this function exists."""
+    """Return whether this function exists only under its new name."""
     return path in RENAMED and not _exists(path) and _exists(RENAMED[path].path)
 
 
 def installed(path: str, parameters: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """(path, parameters) of the function that is installed under the old name or the new one."""
+    """Return (path, parameters) of the installed function, which has the old or the new name."""
     return RENAMED[path][:2] if is_renamed(path) else (path, parameters)
 
 
 def add_old_names(paths: Iterable[str]) -> list[str]:
-    """Define the renamed ones of these functions under their old names, too, and return their paths."""
+    """Also define the renamed ones of these functions under their old names. Return the old paths."""
     added = [*filter(is_renamed, paths)]
     for path in added:
         owner, name, _ = find(RENAMED[path].path)

@@ -1,8 +1,8 @@
-"""Which of SGLang's functions are replaced, and by what.
+"""The SGLang functions that the plugin replaces, and their hooks.
 
-`SEAMS` has them for each of SGLang's two attention backends of these models, by op. `CALL_SITES` has the calls that
-they are for; a test compares it with SGLang's source. `signatures.json` has the parameters of every function that is
-replaced, as they are in the version that was tested.
+`SEAMS` lists them per attention backend and op, `OF_LAYERS` for layers of any backend. `CALL_SITES` lists the calls
+that reach them; a test compares the list with SGLang's source. `signatures.json` has the parameters of these functions
+and of others that the plugin calls, in the tested version.
 """
 
 import functools
@@ -44,25 +44,25 @@ HOOK_TYPE = "sglang.srt.plugins.hook_registry:HookType"
 
 
 def _is_fused() -> bool:
-    """SGLang's own switch between selections as cache slots and as positions."""
+    """Return SGLang's setting: whether top-k is fused with the mapping of positions to cache slots or rows."""
     return _environ().SGLANG_DSA_FUSE_TOPK.get()
 
 
 def is_deterministic() -> bool:
-    """Return whether a sequence must not depend on its batch (`--enable-deterministic-inference`)."""
+    """Return whether results must not depend on the batch (`--enable-deterministic-inference`)."""
     return find(EXECUTION).value().deterministic.enable_deterministic_inference
 
 
 @functools.cache
 def _most_tokens() -> int:
-    """The most tokens of a batch."""
+    """Return the largest number of tokens per batch."""
     schedule = find(SCHEDULE).value()
     chunk = schedule.chunked_prefill_size
     return chunk if chunk and chunk > 0 else schedule.max_prefill_tokens
 
 
 def _keeps_fp4() -> bool:
-    """Return whether dsa serves the FP4 experts of the process's model, which must be a DeepSeek-V4."""
+    """Return whether dsa serves the FP4 experts of this process's model. Only DeepSeek-V4 is served."""
     has_kernels = backends.why_no_kernels() is None and backends.backend() != "reference"
     return has_kernels and not is_deterministic() and find(MODEL).value().hf_config.model_type == "deepseek_v4"
 
@@ -76,7 +76,7 @@ def _compute_flashmla_metadata() -> Callable[..., Any]:
     return hooks.compute_flashmla_metadata(find(PLAN_CLASS).value)
 
 
-# backend -> op -> function -> what makes the hook.
+# {op: {SGLang function: function that makes its hook}}, for the attention backends "dsa" (V32) and "dsv4" (V4).
 Makers = dict[str, Callable[[], Callable[..., Any]]]
 V32: dict[str, Makers] = {
     "scores": {
@@ -109,14 +109,14 @@ V4: dict[str, Makers] = {
         f"{V4_MODEL}:MqaAttentionBase._kernel_num_heads": lambda: hooks.kernel_num_heads,
     },
 }
-# Of all models that are served, whatever their attention backend.
+# For both attention backends.
 LAYERS: dict[str, Makers] = {
     "experts": {
         f"{FP8}:Fp8MoEMethod.apply": lambda: experts.apply(experts.fp8_weights, find(RESULT).value, _most_tokens),
     },
     "linear": {f"{FP8}:Fp8LinearMethod.apply": lambda: linear.apply(_most_tokens)},
 }
-# Replaced when the plugin is loaded, because weights are converted before there is an attention backend.
+# Replaced when the plugin is loaded, because SGLang converts weights before it creates an attention backend.
 FP4: dict[str, Makers] = {
     "experts": {
         **{
@@ -129,9 +129,9 @@ FP4: dict[str, Makers] = {
         },
     }
 }
-SEAMS = {"dsa": V32, "dsv4": V4}  # by attention backend
+SEAMS = {"dsa": V32, "dsv4": V4}  # per attention backend
 OF_LAYERS = {"layers": LAYERS, "fp4": FP4}
-# What runs in versions that were not tested, after a comparison at the first call.
+# On untested SGLang versions, only these functions are replaced, after a comparison at the first call.
 COMPARED_AT_FIRST = frozenset(
     {
         f"{CLASS}._forward_flashmla_sparse",
@@ -140,7 +140,7 @@ COMPARED_AT_FIRST = frozenset(
         f"{FP8}:Fp8LinearMethod.apply",
     }
 )
-# {function that an op's hooks call, or whose class they make, in addition}
+# {(family, op): what the op's hooks need in addition to the replaced functions}
 NEEDED = {
     ("dsa", "topk"): (ENVIRON,),
     ("dsa", "attention"): (PLAN_CLASS,),
@@ -157,7 +157,7 @@ METADATA = f"{ATTENTION}.dsa.dsa_indexer_metadata"
 V4_INDEXER = f"{ATTENTION}.dsv4.indexer"
 V4_METADATA = f"{ATTENTION}.dsv4.metadata"
 V4_BACKEND = f"{ATTENTION}.deepseek_v4_backend"
-# (module, function there, what it reads): the calls that the replacements are for.
+# (module, function in it, name that the function reads): the calls that reach the replaced functions.
 CALL_SITES = (
     (INDEXER, "Indexer._get_topk_ragged", "resolve_fp8_mqa_logits_fn"),
     (INDEXER, "Indexer._get_topk_paged", "resolve_fp8_paged_mqa_logits_fn"),
@@ -204,7 +204,7 @@ CALL_SITES = (
 
 
 def check(family: str, op: str) -> None:
-    """Raise NotFound where SGLang lacks something that an op of SEAMS or OF_LAYERS needs, or has it in another form."""
+    """Raise NotFound if a function that an op of SEAMS or OF_LAYERS needs is missing or has other parameters."""
     replaced, needed = (SEAMS | OF_LAYERS)[family][op], NEEDED.get((family, op), ())
     for path in (*replaced, *needed, f"{HOOK_REGISTRY}.register", f"{HOOK_REGISTRY}.apply_hooks", HOOK_TYPE):
         if path in SIGNATURES:
@@ -214,8 +214,8 @@ def check(family: str, op: str) -> None:
 
 
 def hooks_of(family: str, ops: frozenset[str], is_known: bool) -> dict[str, Callable[..., Any]]:
-    """Return {function: its hook} of these ops. is_known: whether the version of SGLang was tested; if not, the hooks
-    are compared with SGLang's functions at their first call."""
+    """Return {function: hook} for these ops. is_known: whether this SGLang version was tested. If not, return only the
+    hooks in COMPARED_AT_FIRST, which are compared with SGLang's functions at their first call."""
     makers = (SEAMS | OF_LAYERS)[family]
     found = {path: (op, make) for op in sorted(ops) if op in makers for path, make in makers[op].items()}
     if is_known:

@@ -1,5 +1,6 @@
-"""Compiling what a model will call, before it does: no request waits for a compiler, and no CUDA graph is captured
-while one runs. Every adapter is called with small tensors of the kinds and shapes that choose between kernels.
+"""Compile the kernels of `scores`, `topk` and `attention` before the model calls them, so that nothing compiles during
+a request or a CUDA graph capture. The functions call adapters with small tensors whose shapes and dtypes cover all
+kernels that the model can need.
 """
 
 from collections.abc import Iterator
@@ -14,15 +15,15 @@ from dsa_engines.sglang import adapters
 from dsa_engines.sglang.layouts import INDEX_DIM, INDEX_PAGE, V4_BYTES, V32_BYTES, Model
 
 BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
-PADDED_HEADS = 32  # SGLang's prefill adds heads to an indexer that has fewer
-DRAFT_HEADS = 64  # of the queries of DeepSeek-V4's draft model
-MOST_COLUMNS = 65536  # of scores; with more, no other kernels are chosen
-V4_WINDOW, V4_RATIO = 128, 128  # keys of a window; tokens of an entry of the layers that select none
+PADDED_HEADS = 32  # in prefill, SGLang pads an indexer with fewer heads to this number
+DRAFT_HEADS = 64  # SGLang's draft model for DeepSeek-V4 (DSpark) pads queries with fewer heads to this number
+MOST_COLUMNS = 65536  # wider rows of scores use the same kernels
+V4_WINDOW, V4_RATIO = 128, 128  # keys per window; tokens per compressed entry in layers without an indexer
 V4_PAGE = 64
 
 
 def warm_up(model: Model, ops: frozenset[str], device: torch.device | str) -> None:
-    """Calls the adapters of these ops as the model will. Raises what they raise."""
+    """Call the adapters of these ops as the model will. Exceptions of the adapters propagate."""
     with torch.device(device), torch.no_grad():
         if "scores" in ops:
             _scores(model)
@@ -41,7 +42,7 @@ def _scores(model: Model) -> None:
     heads = model.index_heads if model.is_v4 else max(model.index_heads, PADDED_HEADS)
     kv = torch.zeros(INDEX_PAGE, INDEX_DIM, dtype=E4M3), torch.ones(INDEX_PAGE)
     q, weights = torch.zeros(1, heads, INDEX_DIM, dtype=E4M3), torch.zeros(1, heads)
-    columns = INDEX_PAGE if model.is_v4 else 0  # DeepSeek-V4's rows begin at the query's first key
+    columns = INDEX_PAGE if model.is_v4 else 0  # in DeepSeek-V4, column 0 is the query's first key
     adapters.fp8_mqa_logits(q, kv, weights, one - 1, one, False, columns)
     cache, table = torch.zeros(1, INDEX_PAGE, 1, INDEX_DIM + 4, dtype=torch.uint8), torch.zeros(1, 1, dtype=INT32)
     together = {1} if model.is_v4 else {1, model.next_n}
@@ -54,15 +55,15 @@ def _scores(model: Model) -> None:
 
 
 def _topk(model: Model) -> None:
-    """Kernels follow from the number of rows, against that of multiprocessors, and from how long rows are."""
-    # Prompts of V3.2 and GLM-5 have columns for the keys of all sequences of a batch, which may be more than a context.
+    """The kernel depends on the number of rows relative to the number of SMs, and on the row length."""
+    # In prefill of V3.2 and GLM-5, rows have columns for the keys of all sequences, possibly more than one context.
     keys = model.keys if model.is_v4 else max(model.keys, MOST_COLUMNS)
     for rows, columns in topk_shapes(keys, dsa.num_sms(torch.empty(0).device)):
         adapters.topk(torch.zeros(1, columns).expand(rows, columns), torch.zeros(rows, dtype=INT32), model.topk)
 
 
 def topk_shapes(keys: int, num_sms: int) -> Iterator[tuple[int, int]]:
-    """(rows, columns) of scores, of contexts of up to so many keys, for each of which another kernel may be chosen."""
+    """Yield (rows, columns) of scores that cover all top-k kernels for contexts of up to `keys` keys."""
     for rows in sorted({1, *(num_sms // parts + 1 for parts in (8, 4, 2, 1))}):
         for columns in sorted({min(-(-keys // 256) * 256, MOST_COLUMNS >> halved) for halved in range(4)}):
             yield rows, columns
@@ -85,14 +86,15 @@ def _grouped_prompts(model: Model) -> None:
 
 
 def v4_widths(model: Model) -> list[int]:
-    """How many entries queries read besides windows: those selected, and all of the layers that select none."""
+    """Return the largest numbers of compressed entries that a query reads in addition to its window: selected entries,
+    and all entries in layers without an indexer, rounded up to pages."""
     return sorted({model.topk, -(-model.keys // (V4_RATIO * V4_PAGE)) * V4_PAGE})
 
 
 def _v4_attention(model: Model) -> None:
-    """Over windows alone, and with selected entries or with all entries of the layers that select none."""
+    """Attend to windows alone, to windows and selected entries, and to windows and all entries of layers without an
+    indexer."""
     sink = torch.zeros(model.heads)
-    # SGLang's draft model pads its queries' heads by itself.
     drafting = model.next_n > 1 and model.heads < DRAFT_HEADS
     q, kv = torch.zeros(1, model.heads, 512, dtype=BF16), torch.zeros(1, 1, 512, dtype=BF16)
     adapters.sparse_prefill(q, kv, torch.zeros(1, 1, V4_WINDOW, dtype=INT32), 1.0, attn_sink=sink)

@@ -1,7 +1,7 @@
-"""vLLM's calls of its kernels, with its names, parameters and buffers, as calls of the ops of dsa.
+"""vLLM's kernel calls with its names, parameters and buffers, implemented with dsa's ops.
 
-Nothing here imports vLLM. Index scores over contiguous and paged keys and their plan need no function of their own:
-vLLM calls DeepGEMM's, which `dsa.compat.deep_gemm` has. Errors are those of the ops.
+This module does not import vLLM. It has no index scores and plans: vLLM calls DeepGEMM's functions for them, which
+`dsa.compat.deep_gemm` has. The functions raise the errors of the ops.
 """
 
 import functools
@@ -13,18 +13,18 @@ import dsa
 from dsa.kernels.indexer.limits import NEXT_N
 
 HEAD_DIM_V = 512
-# For so many heads a GPU the engine's kernel that makes V4's queries is compiled; fewer are padded up to one of these.
+# Numbers of heads per GPU for which vLLM's kernel for V4's queries is compiled. Others are padded to the next of these.
 V4_HEADS = (8, 16, 32, 64, 128)
 
 
 def schedule_slots(num_sms: int, next_n: int) -> int:
-    """How many parts a plan of paged scores has: one for each multiprocessor, for any number of queries a sequence.
-    The engine halves them for 4 queries, since two of its CTAs then share a task."""
+    """Return the number of tasks in a plan of paged scores: one per SM, for any next_n. For next_n 4, vLLM's own
+    function returns half, because its kernel then runs a task on two CTAs."""
     return num_sms
 
 
 def native_next_n_supported(next_n: int) -> bool:
-    """Whether paged scores take so many queries of a sequence at once, which then share the reads of its keys."""
+    """Return whether paged scores support next_n queries per sequence, which then share the reads of its keys."""
     return next_n in NEXT_N
 
 
@@ -35,13 +35,13 @@ def gather_keys(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
 ) -> None:
-    """The index keys of several sequences, from their pages into one row after the other.
+    """Copy the index keys of several sequences from their pages to consecutive rows.
 
-    kv_cache     [pages, P, D + 4] uint8: P x D e4m3 and then P fp32 scales a page
-    dst_k        [N, D] e4m3 or bytes, from a multiple of 16 bytes on: where they go, and 0 behind the last sequence
-    dst_scale    [N, 4] bytes of fp32, from a multiple of 4 bytes on: the same of their scales
+    kv_cache     [pages, P, D + 4] uint8: a page has P x D e4m3, then P fp32 scales
+    dst_k        [N, D] e4m3 or bytes, at a multiple of 16 bytes: receives the keys; rows after the last sequence are 0
+    dst_scale    [N, 4] bytes of fp32, at a multiple of 4 bytes: receives the scales in the same way
     block_table  [B, max_pages] int32
-    cu_seq_lens  [B + 1] int32: where each sequence's keys begin among the N rows
+    cu_seq_lens  [B + 1] int32: first row of each sequence's keys
     """
     slots = dsa.slot_mapping(block_table, cu_seq_lens, None, len(dst_k), kv_cache.shape[1])
     k, k_scale = dst_k.view(torch.float8_e4m3fn), dst_scale.view(torch.float32).squeeze(1)
@@ -58,8 +58,8 @@ def topk_prefill(
     stride1: int,
     topk_tokens: int,
 ) -> None:
-    """raw_topk_indices [num_rows, topk_tokens], rows any distance apart: the best columns of logits from
-    cu_seqlen_ks[t] up to cu_seqlen_ke[t], counted from the first, -1 where there are fewer."""
+    """Write to raw_topk_indices [num_rows, topk_tokens], with any row stride, the best of the columns
+    [cu_seqlen_ks[t], cu_seqlen_ke[t]) of logits. Indices are relative to cu_seqlen_ks[t]; missing ones are -1."""
     lengths = cu_seqlen_ke - cu_seqlen_ks
     dsa.topk_indices(logits, topk_tokens, starts=cu_seqlen_ks, lengths=lengths, out=raw_topk_indices)
 
@@ -67,14 +67,17 @@ def topk_prefill(
 def topk_decode(
     logits: torch.Tensor, seq_lens: torch.Tensor, next_n: int, topk_indices: torch.Tensor, topk_tokens: int
 ) -> None:
-    """topk_indices [B * next_n, topk_tokens], rows any distance apart: the best of each row's keys, -1 where there are
-    fewer. seq_lens [B, next_n]: the keys of each query; or [B] or [B, 1]: those of a sequence, of whose queries each
-    sees one key more than the one before it."""
+    """Write to topk_indices [B * next_n, topk_tokens], with any row stride, the best keys of each row; missing ones are
+    -1.
+
+    seq_lens  [B, next_n]: keys per query. Or [B] or [B, 1]: keys of a sequence's last query; each earlier query has
+              one key less than the next
+    """
     dsa.topk_indices(logits, topk_tokens, lengths=row_lengths(seq_lens, next_n, len(logits)), out=topk_indices)
 
 
 def row_lengths(seq_lens: torch.Tensor, next_n: int, rows: int) -> torch.Tensor:
-    """int32 [rows]: how many keys each row of scores has."""
+    """Return int32 [rows]: the number of keys per row of scores."""
     if seq_lens.numel() == rows:
         return seq_lens.reshape(-1)
     steps = torch.arange(1 - next_n, 1, dtype=torch.int32, device=seq_lens.device)
@@ -82,7 +85,7 @@ def row_lengths(seq_lens: torch.Tensor, next_n: int, rows: int) -> torch.Tensor:
 
 
 def topk_forward(original: Callable[..., None]) -> Callable[..., None]:
-    """`SparseIndexerTopk.forward`: `topk_decode`, unless the user chose one of the engine's kernels by name."""
+    """Return a `SparseIndexerTopk.forward` that calls `topk_decode`, unless the user named one of vLLM's kernels."""
 
     @functools.wraps(original)
     def forward(
@@ -104,9 +107,9 @@ def topk_forward(original: Callable[..., None]) -> Callable[..., None]:
 def fp8_attention(
     q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, s_q, H, 512], lse [B, H, s_q]) of q [B, s_q, H, 576] over the selected keys of pages of bytes.
+    """Return (out [B, s_q, H, 512], lse [B, H, s_q]) of q [B, s_q, H, 576] over the selected keys of an FP8 cache.
 
-    cache    [pages, P, 656] of any dtype of one byte
+    cache    [pages, P, 656], any one-byte dtype
     indices  [B, s_q, K] int32, page * P + offset; -1 is no key
     """
     return dsa.flash_mla_with_kvcache(
@@ -131,12 +134,12 @@ def bf16_attention(
     heads: int,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, heads, 512], lse [T, heads]) of the first heads of q [T, at least heads, d] over selected rows.
+    """Return (out [T, heads, 512], lse [T, heads]) of the first `heads` heads of q [T, H, d] over the selected rows.
 
-    kv           [.., d] bf16, rows
+    kv           [..., d] bf16
     indices      [T, K] int32: rows of kv; -1 is no key
     topk_length  [T] int32 or None: only the first topk_length[t] indices count
-    out          [T, at least heads, 512], of which the first heads are written, or None
+    out          [T, H, 512], whose first `heads` heads are written, or None
     """
     out, _, lse = dsa.flash_mla_sparse_fwd(
         q[:, :heads],
@@ -162,8 +165,8 @@ def v4_attention(
     is_fp8_kvcache: bool = False,
     **sparse: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`flash_mla_with_kvcache` over V4's window and compressed entries. What plans the engine's kernel is left unused
-    and unchanged: of selected keys dsa needs no plan."""
+    """Call `dsa.flash_mla_with_kvcache` over V4's window and compressed entries. vLLM's plan is neither read nor
+    written, because dsa needs no plan for selected keys."""
     return dsa.flash_mla_with_kvcache(
         *(q, k_cache, block_table, cache_seqlens, head_dim_v, None, num_splits, softmax_scale, causal, is_fp8_kvcache),
         **sparse,
@@ -180,12 +183,12 @@ def v4_prefill(
     topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`flash_mla_sparse_fwd`. The engine's batch-invariant mode does not admit its sparse attention."""
+    """Call `dsa.flash_mla_sparse_fwd`, never batch-invariant: vLLM's batch-invariant mode excludes sparse attention."""
     return dsa.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
 
 def v4_heads(num_heads: int) -> int:
-    """The heads of V4's queries that the engine allocates and its kernel fills: the fewest that it can."""
+    """Return the number of heads to which V4's queries are padded: the smallest that vLLM's kernel supports."""
     found = next((heads for heads in V4_HEADS if num_heads <= heads), None)
     if found is None:
         raise ValueError(f"num_heads: a GPU can have at most {V4_HEADS[-1]}, got {num_heads}")

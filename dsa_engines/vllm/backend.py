@@ -1,9 +1,9 @@
-"""vLLM's FLASHMLA_SPARSE, under its own name, on the ops of dsa. Only vLLM imports this module, by its path.
+"""vLLM's attention backend FLASHMLA_SPARSE on dsa's ops, under the same name. vLLM imports this module by its path.
 
-What differs from the backend that it derives from: queries keep their heads, which that one pads to 64 or 128; and
-prompts of a cache of bytes are attended to as bf16 whatever the number of heads, which that one does from 32 heads on
-and treats as decoding below. With decode context parallelism the latter stays, since only that path returns the LSE of
-every token.
+Differences from vLLM's backend:
+- Queries keep their number of heads. vLLM pads it to 64 or 128.
+- Prefill over an FP8 cache always converts the keys to bf16. With fewer than 32 heads, vLLM computes prefill as decode.
+  With decode context parallelism this stays so, because only that path returns the LSE of every token.
 """
 
 import torch

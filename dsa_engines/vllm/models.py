@@ -1,4 +1,4 @@
-"""Which models of vLLM's the plugin serves, and the sizes of the calls that one makes."""
+"""Check whether the plugin serves a vLLM configuration, and return the sizes of the model's calls."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,41 +8,40 @@ import torch
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_K, NEXT_N
 from dsa.runtime import backends
 
-# model_type of the configuration -> the channels of a query of its sparse attention. Other models of vLLM share parts
-# of these models' code and have caches that dsa has no kernels for: DeepSeek-V4.1's keys of 528 and 288 bytes, the
-# pooled index keys of GLM-5.3.
+# {model_type: query channels in sparse attention}. Other vLLM models share code with these, but dsa has no kernels for
+# their caches: DeepSeek-V4.1 has keys of 528 and 288 bytes, and GLM-5.3 has pooled index keys.
 QUERY_DIMS = {"deepseek_v32": 576, "glm_moe_dsa": 576, "deepseek_v4": 512}
-# How vLLM calls its caches of bf16, and of bytes of which a key has 656 or, in V4, 584. "auto" is bytes in V4 and bf16
-# elsewhere.
+# vLLM's names for its bf16 caches and, below, for its FP8 caches, which have 656 bytes per key (V4: 584). "auto" means
+# FP8 in V4 and bf16 in the other models.
 BF16_CACHES = ("bfloat16",)
-BACKEND = "FLASHMLA_SPARSE"  # of vLLM's attention
+BACKEND = "FLASHMLA_SPARSE"  # the vLLM attention backend that dsa replaces
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 CHOSEN_FOR = (
     "fp8",
     "fp8_ds_mla",
-)  # caches for which V3.2's and GLM-5's attention is that backend, if none is asked for
+)  # with these caches, vLLM selects BACKEND by default for V3.2 and GLM-5
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What decides which kernels a model needs."""
+    """Sizes that determine which kernels a model needs."""
 
     index_heads: int
     index_head_dim: int
     topk: int
-    heads: int  # of a query on a GPU: those of several GPUs where these share the keys
+    heads: int  # query heads on this GPU; with decode context parallelism, those of the whole group
     query_dim: int
-    head_dims: tuple[int, int, int]  # channels of a head's keys without and with rope, and of its values; 0 in V4
-    fp8_cache: bool  # the attention's keys are bytes
-    next_n: int  # the most queries of a sequence that decoding computes together; 1 if it never does
-    keys: int  # the most that a query has scores of
-    compressed: int  # in V4, the most entries of 128 tokens that a query has, else 0
-    window: int  # in V4, how many of the latest tokens a query has, else 0
-    tokens: int  # the most of a step
+    head_dims: tuple[int, int, int]  # nope, rope and value channels per head in multi-head attention; 0 in V4
+    fp8_cache: bool  # the cache of attention stores bytes
+    next_n: int  # largest number of queries per sequence that decode scores together, or 1
+    keys: int  # largest number of index keys per query
+    compressed: int  # in V4, largest number of entries of 128 tokens per query; else 0
+    window: int  # in V4, tokens in the sliding window; else 0
+    tokens: int  # largest number of tokens per step
 
 
 def selects_keys(config: Any) -> bool:
-    """Whether a model has an indexer, and so calls what is replaced; True if the configuration does not say."""
+    """Return whether the model has an indexer; True if the configuration does not say."""
     try:
         return hasattr(config.model_config.hf_text_config, "index_topk")
     except AttributeError:
@@ -50,10 +49,10 @@ def selects_keys(config: Any) -> bool:
 
 
 def unsupported(config: Any) -> str | None:
-    """None for a configuration of vLLM's whose model can run on dsa, on the current GPU; else what it lacks."""
+    """Return why dsa cannot serve this vLLM configuration on the current GPU; None if it can."""
     if reason := backends.why_no_kernels():
         return reason
-    if backends.backend() == "reference":  # which waits for the GPU, and cannot be captured
+    if backends.backend() == "reference":  # it synchronises with the GPU, so CUDA graphs cannot capture it
         return "DSA_BACKEND is reference, and an engine is served by kernels alone"
     model = config.model_config
     hf = model.hf_text_config
@@ -84,10 +83,10 @@ def unsupported(config: Any) -> str | None:
 
 
 def other_attention(config: Any) -> str | None:
-    """None where the attention that vLLM chooses for a configuration that is supported is the one that is replaced;
-    else which one it is, and what asks for that."""
+    """Return why attention of this supported configuration does not use the backend that dsa replaces; None if it
+    does."""
     attention, v4 = config.attention_config, config.model_config.hf_config.model_type == "deepseek_v4"
-    # V4 does not look at the kinds.
+    # V4 ignores backend_per_kind.
     chosen = attention.backend if v4 else attention.backend_per_kind.get("mla_attention", attention.backend)
     if chosen:
         accepted = {BACKEND, f"{BACKEND}_DSV4"} if v4 else {BACKEND}
@@ -107,7 +106,7 @@ def writes_scores(config: Any, ops: frozenset[str]) -> str | None:
 
 
 def calls_of(config: Any) -> Calls:
-    """The sizes of the calls of a configuration that is supported."""
+    """Return the sizes of the calls of a supported configuration."""
     model, scheduler = config.model_config, config.scheduler_config
     hf, v4 = model.hf_text_config, model.hf_config.model_type == "deepseek_v4"
     next_n, parallel = 1 + config.num_speculative_tokens, config.parallel_config

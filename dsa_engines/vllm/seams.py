@@ -1,8 +1,8 @@
-"""Which attributes of vLLM are replaced, and by what.
+"""The vLLM attributes that the plugin replaces, and their replacements.
 
-All of them are module globals or class attributes that vLLM reads anew at each call. `CALL_SITES` lists these calls; a
-test compares the list with vLLM's source. `signatures.json` has the parameters of every function that is replaced,
-overridden or relied upon, in the version that was tested.
+All of them are module globals or class attributes that vLLM looks up again at each use. `CALL_SITES` lists these uses;
+a test compares the list with vLLM's source. `signatures.json` has the parameters of all functions that the plugin
+replaces, overrides or calls, in the tested version.
 """
 
 import json
@@ -44,7 +44,7 @@ V32_LAYER = "vllm.models.deepseek_v32.attention"
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
-# {part: {attribute: function that makes its replacement from the present value and the sizes of the model's calls}}
+# {part: {attribute: function that makes the replacement from the current value and the sizes of the model's calls}}
 Maker = Callable[[Any, Calls], Any]
 REPLACED: dict[str, dict[str, Maker]] = {
     "scores": {
@@ -66,7 +66,7 @@ REPLACED: dict[str, dict[str, Maker]] = {
             lambda cls, num_heads: adapters.v4_heads(num_heads)
         ),
     },
-    # After `scores` and `topk`, whose functions it calls for short contexts.
+    # After `scores` and `topk`: for short contexts, `select` calls their functions.
     "select": {
         f"{DEEP_GEMM}:_fp8_fp4_mqa_logits_impl": lambda found, calls: select.mqa_logits(found),
         f"{OPS}:top_k_per_row_prefill": lambda found, calls: select.topk_prefill(found),
@@ -93,7 +93,7 @@ REPLACED: dict[str, dict[str, Maker]] = {
         ),
     },
 }
-# In versions that were not tested: compared at the first call (COMPARED_AT_FIRST), or left to vLLM (NOT_COMPARED).
+# On untested vLLM versions: compared at the first call (COMPARED_AT_FIRST), or not replaced (NOT_COMPARED).
 COMPARED_AT_FIRST = frozenset(
     {
         f"{SPARSE_MLA}:SparseMLACommonImpl.forward_mha",
@@ -108,7 +108,7 @@ BACKEND_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseBackend"
 BUILDER_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseMetadataBuilder"
 IMPL_CLASS = f"{FLASHMLA_SPARSE}:FlashMLASparseImpl"
 V4_CLASS = f"{V4}:DeepseekV4FlashMLAAttention"
-# {part: functions, in addition to the replaced ones, whose parameters must be those of the tested version}
+# {part: functions that are not replaced, but must also have the parameters of the tested version}
 NEEDED: dict[str, tuple[str, ...]] = {
     "scores": (
         f"{DEEP_GEMM}:_lazy_init",
@@ -132,7 +132,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "experts": (f"{MXFP4}:Mxfp4MoEMethod._build_moe_kernel",),
     "linear": (),
 }
-# (module, function there, what it reads): the calls that the replacements are for.
+# (module, function in it, name that the function reads): where vLLM reads what the plugin replaces or overrides.
 CALL_SITES = (
     (DEEP_GEMM, "fp8_fp4_mqa_logits", "_fp8_fp4_mqa_logits_impl"),
     (DEEP_GEMM, "fp8_fp4_paged_mqa_logits", "_fp8_fp4_paged_mqa_logits_impl"),
@@ -173,11 +173,11 @@ CALL_SITES = (
 
 
 def check(part: str) -> None:
-    """Raise NotFound where vLLM lacks something that a part needs, or has it in another form."""
+    """Raise NotFound if an attribute that a part needs is missing or differs from the tested version."""
     for path in REPLACED[part]:
         find(path)
     for path in (*REPLACED[part], *NEEDED[part]):
-        if path in SIGNATURES:  # the others are variables that hold functions, which are set later
+        if path in SIGNATURES:  # the others are variables that vLLM sets to functions later
             check_parameters(path, SIGNATURES[path])
     if part == "attention":
         enum = find(f"{REGISTRY}:AttentionBackendEnum").value
@@ -190,8 +190,8 @@ def check(part: str) -> None:
 
 
 def replacements(parts: frozenset[str], calls: Calls, is_known: bool = True) -> dict[str, Any]:
-    """Return {attribute: replacement} of these parts. is_known: whether the version of vLLM was tested; if
-    not, parts that need a layer of the model are compared with vLLM's own at their first call."""
+    """Return {attribute: replacement} for these parts. is_known: whether this vLLM version was tested. If not, leave
+    out NOT_COMPARED, and compare COMPARED_AT_FIRST with vLLM's functions at their first call."""
     new: dict[str, Any] = {}
     for part, makers in REPLACED.items():
         for path, make in makers.items() if part in parts else ():
