@@ -13,11 +13,24 @@ from dsa_engines.replacements import NotFound
 _logger = logging.getLogger("dsa")
 
 
-def compared(original: Callable[..., Any], new: Callable[..., Any], part: str, engine: str) -> Callable[..., Any]:
-    """Call both functions until the engine's result is not zero and no CUDA graph is captured. Then keep `new` if the
-    results agree, else `original`, with a line in the log."""
+class _Declined(Exception):
+    """A replacement would call the engine's function."""
+
+
+def _declines(*args: Any, **kwargs: Any) -> None:
+    raise _Declined
+
+
+def compared(
+    original: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]], part: str, engine: str
+) -> Callable[..., Any]:
+    """Call an engine's function and its replacement until the engine's result is not zero and no CUDA graph is
+    captured. Then keep the replacement if the results agree, else `original`, with a line in the log.
+
+    make  returns the replacement of a function, which calls it for what dsa does not serve; such calls decide nothing
+    """
     chosen: list[Callable[..., Any]] = []
-    signature = inspect.signature(original)
+    signature, new = inspect.signature(original), make(_declines)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -33,6 +46,8 @@ def compared(original: Callable[..., Any], new: Callable[..., Any], part: str, e
         try:  # first, because an engine's function may write to its inputs
             result = new(*bound.args, **bound.kwargs)
             found = _tensor(bound.arguments["output"] if result is None else result)
+        except _Declined:
+            return original(*args, **kwargs)
         except Exception as error:
             failed = error
         result = original(*args, **kwargs)
@@ -43,7 +58,7 @@ def compared(original: Callable[..., Any], new: Callable[..., Any], part: str, e
             if failed is not None:
                 raise failed
             agree(part, found, expected)
-            chosen.append(new)
+            chosen.append(make(original))
         except Exception as error:
             _logger.warning("dsa: %s: %s; %s stays the engine's own", engine, " ".join(str(error).split()), part)
             chosen.append(original)

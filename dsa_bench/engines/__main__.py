@@ -4,11 +4,10 @@ Prints a line of JSON per load: the medians of each side, and how many times fas
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
-from dsa_bench.engines.command import add_engine, check_engine, json_object, positive
+from dsa_bench.engines.command import add_engine, check_engine, json_object, positive, print_rows
 from dsa_bench.engines.rows import SIZES, all_loads, rows
 
 
@@ -29,9 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--only: got {args.only!r}; the loads are {', '.join(map(repr, dict.fromkeys(names)))}")
     check_engine(parser, args)
     run = {"only": args.only, "rounds": args.rounds, "trace": args.trace, "logs": args.logs}
-    for row in rows(args.engine, models, options=args.options, **run):
-        print(json.dumps(row), flush=True)
-    return 0
+    return print_rows(rows(args.engine, models, options=args.options, **run))
 
 
 if __name__ == "__main__":

@@ -11,23 +11,23 @@ of requests whose generated tokens are those of the same side one by one. A last
 share whose tokens are equal with and without the plugin.
 
 Where texts differ, `largest_gap` says whether rounding explains it. It is the largest gap in nats, over the requests,
-between the log-probabilities of the two tokens at the first difference.
+between the log-probabilities of the two tokens at the first difference; a lower bound of it if the engine did not
+report the other token's, as it does for the five most likely ones.
 """
 
 import argparse
 import itertools
 import json
-import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsa_bench.e2e.held_out_text import held_out_sequences
-from dsa_bench.engines.command import add_engine, check_engine, positive
+from dsa_bench.engines.command import add_engine, check_engine, positive, print_rows
 from dsa_bench.engines.turns import Side, started
 from dsa_layers import Tokenizer, load_model
 from dsa_layers.evaluation.held_out_loss import predictions
@@ -75,14 +75,14 @@ def reference(checkpoint: Path, sequences: Sequence[Sequence[int]]) -> list[list
 
 
 def texts(answers: Answers, others: Answers) -> dict[str, float | None]:
-    """`same_text` and `largest_gap`: None if all texts are equal, infinity if a token is not among the likely ones."""
+    """`same_text` and `largest_gap`, which is None if all texts are equal."""
     gaps = []
     for answer, other in zip(answers, others, strict=True):
-        places = zip(answer["tokens"], other["tokens"], answer["likely"], strict=True)
+        places = zip(answer["tokens"], other["tokens"], answer["likely"])
         differs = next(((mine, its, dict(likely)) for mine, its, likely in places if mine != its), None)
         if differs is not None:
             mine, its, likely = differs
-            gaps.append(likely[mine] - likely[its] if its in likely else math.inf)
+            gaps.append(likely[mine] - likely.get(its, min(likely.values())))
     return {"same_text": 1 - len(gaps) / len(answers), "largest_gap": max(gaps, default=None)}
 
 
@@ -107,9 +107,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--length", type=positive, default=1500, help="tokens of each (1500)")
     parser.add_argument("--tokens", type=positive, default=48, help="tokens to generate after each (48)")
     args = parser.parse_args(arguments)
-    every = WAYS[args.engine]
-    if unknown := set(args.ways or ()) - every.keys():
-        parser.error(f"--ways: got {', '.join(sorted(unknown))}; accepted are {', '.join(every)}")
+    if unknown := set(args.ways or ()) - WAYS[args.engine].keys():
+        parser.error(f"--ways: got {', '.join(sorted(unknown))}; accepted are {', '.join(WAYS[args.engine])}")
     if args.length + 1 + args.tokens > CONTEXT:
         parser.error(f"--length, --tokens: at most {CONTEXT - 1} together, got {args.length} and {args.tokens}")
     check_engine(parser, args)
@@ -120,20 +119,33 @@ def main(arguments: Sequence[str]) -> int:
         expected = reference(args.checkpoint, sequences)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    alone: dict[str, Answers] = {}
     with tempfile.TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)
-        # Ways with the same options share an engine.
-        for options, group in itertools.groupby(ways, lambda way: every[way][0]):
-            options = json.dumps(FROM_DISK[args.engine] | options)
-            with started([args.engine, str(args.checkpoint), "0", "2", options], logs) as sides:
-                for way in group:
-                    found = {side.side: answers_of(side, sequences, args.tokens, *every[way][1:]) for side in sides}
-                    for side, answers in found.items():
-                        first = alone.setdefault(side, answers)
-                        print(json.dumps({"way": way, "side": side} | row(answers, expected, first)), flush=True)
-                    print(json.dumps({"way": way} | texts(found["alone"], found["plugin"])), flush=True)
-    return 0
+        return print_rows(rows(args.engine, args.checkpoint, ways, sequences, expected, args.tokens, logs))
+
+
+def rows(
+    engine: str,
+    checkpoint: Path,
+    ways: Sequence[str],
+    sequences: Sequence[Sequence[int]],
+    expected: list[list[float]],
+    tokens: int,
+    logs: Path,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of every way. The first way is the one that the others are compared with."""
+    alone: dict[str, Answers] = {}
+    every = WAYS[engine]
+    # Ways with the same options share an engine.
+    for options, group in itertools.groupby(ways, lambda way: every[way][0]):
+        worker = [engine, str(checkpoint), "0", "2", json.dumps(FROM_DISK[engine] | options)]
+        with started(worker, logs) as sides:
+            for way in group:
+                found = {side.side: answers_of(side, sequences, tokens, *every[way][1:]) for side in sides}
+                for side, answers in found.items():
+                    first = alone.setdefault(side, answers)
+                    yield {"way": way, "side": side} | row(answers, expected, first)
+                yield {"way": way} | texts(found["alone"], found["plugin"])
 
 
 def answers_of(side: Side, sequences: Sequence[Sequence[int]], tokens: int, together: bool, again: bool) -> Answers:

@@ -3,8 +3,12 @@
 import argparse
 import importlib.util
 import json
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from dsa_bench.engines.turns import SIDES
 
 ENGINES = ("vllm", "sglang")
 
@@ -21,8 +25,21 @@ def check_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     if args.logs is not None:
         try:
             args.logs.mkdir(parents=True, exist_ok=True)
+            for side in SIDES:
+                (args.logs / f"{side}.log").touch()
         except OSError as error:
             parser.error(f"--logs: {error}")
+
+
+def print_rows(rows: Iterable[dict[str, Any]]) -> int:
+    """Print a line of JSON per row. Return the exit status: 1 if an engine's process ended, which is printed."""
+    try:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def positive(text: str) -> int:

@@ -61,27 +61,33 @@ def _fp4_pairs(layer: Any, scales: tuple[torch.Tensor, torch.Tensor]) -> Weights
     return tuple(products.fp4_weights(*pair, scale) for pair, scale in zip(pairs, scales, strict=True))
 
 
-def fp4_setup(keeps_fp4: Callable[[], bool], most_tokens: Callable[[], int]) -> Hook:
-    """Return the hook of `process_weights_after_loading`. If dsa can serve a layer, the hook leaves the weights in the
-    checkpoint's layout. If SGLang loaded the up projections first, the hook swaps them with the gate projections.
+def fp4_setup(keeps_fp4: Callable[[], bool], most_tokens: Callable[[], int], wants_up_first: bool) -> Hook:
+    """Return the hook of `process_weights_after_loading`. If dsa can serve a layer, the hook leaves the weights as they
+    were loaded, in the checkpoint's layout.
 
-    keeps_fp4    returns whether dsa serves the model's FP4 experts
-    most_tokens  returns the largest number of tokens per batch
+    keeps_fp4       returns whether dsa serves the model's FP4 experts; gate projections are then loaded before up
+                    projections
+    most_tokens     returns the largest number of tokens per batch
+    wants_up_first  whether SGLang's conversion takes the up projections first
 
     SGLang calls the hook again after it has loaded other weights into the same memory. The hook then updates the block
     scales in place, because CUDA graphs may read them.
     """
 
     def hook(original: Callable[..., None], method: Any, layer: Any) -> None:
-        earlier = layer.__dict__.pop(SCALES, None)
-        scales = _scales_of(method, layer, most_tokens()) if keeps_fp4() and _is_kept(method, layer) else None
+        earlier, keeps = getattr(layer, SCALES, None), keeps_fp4()
+        scales = _scales_of(method, layer, most_tokens()) if keeps and _is_kept(method, layer) else None
+        if earlier is not None and scales is None:
+            raise ValueError("dsa: sglang: FP4 experts that were loaded again must be ones that dsa serves")
         if scales is None:
-            return original(method, layer)
-        if getattr(method, "load_up_proj_weight_first", False):
-            _exchange_halves(layer.w13_weight, layer.w13_weight_scale_inv, scales[0])
-        if earlier is not None:
-            scales = tuple(old.copy_(new) for old, new in zip(earlier, scales, strict=True))
-        setattr(layer, SCALES, scales)
+            if keeps and wants_up_first:
+                _swap_halves(layer.w13_weight, layer.w13_weight_scale_inv)
+            original(method, layer)
+        elif earlier is None:
+            setattr(layer, SCALES, scales)
+        else:
+            for old, new in zip(earlier, scales, strict=True):
+                old.copy_(new)
 
     return hook
 
@@ -92,7 +98,7 @@ def _is_kept(method: Any, layer: Any) -> bool:
         and method.runner.config.params_dtype == torch.bfloat16
         and type(layer.dispatcher).__name__ == "StandardDispatcher"
         and layer.moe_ep_size == 1
-        and layer.hidden_size == layer.hidden_size_unpadded
+        and 2 * layer.w13_weight.shape[2] == layer.hidden_size == layer.hidden_size_unpadded
         and getattr(layer, "w13_weight_bias", None) is None
         and hasattr(type(method).apply, "__wrapped__")  # SGLang has also installed the hook of `apply`
     )
@@ -100,10 +106,12 @@ def _is_kept(method: Any, layer: Any) -> bool:
 
 def _scales_of(method: Any, layer: Any, most_tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the block scales of a layer's weights. Return None if dsa's GEMMs do not accept the scales, which is
-    logged, or are not compiled."""
+    logged, or are not compiled, or if memory is lacking."""
     weights = (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
     try:
         scales = tuple(products.fp4_block_scales(*pair) for pair in weights)
+    except torch.OutOfMemoryError:
+        return None
     except ValueError as error:
         _logger.warning("dsa: sglang: %s; experts of a layer stay the engine's own", " ".join(str(error).split()))
         return None
@@ -112,7 +120,7 @@ def _scales_of(method: Any, layer: Any, most_tokens: int) -> tuple[torch.Tensor,
     return scales if ready else None
 
 
-def _exchange_halves(*tensors: torch.Tensor) -> None:
+def _swap_halves(*tensors: torch.Tensor) -> None:
     """Swap the first and second half of the rows of each expert, in place."""
     for tensor in tensors:
         for expert in tensor.data.view(torch.uint8):
@@ -137,7 +145,9 @@ def apply(weights_of: Callable[[Any, Any], Weights | None], result: Hook, most_t
         chosen = dispatch_output.topk_output
         if hasattr(chosen, "to_standard"):
             chosen = chosen.to_standard()
-        routing = chosen.topk_weights.float() * (config.routed_scaling_factor or 1.0)
+        is_scaled = layer.should_fuse_routed_scaling_factor_in_topk  # the weights of SGLang's top-k
+        factor = 1.0 if is_scaled else config.routed_scaling_factor or 1.0
+        routing = chosen.topk_weights.float() * factor
         x, is_fp4 = dispatch_output.hidden_states, len(weights[0]) == 3
         return result(products.routed_experts(x, chosen.topk_ids, routing, *weights, config.swiglu_limit, is_fp4))
 

@@ -26,6 +26,7 @@ def apply(most_tokens: Callable[[], int]) -> Callable[..., torch.Tensor]:
         if (
             getattr(function, "__name__", None) != KERNEL
             or options.keys() - {"act_scale_ue8m0"}
+            or not method.block_quant
             or method.block_fp8_as_mxfp8
             or list(method.weight_block_size) != [products.BLOCK, products.BLOCK]
             or not isinstance(x, torch.Tensor)

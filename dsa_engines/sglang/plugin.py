@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dsa.runtime import backends
-from dsa_engines.replacements import NotFound, check_parameters, find
+from dsa_engines.replacements import NotFound, Replacements, check_parameters, find
 from dsa_engines.sglang import layouts, renamed, seams
 from dsa_engines.sglang.warm_up import warm_up
 from dsa_engines.switch import declined, enabled_ops, is_tested
@@ -54,6 +54,8 @@ def register() -> None:
         try:
             _check("fp4", "experts", is_known)
             _add_hooks(seams.hooks_of("fp4", ops, is_known))  # SGLang installs them after it has loaded all plugins
+            # dsa's GEMM takes the gate projections first. HookRegistry cannot replace a property.
+            Replacements().put({seams.UP_FIRST: property(lambda method: not seams.keeps_fp4())})
         except (NotFound, layouts.Unsupported) as error:
             _left("FP4 experts", error)
 

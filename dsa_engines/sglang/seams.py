@@ -30,15 +30,17 @@ V4_PLAN, V4_TOPK = f"{V4_OPS}.attn", f"{V4_OPS}.topk"
 FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
 V4_MODEL = "sglang.srt.models.deepseek_v4"
 FP8 = "sglang.srt.layers.quantization.fp8"
-FP4_METHODS = (
-    "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod",
-    "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod",
-)
+MARLIN = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
+FLASHINFER = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
+UP_FIRST = f"{FLASHINFER}.load_up_proj_weight_first"  # a property: whether up projections are loaded before gates
 RESULT = "sglang.srt.layers.moe.token_dispatcher.standard:StandardCombineInput"
 ENVIRON = "sglang.srt.environ:envs"
 EXECUTION = "sglang.srt.runtime_context:get_exec"
 SCHEDULE = "sglang.srt.runtime_context:get_schedule"
 MODEL = "sglang.srt.runtime_context:process_model_config"
+LOADING = "sglang.srt.runtime_context:get_model"
+# --load-format: other formats copy weights into layers after `process_weights_after_loading`.
+LOADED_BEFORE = ("auto", "safetensors", "dummy")
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry:HookRegistry"
 HOOK_TYPE = "sglang.srt.plugins.hook_registry:HookType"
 
@@ -61,10 +63,15 @@ def _most_tokens() -> int:
     return chunk if chunk and chunk > 0 else schedule.max_prefill_tokens
 
 
-def _keeps_fp4() -> bool:
-    """Return whether dsa serves the FP4 experts of this process's model. Only DeepSeek-V4 is served."""
-    has_kernels = backends.why_no_kernels() is None and backends.backend() != "reference"
-    return has_kernels and not is_deterministic() and find(MODEL).value().hf_config.model_type == "deepseek_v4"
+def keeps_fp4() -> bool:
+    """Return whether dsa serves the FP4 experts of the process's model, which must be a DeepSeek-V4."""
+    return (
+        backends.why_no_kernels() is None
+        and backends.backend() != "reference"
+        and not is_deterministic()
+        and find(MODEL).value().hf_config.model_type == "deepseek_v4"
+        and find(LOADING).value().load_format in LOADED_BEFORE
+    )
 
 
 @functools.cache
@@ -119,14 +126,10 @@ LAYERS: dict[str, Makers] = {
 # Replaced when the plugin is loaded, because SGLang converts weights before it creates an attention backend.
 FP4: dict[str, Makers] = {
     "experts": {
-        **{
-            f"{method}.process_weights_after_loading": lambda: experts.fp4_setup(_keeps_fp4, _most_tokens)
-            for method in FP4_METHODS
-        },
-        **{
-            f"{method}.apply": lambda: experts.apply(experts.fp4_weights, find(RESULT).value, _most_tokens)
-            for method in FP4_METHODS
-        },
+        f"{MARLIN}.process_weights_after_loading": lambda: experts.fp4_setup(keeps_fp4, _most_tokens, False),
+        f"{FLASHINFER}.process_weights_after_loading": lambda: experts.fp4_setup(keeps_fp4, _most_tokens, True),
+        f"{MARLIN}.apply": lambda: experts.apply(experts.fp4_weights, find(RESULT).value, _most_tokens),
+        f"{FLASHINFER}.apply": lambda: experts.apply(experts.fp4_weights, find(RESULT).value, _most_tokens),
     }
 }
 SEAMS = {"dsa": V32, "dsv4": V4}  # per attention backend
@@ -147,7 +150,7 @@ NEEDED = {
     ("dsv4", "attention"): (EXECUTION,),
     ("layers", "experts"): (RESULT, SCHEDULE, EXECUTION),
     ("layers", "linear"): (SCHEDULE, EXECUTION),
-    ("fp4", "experts"): (RESULT, SCHEDULE, EXECUTION, MODEL),
+    ("fp4", "experts"): (RESULT, SCHEDULE, EXECUTION, MODEL, LOADING, UP_FIRST),
 }
 
 CONTEXT_LENS = "_build_paged_mqa_schedule_2d_ctx_lens"
@@ -229,7 +232,7 @@ def _compared(hook: Callable[..., Any], op: str) -> Callable[..., Any]:
     @functools.wraps(hook)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not chosen:
-            chosen.append(first_call.compared(original, functools.partial(hook, original), op, "sglang"))
+            chosen.append(first_call.compared(original, functools.partial(functools.partial, hook), op, "sglang"))
         return chosen[0](*args, **kwargs)
 
     return around

@@ -5,6 +5,7 @@ a test compares the list with vLLM's source. `signatures.json` has the parameter
 replaces, overrides or calls, in the tested version.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -200,5 +201,9 @@ def replacements(parts: frozenset[str], calls: Calls, is_known: bool = True) -> 
             found = new.get(path, find(path).value)
             new[path] = make(found, calls)
             if not is_known and path in COMPARED_AT_FIRST:
-                new[path] = first_call.compared(found, new[path], part, "vllm")
+                new[path] = first_call.compared(found, functools.partial(_made, make, calls), part, "vllm")
     return new
+
+
+def _made(make: Maker, calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+    return make(original, calls)

@@ -243,7 +243,7 @@ def test_the_gap_is_that_of_the_first_difference():
     others = [answer_of([1, 2, 1]), answer_of([1, 2, 1]), answer_of([2, 3])]
     assert answers.texts(texts[:2], others[:2]) == {"same_text": 0.5, "largest_gap": 0.25}
     assert answers.texts(texts, others) == {"same_text": pytest.approx(1 / 3), "largest_gap": 3.75}
-    assert answers.texts(texts[:1], [answer_of([9, 9, 9])]) == {"same_text": 0.0, "largest_gap": float("inf")}
+    assert answers.texts(texts[:1], [answer_of([9, 9, 9])]) == {"same_text": 0.0, "largest_gap": 3.75}  # at least
     assert answers.texts(texts, texts) == {"same_text": 1.0, "largest_gap": None}
 
 
@@ -295,3 +295,15 @@ def test_ways_are_compared_with_the_first_one(monkeypatch, capsys, tmp_path):
         ("plugin", True, True),
         ("plugin", True, False),
     ]
+
+
+def test_an_engine_whose_process_ends_is_an_error_in_words(capsys, monkeypatch, tmp_path):
+    def rows(*given, **options):
+        yield {"shape": "first"}
+        raise RuntimeError("the process of the side 'alone' ended")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(__main__, "rows", rows)
+    assert __main__.main(["vllm", "V3.2", "--logs", str(tmp_path)]) == 1
+    found = capsys.readouterr()
+    assert found.out == '{"shape": "first"}\n' and found.err == "the process of the side 'alone' ended\n"

@@ -76,7 +76,7 @@ def fp8_layer():
     """Return (layer, its gate_up and down in float64)."""
     (w13, s13, gate_up), (w2, s2, down) = fp8_weights(EXPERTS, 2 * INNER, HIDDEN), fp8_weights(EXPERTS, HIDDEN, INNER)
     weights = {"w13_weight": w13, "w13_weight_scale_inv": s13, "w2_weight": w2, "w2_weight_scale_inv": s2}
-    return Space(**weights, w13_input_scale=None), gate_up, down
+    return Space(**weights, w13_input_scale=None, should_fuse_routed_scaling_factor_in_topk=False), gate_up, down
 
 
 def batch(tokens=4):
@@ -163,71 +163,69 @@ def test_other_batches_are_left_to_the_engine():
     assert apply_of(experts.fp8_weights)(own, fp8_method("marlin"), layer, given) == "SGLang's own"
 
 
-def fp4_layer(is_up_first):
-    """Return (layer, its gate_up and down in float64, the gate projections before the up projections)."""
-    (w13, s13, gate_up), (w2, s2, down) = fp4_weights(EXPERTS, 2 * INNER, HIDDEN), fp4_weights(EXPERTS, HIDDEN, INNER)
+def fp4_layer():
+    """Return (layer, its gate_up and down in float64)."""
+    (*w13, gate_up), (*w2, down) = fp4_weights(EXPERTS, 2 * INNER, HIDDEN), fp4_weights(EXPERTS, HIDDEN, INNER)
     layer = torch.nn.Module()
-    for name, value in (("w13", w13), ("w2", w2)):
-        layer.register_parameter(f"{name}_weight", torch.nn.Parameter(value.view(torch.int8), requires_grad=False))
-    for name, value in (("w13", s13), ("w2", s2)):
-        scale = torch.nn.Parameter(value.view(torch.float8_e8m0fnu), requires_grad=False)
-        layer.register_parameter(f"{name}_weight_scale_inv", scale)
+    for name, (weight, scale) in (("w13", w13), ("w2", w2)):
+        for suffix, value in (("", weight.view(torch.int8)), ("_scale_inv", scale.view(torch.float8_e8m0fnu))):
+            layer.register_parameter(f"{name}_weight{suffix}", torch.nn.Parameter(value, requires_grad=False))
     layer.dispatcher, layer.moe_ep_size = StandardDispatcher(), 1
     layer.hidden_size = layer.hidden_size_unpadded = HIDDEN
+    layer.should_fuse_routed_scaling_factor_in_topk = True
     layer.set_up_by = []
-    if is_up_first:
-        gate_up = torch.cat(gate_up.chunk(2, 1)[::-1], 1)
     return layer, gate_up, down
 
 
-def fp4_method(is_up_first=False, **config):
+def fp4_method(**config):
     def apply(self):
         """SGLang's registry leaves `__wrapped__` on what it has replaced."""
 
     apply.__wrapped__ = never
-    kind = type("Method", (Space,), {"apply": apply})
-    return kind(runner=Space(config=config_of(**config)), load_up_proj_weight_first=is_up_first)
+    return type("Method", (Space,), {"apply": apply})(runner=Space(config=config_of(**config)))
 
 
-def set_up(method, layer, is_known=True):
-    hook = experts.fp4_setup(lambda: is_known, lambda: MOST)
+def set_up(method, layer, keeps=True, wants_up_first=False):
+    hook = experts.fp4_setup(lambda: keeps, lambda: MOST, wants_up_first)
     hook(lambda method, layer: layer.set_up_by.append(method), method, layer)
 
 
-def fp4_case(is_up_first=False, **config):
-    method, (layer, gate_up, down) = fp4_method(is_up_first, **config), fp4_layer(is_up_first)
+def fp4_case(**config):
+    method, (layer, gate_up, down) = fp4_method(**config), fp4_layer()
     set_up(method, layer)
     return method, layer, gate_up, down
 
 
 @pytest.mark.parametrize("limit", [None, 0.25])
-@pytest.mark.parametrize("is_up_first", [False, True])
-def test_fp4_experts(is_up_first, limit):
-    method, layer, gate_up, down = fp4_case(is_up_first, swiglu_limit=limit)
+def test_fp4_experts(limit):
+    """SGLang's top-k multiplies the weights by the factor, and leaves it in the configuration."""
+    method, layer, gate_up, down = fp4_case(swiglu_limit=limit, routed_scaling_factor=1.5)
     given, x, numbers, weights = batch()
     out = apply_of(experts.fp4_weights)(never, method, layer, given).hidden_states
     assert_near(out, expected_of(x, numbers, weights, gate_up, down, limit, True))
 
 
 def test_fp4_weights_are_not_copied():
-    method, (layer, *_) = fp4_method(), fp4_layer(False)
+    method, (layer, *_) = fp4_method(), fp4_layer()
     before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-    set_up(method, layer)
+    for wants_up_first in (True, False):
+        set_up(method, layer, wants_up_first=wants_up_first)
     assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == before
     (gate_up, *_), (down, *_) = experts.fp4_weights(method, layer)
     assert (gate_up.data_ptr(), down.data_ptr()) == (before["w13_weight"], before["w2_weight"])
 
 
-@pytest.mark.parametrize("is_up_first", [False, True])
-def test_fp4_weights_that_are_loaded_again(is_up_first):
-    """SGLang loads them into the same memory. So the block scales keep theirs."""
-    method, layer, *_ = fp4_case(is_up_first)
-    other, gate_up, down = fp4_layer(is_up_first)
+@pytest.mark.parametrize("count", [EXPERTS, 1, 0])
+def test_fp4_weights_that_are_loaded_again(count):
+    """SGLang loads all experts, some or none into the same memory. The block scales keep theirs."""
+    method, layer, *every = fp4_case()
+    other, *loaded = fp4_layer()
     before = [scale.data_ptr() for scale in getattr(layer, experts.SCALES)]
     for parameter, value in zip(layer.parameters(), other.parameters(), strict=True):
-        parameter.data.view(torch.uint8).copy_(value.data.view(torch.uint8))
-    set_up(method, layer)
+        parameter.data.view(torch.uint8)[:count].copy_(value.data.view(torch.uint8)[:count])
+    set_up(method, layer, wants_up_first=True)
     assert [scale.data_ptr() for scale in getattr(layer, experts.SCALES)] == before
+    gate_up, down = (torch.cat([new[:count], old[count:]]) for new, old in zip(loaded, every, strict=True))
     given, x, numbers, weights = batch()
     out = apply_of(experts.fp4_weights)(never, method, layer, given).hidden_states
     assert_near(out, expected_of(x, numbers, weights, gate_up, down, None, True))
@@ -239,11 +237,12 @@ def test_fp4_weights_that_are_loaded_again(is_up_first):
         ("dispatcher", DeepEPDispatcher()),
         ("moe_ep_size", 2),
         ("hidden_size", HIDDEN + 256),
+        ("hidden_size_unpadded", HIDDEN - 64),
         ("w13_weight_bias", torch.zeros(EXPERTS, 2 * INNER)),
     ],
 )
 def test_other_fp4_experts_are_left_to_the_engine(name, value):
-    method, (layer, *_) = fp4_method(), fp4_layer(False)
+    method, (layer, *_) = fp4_method(), fp4_layer()
     setattr(layer, name, value)
     set_up(method, layer)
     assert layer.set_up_by == [method]
@@ -251,13 +250,42 @@ def test_other_fp4_experts_are_left_to_the_engine(name, value):
 
 
 def test_fp4_experts_of_other_models_are_left_to_the_engine():
-    method, (layer, *_) = fp4_method(), fp4_layer(False)
-    set_up(method, layer, is_known=False)
+    method, (layer, *_) = fp4_method(), fp4_layer()
+    set_up(method, layer, keeps=False)
+    assert layer.set_up_by == [method]
+
+
+@pytest.mark.parametrize(("keeps", "wants_up_first"), [(True, True), (True, False), (False, True)])
+def test_a_conversion_gets_the_order_that_it_takes(keeps, wants_up_first):
+    """If dsa keeps the model's FP4 experts, gate projections are loaded first."""
+    method, (layer, *_) = fp4_method(activation="gelu"), fp4_layer()
+    before = [layer.w13_weight.clone(), layer.w13_weight_scale_inv.view(torch.uint8).clone()]
+    set_up(method, layer, keeps, wants_up_first)
+    assert layer.set_up_by == [method]
+    for old, new in zip(before, (layer.w13_weight, layer.w13_weight_scale_inv.view(torch.uint8)), strict=True):
+        assert torch.equal(torch.cat(old.chunk(2, 1)[::-1], 1) if keeps and wants_up_first else old, new)
+
+
+def test_other_weights_of_a_kept_layer_are_refused():
+    """CUDA graphs read the memory of the first ones."""
+    method, layer, *_ = fp4_case()
+    layer.w13_weight_bias = torch.zeros(EXPERTS, 2 * INNER)
+    with pytest.raises(ValueError, match="FP4 experts that were loaded again must be"):
+        set_up(method, layer)
+    assert layer.set_up_by == [] and hasattr(layer, experts.SCALES)
+
+
+def test_fp4_weights_are_converted_if_memory_is_lacking(monkeypatch):
+    def lacks(*given):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(products, "fp4_block_scales", lacks)
+    method, layer, *_ = fp4_case()
     assert layer.set_up_by == [method]
 
 
 def test_fp4_weights_are_converted_where_nothing_computes_with_them():
-    method, (layer, *_) = fp4_method(), fp4_layer(False)
+    method, (layer, *_) = fp4_method(), fp4_layer()
     del type(method).apply.__wrapped__
     set_up(method, layer)
     assert layer.set_up_by == [method]
@@ -280,7 +308,7 @@ def takes_no_scales(*given):
 )
 def test_fp4_weights_that_the_products_do_not_take(function, fails, message, monkeypatch, caplog):
     monkeypatch.setattr(products, function, fails)
-    method, layer, *_ = fp4_case(is_up_first=True)
+    method, layer, *_ = fp4_case()
     assert layer.set_up_by == [method] and not hasattr(layer, experts.SCALES)
     assert [record.getMessage() for record in caplog.records] == [f"dsa: sglang: {message} the engine's own"]
 

@@ -28,7 +28,12 @@ KERNEL = named(linear.KERNEL)
 
 
 def method_of(kernel=KERNEL, block_size=(128, 128), as_mxfp8=False):
-    return Space(w8a8_block_fp8_linear=kernel, weight_block_size=[*block_size], block_fp8_as_mxfp8=as_mxfp8)
+    return Space(
+        w8a8_block_fp8_linear=kernel,
+        block_quant=block_size is not None,
+        weight_block_size=block_size and [*block_size],
+        block_fp8_as_mxfp8=as_mxfp8,
+    )
 
 
 def never(*args):
@@ -53,7 +58,8 @@ def test_a_layer_is_computed_with_the_scales_of_the_engines_kernel(use_ue8m0, wi
     [
         ({"kernel": named("triton_w8a8_block_fp8_linear")}, torch.float32, lambda x: x),
         ({"kernel": functools.partial(KERNEL, other=1)}, torch.float32, lambda x: x),
-        ({"kernel": None}, torch.float32, lambda x: x),  # not of blocks
+        ({"kernel": None}, torch.float32, lambda x: x),
+        ({"block_size": None}, torch.float32, lambda x: x),
         ({"block_size": (32, 32)}, torch.float32, lambda x: x),
         ({"as_mxfp8": True}, torch.float32, lambda x: x),
         ({}, None, lambda x: x),

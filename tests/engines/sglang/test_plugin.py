@@ -82,6 +82,8 @@ class Engine:
         self.parallel = SimpleNamespace(attn_tp_size=8, attn_cp_size=1, enable_cp_decode_attn_tp=False)
         add(modules, plugin.PARALLEL, lambda: self.parallel)
         add(modules, seams.RESULT, type("StandardCombineInput", (), {}))
+        add(modules, seams.UP_FIRST, property(lambda method: True))
+        add(modules, seams.LOADING, lambda: SimpleNamespace(load_format="auto"))
         add(modules, plugin.SPECULATION, lambda: SimpleNamespace(speculative_num_draft_tokens=None))
         self.creators = {name: self.creator(name) for name in NAMES}
         add(modules, f"{plugin.REGISTRY}:ATTENTION_BACKENDS", self.creators)
@@ -437,16 +439,26 @@ def test_products_of_deterministic_inference_are_left_to_sglang(engine, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_deterministic", "expected"),
-    [("deepseek_v4", False, True), ("deepseek_v4", True, False), ("deepseek_v41", False, False)],
+    ("kind", "load_format", "is_deterministic", "expected"),
+    [
+        ("deepseek_v4", "auto", False, True),
+        ("deepseek_v4", "dummy", False, True),
+        ("deepseek_v4", "presharded", False, False),
+        ("deepseek_v4", "auto", True, False),
+        ("deepseek_v41", "auto", False, False),
+    ],
 )
-def test_fp4_experts_of_these_models_are_kept(engine, kind, is_deterministic, expected, monkeypatch):
+def test_models_whose_fp4_experts_are_kept(engine, kind, load_format, is_deterministic, expected, monkeypatch):
+    """Their gate projections are then loaded first."""
     add(engine.modules, seams.MODEL, lambda: SimpleNamespace(hf_config=SimpleNamespace(model_type=kind)))
+    add(engine.modules, seams.LOADING, lambda: SimpleNamespace(load_format=load_format))
     engine.deterministic.enable_deterministic_inference = is_deterministic
     monkeypatch.setattr(backends, "backend", lambda: "cute")
-    assert seams._keeps_fp4() == expected
+    sglang.register()
+    method = plugin.find(seams.UP_FIRST.rpartition(".")[0]).value()
+    assert seams.keeps_fp4() == expected and method.load_up_proj_weight_first == (not expected)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "no GPU")
-    assert not seams._keeps_fp4()
+    assert not seams.keeps_fp4() and method.load_up_proj_weight_first
 
 
 NOT_COMPARED = "version 0.6.0 was not tested, and this part is not compared with SGLang's"

@@ -14,7 +14,7 @@ from tests.engines.sglang.engine.test_lookups import functions, source_of
 from tests.engines.test_products import EXPERTS, HIDDEN, INNER, assert_near, cast, expected_of, fp4_weights, fp8_weights
 
 MOE = "sglang.srt.layers.moe"
-FP4 = {path.partition(":")[2]: path for path in seams.FP4_METHODS}
+FP4 = {path.partition(":")[2]: path for path in (seams.MARLIN, seams.FLASHINFER)}
 
 
 @pytest.fixture
@@ -26,6 +26,7 @@ def serving(served, monkeypatch):
     schedule = Space(chunked_prefill_size=-1, max_prefill_tokens=3)
     bags = {"schedule": schedule, "exec": Space(deterministic=deterministic)}
     monkeypatch.setattr(context.get_context(), "_config_bags", bags)
+    monkeypatch.setattr(context, "get_model", lambda: Space(load_format="auto"))
     monkeypatch.setattr(context, "process_model_config", lambda: Space(hf_config=Space(model_type="deepseek_v4")))
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(seams.backends, "backend", lambda: "cute")
@@ -53,6 +54,13 @@ def method_of(kind, config, backend, **more):
     return method
 
 
+def fuses(method):
+    """Return whether SGLang's top-k multiplies the weights by the scaling factor."""
+    return module(f"{MOE}.fused_moe_triton.layer")._fuses_routed_scaling_factor_in_topk(
+        method, method.runner.runner_backend
+    )
+
+
 def test_fp8_experts(serving):
     (w13, s13, gate_up), (w2, s2, down) = fp8_weights(EXPERTS, 2 * INNER, HIDDEN), fp8_weights(EXPERTS, HIDDEN, INNER)
     kind = module(seams.FP8).Fp8MoEMethod
@@ -67,6 +75,7 @@ def test_fp8_experts(serving):
         moe_runner_config=config,
     )
     layer = Space(w13_weight=w13, w13_weight_scale_inv=s13, w2_weight=w2, w2_weight_scale_inv=s2, w13_input_scale=None)
+    layer.should_fuse_routed_scaling_factor_in_topk = fuses(method)
     given, x, numbers, weights = batch()
     out = method.apply(layer=layer, dispatch_output=given)
     assert type(out).__name__ == "StandardCombineInput"
@@ -77,19 +86,18 @@ def test_fp8_experts(serving):
 def test_fp4_experts(serving, name):
     (*w13, gate_up), (*w2, down) = fp4_weights(EXPERTS, 2 * INNER, HIDDEN), fp4_weights(EXPERTS, HIDDEN, INNER)
     kind = getattr(module(FP4[name].partition(":")[0]), name)
-    method = method_of(kind, config_of(swiglu_limit=0.25), "MARLIN")
+    method = method_of(kind, config_of(swiglu_limit=0.25, routed_scaling_factor=1.5), "MARLIN")
     layer = torch.nn.Module()
     names = [f"{part}_weight{suffix}" for part in ("w13", "w2") for suffix in ("", "_scale_inv")]
     for key, value in zip(names, [*w13, *w2], strict=True):
         layer.register_parameter(key, torch.nn.Parameter(value, requires_grad=False))
     layer.dispatcher = object.__new__(module(f"{MOE}.token_dispatcher.standard").StandardDispatcher)
     layer.moe_ep_size, layer.hidden_size, layer.hidden_size_unpadded = 1, HIDDEN, HIDDEN
+    layer.should_fuse_routed_scaling_factor_in_topk = fuses(method)
+    assert not getattr(method, "load_up_proj_weight_first", False)
     method.process_weights_after_loading(layer)
     given, x, numbers, weights = batch()
     out = method.apply(layer=layer, dispatch_output=given).hidden_states
-    is_up_first = getattr(method, "load_up_proj_weight_first", False)
-    assert is_up_first == ("Flashinfer" in name)
-    gate_up = torch.cat(gate_up.chunk(2, 1)[::-1], 1) if is_up_first else gate_up
     assert_near(out, expected_of(x, numbers, weights, gate_up, down, 0.25, True))
 
 
@@ -101,7 +109,7 @@ def test_linear(serving):
     )
     kernel = getattr(utils, linear.KERNEL)
     method.w8a8_block_fp8_linear = functools.partial(kernel, act_scale_ue8m0=True)
-    method.block_fp8_as_mxfp8, method.weight_block_size = False, [128, 128]
+    method.block_fp8_as_mxfp8, method.block_quant, method.weight_block_size = False, True, [128, 128]
     x = torch.randn(3, 256).bfloat16()
     y = method.apply(Space(weight=weight, weight_scale_inv=scale), x)
     assert_near(y, cast(x, True) @ wide.T)
@@ -111,11 +119,14 @@ def test_linear(serving):
 ATTRIBUTES = {
     (f"{MOE}.fused_moe_triton.layer", "FusedMoE.__init__"): (
         *("dispatcher", "moe_ep_size", "hidden_size", "hidden_size_unpadded", "moe_runner_config"),
+        "should_fuse_routed_scaling_factor_in_topk",
     ),
-    (seams.FP8, "Fp8LinearMethod.__init__"): ("w8a8_block_fp8_linear", "block_fp8_as_mxfp8", "weight_block_size"),
+    (seams.FP8, "Fp8LinearMethod.__init__"): (
+        *("w8a8_block_fp8_linear", "block_quant", "block_fp8_as_mxfp8", "weight_block_size"),
+    ),
     (seams.FP8, "Fp8MoEMethod.__init__"): ("block_quant", "use_mxfp8", "weight_block_size"),
     (seams.FP8, "Fp8MoEMethod.create_moe_runner"): ("runner",),
-    **{(*path.partition(":")[::2], "create_moe_runner"): ("runner",) for path in seams.FP4_METHODS},
+    **{(*path.partition(":")[::2], "create_moe_runner"): ("runner",) for path in FP4.values()},
 }
 
 
