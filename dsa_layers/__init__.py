@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dsa_layers.checkpoint.loading import load_model
     from dsa_layers.families.config import read_config
     from dsa_layers.families.precision import Precision
+    from dsa_layers.generation.engine import Engine
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.results import Completion, TokenEvent
     from dsa_layers.generation.sampling import SamplingParams
@@ -35,6 +36,7 @@ __all__ = [
     "ContextBatch",
     "DSAAttention",
     "DecodeBatch",
+    "Engine",
     "Generator",
     "IndexerStage",
     "LayerCache",
@@ -63,6 +65,7 @@ _MODULES = {
     "ContextBatch": "dsa_layers.parallel.context",
     "DSAAttention": "dsa_layers.layers.attention",
     "DecodeBatch": "dsa_layers.batch.decode_batch",
+    "Engine": "dsa_layers.generation.engine",
     "Generator": "dsa_layers.generation.generator",
     "IndexerStage": "dsa_layers.training.indexer_stage",
     "LayerCache": "dsa_layers.cache.kv_cache",

@@ -19,19 +19,17 @@ def encode_prompts(
     listed = [prompts] if isinstance(prompts, str) else _listed(prompts)
     if listed is None:
         raise TypeError(f"prompts: must be a text, or a list of texts or of lists of token ids, got {shown(prompts)}")
-    encoded = []
-    for i, prompt in enumerate(listed):
-        name = f"prompts[{i}]"
-        if isinstance(prompt, str):
-            ids = _encode(name, prompt, tokenizer)
-        else:
-            ids = _token_ids(name, prompt)
-        if outside := [t for t in ids if not 0 <= t < vocab_size]:
-            raise ValueError(f"{name}: token {shown(outside[0])} is outside the model's vocabulary of {vocab_size}")
-        if not ids:
-            raise ValueError(f"{name}: is empty; a prompt needs at least one token")
-        encoded.append(ids)
-    return encoded
+    return [encode_prompt(f"prompts[{i}]", prompt, tokenizer, vocab_size) for i, prompt in enumerate(listed)]
+
+
+def encode_prompt(name: str, prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """Return the token ids of one prompt. Raises as `encode_prompts` does, with this name."""
+    ids = _encode(name, prompt, tokenizer) if isinstance(prompt, str) else _token_ids(name, prompt)
+    if outside := [t for t in ids if not 0 <= t < vocab_size]:
+        raise ValueError(f"{name}: token {shown(outside[0])} is outside the model's vocabulary of {vocab_size}")
+    if not ids:
+        raise ValueError(f"{name}: is empty; a prompt needs at least one token")
+    return ids
 
 
 def check_unicode(name: str, text: str) -> None:

@@ -14,7 +14,8 @@ class RunningSequence:
     """A sequence that is being generated: its tokens, its pages, how many of its tokens are in the cache, and drafts of
     those to come.
 
-    prompt_index: which prompt of the call it continues. limit: the tokens that it has at most; eos: those that end it.
+    name: of its prompt, in errors; request: the number of its request; prompt_index: which prompt of a call it
+    continues. limit: the tokens that it has at most; eos: those that end it.
     counts: of its tokens, once penalties have asked for them. shared: of its pages the first ones, which other
     sequences may have, too. stops: lengths of its prompt at which a pass has to end.
     """
@@ -27,9 +28,14 @@ class RunningSequence:
         limit: int,
         text: StopStrings,
         eos: Set[int],
-        prompt_index: int,
+        *,
+        name: str,
+        request: int,
+        prompt_index: int = 0,
     ) -> None:
         self.index = index
+        self.name = name
+        self.request = request
         self.prompt_index = prompt_index
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
@@ -71,7 +77,7 @@ class RunningSequence:
 
     def _fail(self) -> TokenEvent:
         error = (
-            f"prompts[{self.prompt_index}]: its logits after {len(self.tokens)} tokens hold NaN or infinity: "
+            f"{self.name}: its logits after {len(self.tokens)} tokens hold NaN or infinity: "
             "the weights do, or an activation overflowed"
         )
         return TokenEvent(self.index, None, self.text.finish(), "error", error)

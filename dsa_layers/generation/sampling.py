@@ -1,7 +1,7 @@
 """Choosing the next token from logits."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -103,6 +103,11 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether logits are changed before a token is chosen."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def with_seed(params: SamplingParams, plus: int) -> SamplingParams:
+    """Return the parameters with their seed plus a number, if they have one."""
+    return params if params.seed is None or not plus else replace(params, seed=(params.seed + plus) % 2**63)
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

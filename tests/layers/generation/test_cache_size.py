@@ -6,7 +6,7 @@ import torch
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.checkpoint import memory
-from dsa_layers.generation import generator as module
+from dsa_layers.generation import engine_cache as module
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.parallel.process_group import least
@@ -44,10 +44,11 @@ def test_a_gpus_cache_is_what_is_left(monkeypatch):
     model = RememberingModel()
     model.config.max_position_embeddings = 4096
     generator = Generator(model, page_size=4, cache_tokens=64, max_sequences=8)
-    generator.device, generator._grows = torch.device("cuda"), False
+    cache = generator.engine._cache
+    cache._device, cache.grows = torch.device("cuda"), False
     for room, pages in ((102 * 4 * 8, 101), (10**12, 8 * 1024)):
         monkeypatch.setattr(module, "room_for_caches", lambda device, room=room: room)
-        assert generator._default_capacity() == pages
+        assert cache.default_capacity() == pages
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.all_gather_object", lambda out, own, group: out.__setitem__(1, own - 5))
     assert least(Ranks(0, 2), 70) == 65

@@ -156,14 +156,14 @@ def test_closing_a_stream_while_a_pass_is_running(model, tokenizer, greedy, monk
     """As another thread does that cancels a request."""
     generator = Generator(model, tokenizer, cache_tokens=256)
     params = SamplingParams(max_tokens=10)
-    stream, prefill = generator.stream(PROMPTS, params), generator._passes.prefill
+    stream, prefill = generator.stream(PROMPTS, params), generator.engine._cache.passes.prefill
 
     def close_and_go_on(work):
         generator.close_stream()
         return prefill(work)
 
     with monkeypatch.context() as patch:
-        patch.setattr(generator._passes, "prefill", close_and_go_on)
+        patch.setattr(generator.engine._cache.passes, "prefill", close_and_go_on)
         assert list(stream) == []
     assert generator.cache.allocator.free == 4
     assert generator.generate([PROMPTS[0]], params)[0].tokens == greedy[0].tokens
@@ -244,7 +244,7 @@ def test_a_pass_that_asks_for_its_streams_next_event(model, tokenizer, monkeypat
     params = SamplingParams(max_tokens=2)
     stream = generator.stream(PROMPTS, params)
     with monkeypatch.context() as patch:
-        patch.setattr(generator._passes, "prefill", lambda work: next(stream))
+        patch.setattr(generator.engine._cache.passes, "prefill", lambda work: next(stream))
         with pytest.raises(RuntimeError, match="stream: its next event was asked for by the pass that computes it"):
             next(stream)
     assert list(stream) == [] and generator.cache.allocator.free == 4
@@ -254,7 +254,7 @@ def test_a_pass_that_asks_for_its_streams_next_event(model, tokenizer, monkeypat
 def test_a_pass_that_fails_gives_everything_back(model, tokenizer, greedy, monkeypatch):
     generator = Generator(model, tokenizer, cache_tokens=256)
     with monkeypatch.context() as patch:
-        patch.setattr(generator._passes, "_decode", lambda sequences: 1 / 0)
+        patch.setattr(generator.engine._cache.passes, "_decode", lambda sequences: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generator.generate(PROMPTS, SamplingParams(max_tokens=10))
     got = generator.generate(PROMPTS, SamplingParams(max_tokens=10))
@@ -264,7 +264,7 @@ def test_a_pass_that_fails_gives_everything_back(model, tokenizer, greedy, monke
 def test_end_of_sequence(model, tokenizer, greedy, monkeypatch):
     generator = Generator(model, tokenizer, cache_tokens=256)
     third = greedy[0].tokens[2]
-    monkeypatch.setattr(generator, "_eos", {third})
+    monkeypatch.setattr(generator.engine, "_eos", {third})
     (got,) = generator.generate([PROMPTS[0]], SamplingParams(max_tokens=10))
     first = greedy[0].tokens.index(third)
     assert got.finish_reason == "eos" and got.tokens == greedy[0].tokens[: first + 1]
@@ -330,9 +330,11 @@ def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
 def test_what_came_before_a_nan_is_kept(model, tokenizer, monkeypatch, temperature):
     params = SamplingParams(8, temperature=temperature, seed=3, top_k=8, stop="never there")
     generator = Generator(model, tokenizer, cache_tokens=512)
-    monkeypatch.setattr(generator, "_eos", set())  # the tiny tokenizer, and so a token, follows from the project's text
+    monkeypatch.setattr(
+        generator.engine, "_eos", set()
+    )  # the tiny tokenizer, and so a token, follows from the project's text
     expected = generator.generate(PROMPTS, params)
-    decode, calls = generator._passes._decode, []
+    decode, calls = generator.engine._cache.passes._decode, []
 
     def broken(sequences):
         calls.append(len(sequences))
@@ -342,7 +344,7 @@ def test_what_came_before_a_nan_is_kept(model, tokenizer, monkeypatch, temperatu
                 logits[row, 5] = torch.nan
         return logits
 
-    monkeypatch.setattr(generator._passes, "_decode", broken)
+    monkeypatch.setattr(generator.engine._cache.passes, "_decode", broken)
     events = list(generator.stream(PROMPTS, params))
     ends = {e.sequence: e for e in events if e.finish_reason}
     assert (

@@ -43,7 +43,7 @@ def test_a_running_sequence_waits_for_one_chunk_of_later_prompts_at_most(monkeyp
     generator = Generator(RememberingModel(), cache_tokens=400, prefill_chunk=CHUNK, max_sequences=3)
     prompts = [[i % 7] * n for i, n in enumerate((3, 20, 9, 14, 1, 30, 2))]
     params = [SamplingParams(max_tokens=n) for n in (40, 5, 1, 30, 9, 12, 3)]
-    passes, prefill, extend = [], generator._passes.prefill, generator._passes.extend
+    passes, prefill, extend = [], generator.engine._cache.passes.prefill, generator.engine._cache.passes.extend
 
     def noted_prefill(work):
         assert sum(n for _, n in work) <= CHUNK
@@ -54,8 +54,8 @@ def test_a_running_sequence_waits_for_one_chunk_of_later_prompts_at_most(monkeyp
         passes.append([s.index for s in sequences])
         return extend(sequences, throughput)
 
-    monkeypatch.setattr(generator._passes, "prefill", noted_prefill)
-    monkeypatch.setattr(generator._passes, "extend", noted_extend)
+    monkeypatch.setattr(generator.engine._cache.passes, "prefill", noted_prefill)
+    monkeypatch.setattr(generator.engine._cache.passes, "extend", noted_extend)
     got = generator.generate(prompts, params)
     assert [c.tokens for c in got] == [continued(p, one.max_tokens) for p, one in zip(prompts, params)]
     assert () in passes[3:-3]  # prompts are computed while others decode

@@ -112,7 +112,7 @@ def test_pages_that_somebody_else_has():
 
 def check_pages(generator, capacity, running=()):
     """Every page has one owner, and the tree's hold what they are of. running: sequences that have begun."""
-    tree, copies, cache = generator._memory._tree, generator._memory._copies, generator.cache
+    tree, copies, cache = generator.engine._cache.memory._tree, generator.engine._cache.memory._copies, generator.cache
     size = cache.page_size
     pages, nodes, users, waiting = [], [], {}, [(tree._root, [])]
     for s in running:
@@ -126,12 +126,12 @@ def check_pages(generator, capacity, running=()):
             assert (child in tree._unused) == (child.users == 0)
             own = [*before, *tokens[:size]]
             assert cache.values[child.page].tolist() == own[-size:]
-            if generator._drafts:
+            if generator.engine._drafts:
                 known = [*own, tokens[-1]]
                 entries = [
                     entry(next_token(known[: i + 1], generator.model.stateful), known[i + 1]) for i in range(len(own))
                 ]
-                assert generator._passes.caches[1].values[child.page].tolist() == entries[-size:]
+                assert generator.engine._cache.passes.caches[1].values[child.page].tolist() == entries[-size:]
             if copies is not None and child in copies:
                 assert cache.states[copies._slots[child], (len(own) - 1) % RING] == sum_of(own)
             pages.append(child.page)
@@ -150,7 +150,7 @@ class Spy:
 
     def __init__(self, generator, capacity):
         self.generator, self.capacity, self.running = generator, capacity, []
-        memory, passes = generator._memory, generator._passes
+        memory, passes = generator.engine._cache.memory, generator.engine._cache.passes
         start, release, prefill, extend = memory.start, memory.release, passes.prefill, passes.extend
 
         def start_noted(s, running):
@@ -170,7 +170,7 @@ class Spy:
 
         def extend_checked(sequences, throughput):
             for s in sequences:
-                self.writes(s, len(s.tokens) - 1, len(s.tokens) + generator._drafts)
+                self.writes(s, len(s.tokens) - 1, len(s.tokens) + generator.engine._drafts)
             return self.drafted(extend(sequences, throughput))
 
         memory.start, memory.release = start_noted, release_noted

@@ -67,5 +67,5 @@ def test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts):
         counted = shared.throughput
         assert counted.prefill_tokens + counted.reused_tokens == sum(map(len, prompts))
         reused.append(counted.reused_tokens // size)
-        assert shared.cache.allocator.free + shared._memory._tree.unused == pages
+        assert shared.cache.allocator.free + shared.engine._cache.memory._tree.unused == pages
     assert reused[0] == 3 and reused[1] >= 1

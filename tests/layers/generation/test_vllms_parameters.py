@@ -38,7 +38,8 @@ def vllms(row, prompt, generated, p):
 def test_penalties_count_the_prompt_the_generated_tokens_and_the_drafts_before():
     generator, params = torch.Generator().manual_seed(0), SamplingParams(**PENALTIES)
     logits = torch.randn(3, 3, 9, generator=generator)
-    sequences = [RunningSequence(i, [1, 2, 2], one, 99, StopStrings(None, ()), set(), 0) for i, one in enumerate(
+    rest = [1, 2, 2], 99, StopStrings(None, ()), set()
+    sequences = [RunningSequence(i, rest[0], one, *rest[1:], name="", request=i) for i, one in enumerate(
         (params, SamplingParams(), SamplingParams(frequency_penalty=-2))
     )]  # fmt: skip
     for generated in ([], [4], [4, 4, 2, 7]):

@@ -1,0 +1,245 @@
+"""An engine whose requests come and go while others run. Each must get the tokens that it gets alone."""
+
+import random
+import threading
+
+import pytest
+
+from dsa_layers.cache.kv_cache import OutOfPages
+from dsa_layers.generation.engine import Engine
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from tests.layers.generation.remembering_model import RememberingModel, next_token
+
+
+def alone(prompt, count, stateful=False):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, stateful))
+    return tokens[len(prompt) :]
+
+
+def engine_of(stateful=False, **options):
+    options = {"page_size": 4, "cache_tokens": 64, "max_sequences": 3, "prefill_chunk": 5} | options
+    model = RememberingModel(stateful=stateful, with_drafter="draft_tokens" in options)
+    return Engine(model, **options)
+
+
+def is_free(engine):
+    memory = engine._cache.memory
+    return memory.free == engine._cache.capacity and engine._running == [] == engine._withdrawn and not engine._live
+
+
+def run(engine, tokens):
+    """Step until nothing is unfinished. tokens: {sequence: its tokens so far}"""
+    while engine.unfinished:
+        for event in engine.step():
+            tokens.setdefault(event.sequence, []).append(event.token)
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}, {"prefix_cache": True}], ids=["", "drafts", "prefixes"])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_requests_that_join_and_leave_at_any_time(stateful, options, seed):
+    numbers, engine, found = random.Random(seed), engine_of(stateful, **options), {}
+    asked, aborted = {}, set()
+    for _ in range(60):
+        choice = numbers.random()
+        if choice < 0.3:
+            prompt = [numbers.randrange(3) for _ in range(numbers.randrange(1, 20))]
+            count = numbers.randrange(1, 12)
+            asked[engine.add_request(prompt, SamplingParams(count))] = prompt, count
+        elif choice < 0.4 and asked:
+            request = numbers.choice(sorted(asked))
+            engine.abort(request)
+            aborted.add(request)
+        else:
+            for event in engine.step():
+                assert event.sequence not in aborted
+                found.setdefault(event.sequence, []).append(event.token)
+    run(engine, found)
+    for request, (prompt, count) in asked.items():
+        expected = alone(prompt, count, stateful)
+        if request in aborted:
+            assert found.get(request, []) == expected[: len(found.get(request, []))]
+        else:
+            assert found[request] == expected
+    assert is_free(engine) and engine.step() == []
+
+
+def test_sequences_of_a_request_have_numbers_of_their_own():
+    engine = engine_of()
+    first = engine.add_request([1, 2], SamplingParams(3, temperature=0.7, seed=5, n=2))
+    second = engine.add_request([4], SamplingParams(2))
+    found = run(engine, {})
+    assert (first, second) == (0, 2) and {*found} == {0, 1, 2} and found[2] == alone([4], 2)
+    generator = Generator(RememberingModel(), page_size=4, cache_tokens=64)
+    expected = generator.generate([[1, 2]], [SamplingParams(3, temperature=0.7, seed=5, n=2)])
+    assert [found[0], found[1]] == [done.tokens for done in expected]
+
+
+def test_a_pass_over_prompts_alternates_with_one_that_extends():
+    engine, seen = engine_of(prefill_chunk=4), []
+    passes = engine._cache.passes
+    prefill, extend = passes.prefill, passes.extend
+    passes.prefill = lambda work: seen.append(("prompt", [(s.index, n) for s, n in work])) or prefill(work)
+    passes.extend = lambda ready, counts: seen.append(("extend", [s.index for s in ready])) or extend(ready, counts)
+    engine.add_request([1] * 3, SamplingParams(5))
+    engine.step()
+    engine.add_request([2] * 6, SamplingParams(2))
+    for _ in range(5):
+        engine.step()
+    assert seen == [
+        ("prompt", [(0, 3)]),
+        ("extend", [0]),
+        ("prompt", [(1, 4)]),
+        ("extend", [0]),
+        ("prompt", [(1, 2)]),
+        ("extend", [0, 1]),
+    ]
+
+
+def test_streams_share_the_passes():
+    engine = engine_of()
+    prompts = [[1, 2, 3], [4, 5], [6], [1, 1]]
+    streams = [engine.stream(engine.add_request(prompt, SamplingParams(6))) for prompt in prompts]
+    found = [[next(stream).token] for stream in reversed(streams)][::-1]
+    for tokens, stream in zip(found, streams, strict=True):
+        tokens += [event.token for event in stream]
+    assert found == [alone(prompt, 6) for prompt in prompts] and is_free(engine)
+    assert engine.throughput.decode_tokens == 4 * 5
+
+
+def test_a_stream_that_is_closed_ends_its_request():
+    engine = engine_of()
+    request, other = (engine.add_request(prompt, SamplingParams(9)) for prompt in ([1], [2]))
+    stream = engine.stream(request)
+    next(stream)
+    stream.close()
+    assert engine.unfinished == 1 and list(stream) == []
+    assert run(engine, {})[other][-1:] == alone([2], 9)[-1:] and is_free(engine)
+    for ended in (request, other, 99, "a request"):
+        with pytest.raises(ValueError, match="request: must be unfinished, got"):
+            engine.stream(ended)
+        engine.abort(ended)
+
+
+def test_a_request_that_another_ends_ends_its_stream():
+    engine = engine_of()
+    stream = engine.stream(request := engine.add_request([1], SamplingParams(9)))
+    found = [next(stream).token, next(stream).token]
+    engine.abort(request)
+    assert list(stream) == [] and found == alone([1], 2) and is_free(engine)
+
+
+def test_threads_share_an_engine():
+    engine, found, failed = engine_of(max_sequences=4), {}, []
+    prompts = {(i, *range(i % 3)): 3 + i % 4 for i in range(7)}
+
+    def client(prompt, count):
+        try:
+            for _ in range(5):
+                request = engine.add_request([*prompt], SamplingParams(count))
+                found.setdefault(prompt, []).append([event.token for event in engine.stream(request)])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=client, args=each) for each in prompts.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed and not any(thread.is_alive() for thread in threads)
+    assert found == {prompt: [alone(prompt, count)] * 5 for prompt, count in prompts.items()} and is_free(engine)
+
+
+def test_an_abort_during_a_pass():
+    """Another thread, or a hook, ends the request. The pass's event is dropped."""
+    engine = engine_of()
+    request, other = (engine.add_request(prompt, SamplingParams(4)) for prompt in ([1], [2]))
+    engine.step()
+    passes = engine._cache.passes
+    extend = passes.extend
+
+    def abort_and_go_on(ready, counts):
+        engine.abort(request)
+        with pytest.raises(RuntimeError, match="was called by the pass of another step"):
+            engine.step()
+        return extend(ready, counts)
+
+    passes.extend = abort_and_go_on
+    assert [event.sequence for event in engine.step()] == [other]
+    passes.extend = extend
+    assert run(engine, {}) == {other: alone([2], 4)[2:]} and is_free(engine)
+
+
+def test_a_pass_that_raises_ends_no_request():
+    engine, passes = engine_of(), None
+    request = engine.add_request([1, 2], SamplingParams(4))
+    passes = engine._cache.passes
+    prefill = passes.prefill
+
+    def fails(work):
+        raise RuntimeError("out of memory")
+
+    passes.prefill = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    passes.prefill = prefill
+    assert run(engine, {}) == {request: alone([1, 2], 4)} and is_free(engine)
+
+
+def test_a_cpus_cache_grows_once_nothing_runs():
+    engine = engine_of(cache_tokens=None, max_sequences=2)
+    engine._cache._allocate(8)
+    short, long = ([1] * 5, 4), ([2] * 60, 3)
+    first = engine.add_request(short[0], SamplingParams(short[1]))
+    engine.step()
+    second = engine.add_request(long[0], SamplingParams(long[1]))
+    assert engine._cache.capacity == 8
+    found = run(engine, {first: alone(*short)[:1]})
+    assert found == {first: alone(*short), second: alone(*long)} and engine._cache.capacity == 16
+
+
+def test_pages_that_others_have_taken():
+    engine = engine_of()
+    engine.cache.allocator.allocate(14)
+    request = engine.add_request([1] * 9, SamplingParams(3))
+    with pytest.raises(OutOfPages, match="prompt: needs 3 pages, and 2 of the cache's 16 are free"):
+        engine.step()
+    engine.abort(request)
+    assert engine.unfinished == 0 and engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "message"),
+    [
+        ([], SamplingParams(1), ValueError, "prompt: is empty"),
+        ([1, 99], SamplingParams(1), ValueError, "prompt: token 99 is outside the model's vocabulary of 7"),
+        ("text", SamplingParams(1), ValueError, "prompt: must be token ids for a generator without a tokenizer"),
+        (3, SamplingParams(1), TypeError, "prompt: must be a text or a list of token ids, got 3"),
+        ([1], [SamplingParams(1)], TypeError, "params: must be SamplingParams, got"),
+        ([1], SamplingParams(1, stop="a"), ValueError, "params: stop strings need a tokenizer"),
+        ([1] * 60, SamplingParams(30), OutOfPages, "prompt: 60 prompt tokens and 30 new ones need 23 pages"),
+    ],
+)
+def test_requests_that_are_refused(prompt, params, error, message):
+    engine = engine_of()
+    with pytest.raises(error, match=f"^{message}"):
+        engine.add_request(prompt, params)
+    assert engine.unfinished == 0 and engine.step() == []
+
+
+def test_graphs_are_captured_while_nothing_runs():
+    engine = engine_of()
+    engine.warm_up()
+    engine.add_request([1], SamplingParams(2))
+    with pytest.raises(RuntimeError, match="warm_up: must be called while no request runs, got 1 unfinished"):
+        engine.warm_up()
+
+
+def test_unknown_options():
+    for kind in (Engine, Generator):
+        with pytest.raises(TypeError, match="pages: unknown options; accepted are cache_tokens, page_size,"):
+            kind(RememberingModel(), pages=3)
