@@ -9,6 +9,7 @@ import pytest
 
 from dsa_layers import Generator, SamplingParams
 from dsa_layers.command.main import _parser
+from dsa_layers.generation.engine import DEFAULTS, EngineOptions
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "python.md").read_text()
 
@@ -34,5 +35,13 @@ def test_the_table_has_every_option(command):
 def test_the_table_has_every_parameter_with_its_default(heading, documented):
     found = {cells[0].strip("`"): cells[2].split(":")[0].strip("`") for cells in rows(heading)}
     parameters = inspect.signature(documented).parameters.values()
-    defaults = {p.name: "" if p.default is inspect.Parameter.empty else repr(p.default) for p in parameters}
-    assert found == defaults
+    named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    defaults = {p.name: "" if p.default is inspect.Parameter.empty else repr(p.default) for p in named}
+    options = DEFAULTS if documented is Generator else {}
+    assert found == defaults | {name: repr(value) for name, value in options.items()}
+
+
+def test_every_option_of_an_engine_has_a_default_and_a_text():
+    assert (
+        {*DEFAULTS} == {*EngineOptions.__annotations__} == {*re.findall(r"^    (\w+)  ", EngineOptions.__doc__, re.M)}
+    )
