@@ -2,25 +2,27 @@
 
 import contextlib
 import hashlib
+import logging
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 
-from dsa_layers.arguments import flag, integer, shown
+from dsa_layers.arguments import integer, shown
 from dsa_layers.cache.cache import Cache
-from dsa_layers.cache.compressed_kv_cache import DRAFTS
-from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages, most_tokens
+from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.families.model import Model
-from dsa_layers.generation.captured_step import GRAPHS, power_of_two
+from dsa_layers.generation.captured_step import power_of_two
 from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.engine_cache import EngineCache
-from dsa_layers.generation.invariant_models import check_invariant
+from dsa_layers.generation.engine_options import EngineOptions, checked_options
 from dsa_layers.generation.prompts import encode_prompt
+from dsa_layers.generation.request_stream import RequestStream
 from dsa_layers.generation.results import Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams, with_seed
@@ -30,60 +32,8 @@ from dsa_layers.parallel.process_group import agreed
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together
 
+_LOGGER = logging.getLogger(__name__)
 GREEDY = SamplingParams()
-
-
-class EngineOptions(TypedDict, total=False):
-    """Options of `Engine` and `Generator`.
-
-    cache_tokens   size of the paged cache. Sequences wait for room; one that can never fit is refused. None: on a GPU
-                   what is left of its memory after loading, minus a tenth of it for activations, and at most the
-                   model's context for each of max_sequences; the size is logged, and all ranks take the least. On a
-                   CPU 65536; if a prompt needs more and the memory has room, a larger cache, without cached prefixes,
-                   replaces it while no sequence runs
-    page_size      tokens per page; None: the model's own choice
-    max_sequences  sequences that run at a time; others wait (64)
-    prefill_chunk  prompt tokens per pass, over all sequences, and so between two tokens of a sequence (2048)
-    cuda_graphs    on a GPU, capture and replay decoding passes (`DecodeStep`) (True)
-    max_graphs     CUDA graphs that are kept, and as many of the drafter's: one per power of two of sequences and of
-                   pages of the longest one. If another one is captured, the least recently used one is dropped (96)
-    draft_tokens   tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True) drafts
-                   after each sequence. The next pass computes what the model has after each of them. A draft that the
-                   model chooses itself saves a pass. Tokens are those without drafts, except that rounding decides
-                   where a pass has more rows, unless batch_invariant (0)
-    prefix_cache   keep the full pages of a prompt in the cache until their room is needed. A later prompt that begins
-                   with the same tokens uses them instead of computing them again. What is on a page is what the prompt
-                   would compute if it was cut into chunks there: tokens are those without, except for rounding. The
-                   model's weights must not change. Of what a cache keeps by sequence, as DeepSeek-V4's does, there are
-                   up to max_sequences copies more (`SharedPrefixes`) (False)
-    batch_invariant  the tokens of a sequence depend on no other sequence and not on drafts, bit for bit: decoding
-                   passes give a token the same bits whatever else they compute, and a pass over prompts has one
-                   prompt. With a seed also sampled ones. For models with FP8 weights, in bfloat16, on GPUs, without a
-                   prefix_cache; slower (False)
-    """
-
-    cache_tokens: int | None
-    page_size: int | None
-    max_sequences: int
-    prefill_chunk: int
-    cuda_graphs: bool
-    max_graphs: int
-    draft_tokens: int
-    prefix_cache: bool
-    batch_invariant: bool
-
-
-DEFAULTS: EngineOptions = {
-    "cache_tokens": None,
-    "page_size": None,
-    "max_sequences": 64,
-    "prefill_chunk": 2048,
-    "cuda_graphs": True,
-    "max_graphs": GRAPHS,
-    "draft_tokens": 0,
-    "prefix_cache": False,
-    "batch_invariant": False,
-}
 
 
 class Engine:
@@ -103,20 +53,17 @@ class Engine:
     evicted. Passes over chunks of prompts that are not in the cache yet alternate with passes that extend each sequence
     whose prompt is.
 
-    `add_request` and `abort` may be called by any thread, also while a pass runs. Passes run one at a time: a thread
-    that asks for a step waits for that of another.
+    `add_request`, `add_stream` and `abort` may be called by any thread, also while a pass runs. Passes run one at a
+    time. An exception of a pass ends the requests that the pass computed: `step` raises it, and so do their streams.
 
-    If several ranks have parts of the model (load_model's mesh), all ranks make the same calls in the same order: other
-    requests are refused, and seeds that are not given are the first rank's. An error within a pass leaves the other
-    ranks waiting for this one, which must end them.
+    If several ranks have parts of the model (load_model's mesh), one thread of each rank makes the same calls in the
+    same order, and closes streams instead of dropping them: other requests are refused, and seeds that are not given
+    are the first rank's. An error within a pass leaves the other ranks waiting for this one, which must end them.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer | None = None, **options: Unpack[EngineOptions]) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
-        if unknown := options.keys() - DEFAULTS.keys():
-            accepted = ", ".join(DEFAULTS)
-            raise TypeError(f"{', '.join(sorted(unknown))}: unknown options; accepted are {accepted}")
         self.model = model
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
@@ -124,7 +71,7 @@ class Engine:
         with together(self.ranks) as facts:
             if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
                 raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
-            given = _checked(model, DEFAULTS | options)
+            given = checked_options(model, options)
             self._eos = set(model.config.eos_token_ids)
             if tokenizer is not None and tokenizer.eos_token_id is not None:
                 self._eos.add(tokenizer.eos_token_id)
@@ -148,11 +95,11 @@ class Engine:
         self._running: list[RunningSequence] = []
         self._live: dict[int, RunningSequence] = {}  # unfinished sequences by their numbers
         self._withdrawn: list[RunningSequence] = []  # their memory is still to be released
-        self._readers: dict[int, deque[TokenEvent]] = {}  # of streams, by their requests
+        self._streams: weakref.WeakValueDictionary[int, RequestStream] = weakref.WeakValueDictionary()  # by request
         self._numbers = 0
         self._extends_next = False
-        self._lock = threading.Lock()  # of the fields above
-        self._working = threading.Lock()
+        # Of the fields above. Re-entrant: the garbage collector may close a stream while a thread holds it.
+        self._changed = threading.Condition(threading.RLock())
         self._worker: int | None = None  # the thread that runs a pass
 
     @property
@@ -173,61 +120,84 @@ class Engine:
         vocabulary, text that is not Unicode, and a prompt that leaves no room for a token in the model's context.
         Raises OutOfPages for a sequence that the whole cache cannot hold.
         """
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
+        sequences = self._request(prompt, params)
+        self.submit(sequences)
+        return sequences[0].request
+
+    def add_stream(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> RequestStream:
+        """Return the stream of a new request, with all its events. Raises as `add_request` does."""
+        sequences = self._request(prompt, params)
+        stream = RequestStream(self, sequences[0].request)
+        self.submit(sequences, stream)
+        return stream
+
+    def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> list[RunningSequence]:
         with together(self.ranks) as facts:
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
             tokens = encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size)
-            with self._lock:
-                request, self._numbers = self._numbers, self._numbers + params.n
-            sequences = self.sequences("prompt", tokens, params, request)
+            sequences = self.sequences("prompt", tokens, params, 0)
             facts |= self.facts_of(sequences)
         self.share_seeds(sequences)
-        self.submit(sequences)
-        return request
+        with self._changed:  # only now, so that ranks give no number to a request that one of them refuses
+            first, self._numbers = self._numbers, self._numbers + params.n
+        for s in sequences:
+            s.index, s.request, s.name = first + s.index, first, f"request {first}"
+        return sequences
 
     def step(self) -> list[TokenEvent]:
         """Run a pass and return its events, in the order in which the sequences started; [] if nothing is unfinished.
 
-        A sequence whose logits are not finite ends with finish_reason "error"; the others go on. If a pass raises, no
-        request has ended. Raises OutOfPages if nothing runs and others than this engine have taken pages of the cache.
+        A sequence whose logits are not finite ends with finish_reason "error"; the others go on. Raises OutOfPages if
+        nothing runs and others than this engine have taken pages of the cache; the first waiting request then ends.
         """
         return self.run_pass()
 
     def abort(self, request: int) -> None:
-        """End a request. It has no further events, and its memory is free once no pass is running. Nothing happens if
-        it has ended."""
-        with self._lock:
-            sequences = [s for s in self._live.values() if s.request == request]
+        """End a request. It has no further events, not even one with a finish_reason, and its memory is free once no
+        pass is running. Nothing happens if it has ended."""
+        with self._changed:
+            sequences = self._unfinished_of(request)
+            if (stream := self._streams.get(request)) is not None:
+                stream.events.clear()
         self.withdraw(sequences)
 
-    def stream(self, request: int) -> Iterator[TokenEvent]:
-        """Return the events of a request from now on. They are computed as the iterator is read, by steps that all
-        requests share, or by other calls of `step` and other streams. Closing the iterator ends the request.
+    def stream(self, request: int) -> RequestStream:
+        """Return the events of a request from now on; `add_stream` misses none if other threads run passes.
 
-        Raises ValueError if the request is not known or has ended.
+        Raises ValueError if the request is not known, has ended, or has a stream.
         """
-        with self._lock:
-            if not any(s.request == request for s in self._live.values()):
+        with self._changed:
+            if not self._unfinished_of(request):
                 raise ValueError(f"request: must be unfinished, got {shown(request)}")
-            events = self._readers[request] = deque()
-        return self._read(request, events)
+            if self._streams.get(request) is not None:
+                raise ValueError(f"request: must be one without a stream, got {shown(request)}")
+            stream = self._streams[request] = RequestStream(self, request)
+        return stream
 
-    def _read(self, request: int, events: deque[TokenEvent]) -> Iterator[TokenEvent]:
-        try:
-            while events or self._is_live(request):
-                if events:
-                    yield events.popleft()
-                    continue
-                with self._one_pass():
-                    if not events and self._is_live(request):  # another thread may have run the pass
-                        self._step(None)
-        finally:
-            self._readers.pop(request, None)
-            self.abort(request)
+    def _unfinished_of(self, request: int) -> list[RunningSequence]:
+        return [s for s in list(self._live.values()) if s.request == request]
 
-    def _is_live(self, request: int) -> bool:
-        with self._lock:
-            return any(s.request == request for s in self._live.values())
+    def next_event(self, stream: RequestStream) -> TokenEvent | None:
+        """Return the next event of a stream, None after its last one. Run passes, or wait for those of other threads,
+        until there is one."""
+        while True:
+            with self._changed:
+                while not stream.events and self._worker is not None and self._unfinished_of(stream.request):
+                    self._check_no_own_pass()
+                    self._changed.wait()
+                if stream.events:
+                    return stream.events.popleft()
+                if stream.error is not None:
+                    error, stream.error = stream.error, None
+                    raise error
+                if not self._unfinished_of(stream.request):
+                    return None
+            try:
+                self.run_pass(wanted=stream)
+            except Exception as error:
+                if stream.error is not error:
+                    _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
 
     def warm_up(self, batch_sizes: Sequence[int] | None = None, *, max_tokens: int | None = None) -> None:
         """Capture the CUDA graphs of decoding passes before prompts come, so that no sequence waits for a capture.
@@ -303,27 +273,36 @@ class Engine:
             made.append(RunningSequence(first + k, tokens, *own, name=name, request=first, prompt_index=prompt_index))
         return made
 
-    def submit(self, sequences: Sequence[RunningSequence]) -> None:
-        with self._lock:
+    def submit(self, sequences: Sequence[RunningSequence], stream: RequestStream | None = None) -> None:
+        with self._changed:
+            if stream is not None:
+                self._streams[stream.request] = stream
             self._live |= {s.index: s for s in sequences}
             self._waiting.extend(sequences)
 
-    def withdraw(self, sequences: Sequence[RunningSequence]) -> None:
-        """End sequences that have not ended: at once, or after the pass that runs."""
-        with self._lock:
+    def withdraw(self, sequences: Sequence[RunningSequence], error: Exception | None = None) -> None:
+        """End sequences that have not ended: at once, or after the pass that runs. error: raised by their streams."""
+        with self._changed:
             mine = [s for s in sequences if self._live.get(s.index) is s]
             for s in mine:
                 del self._live[s.index]
+                if error is not None and (stream := self._streams.get(s.request)) is not None:
+                    stream.error = error
+            if mine:
+                self._waiting = deque(s for s in self._waiting if self._live.get(s.index) is s)
             self._withdrawn += mine
-        if self._working.acquire(blocking=False):
-            try:
+            if self._worker is None:
                 self._release_withdrawn()
-            finally:
-                self._working.release()
+            self._changed.notify_all()
 
-    def run_pass(self, on_prefill: Callable[[], None] | None = None) -> list[TokenEvent]:
-        """`step`. on_prefill is called before a pass over prompts."""
+    def run_pass(
+        self, on_prefill: Callable[[], None] | None = None, wanted: RequestStream | None = None
+    ) -> list[TokenEvent]:
+        """`step`. on_prefill is called before a pass over prompts. With `wanted`, run none if this stream has an event
+        or has ended by the time that the pass could run."""
         with self._one_pass():
+            if wanted is not None and (wanted.events or not self._unfinished_of(wanted.request)):
+                return []
             return self._step(on_prefill)
 
     def share_seeds(self, sequences: Sequence[RunningSequence]) -> None:
@@ -343,51 +322,74 @@ class Engine:
 
     # A pass.
 
-    @contextlib.contextmanager
-    def _one_pass(self) -> Iterator[None]:
+    def _check_no_own_pass(self) -> None:
         if self._worker == threading.get_ident():  # it would wait for itself
             raise RuntimeError("step: was called by the pass of another step, as a hook may do")
-        with self._working:
+
+    @contextlib.contextmanager
+    def _one_pass(self) -> Iterator[None]:
+        with self._changed:
+            self._check_no_own_pass()
+            while self._worker is not None:
+                self._changed.wait()
             self._worker = threading.get_ident()
-            try:
-                yield
-            finally:
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._release_withdrawn()
                 self._worker = None
+                self._changed.notify_all()
 
     @torch.inference_mode()
     def _step(self, on_prefill: Callable[[], None] | None) -> list[TokenEvent]:
         self._release_withdrawn()
-        if not self._extends_next:
-            self._admit()
         ready = [s for s in self._running if not s.prefilling]
-        work = [] if self._extends_next and ready else self._prefill_work()
+        extends = self._extends_next and bool(ready)
+        if not extends:
+            self._admit()
+        work = [] if extends else self._prefill_work()
         self._extends_next = bool(work)
-        if work:
-            if on_prefill is not None:
-                on_prefill()
-            return self._finished(self._prefill(work))
-        return self._finished(self._extend(ready)) if ready else []
+        if work and on_prefill is not None:
+            on_prefill()
+        try:
+            events = self._prefill(work) if work else self._extend(ready) if ready else []
+        except BaseException as error:  # it may have taken tokens, whose events are lost
+            self.withdraw([s for s, _ in work] or ready, error if isinstance(error, Exception) else None)
+            raise
+        return self._delivered(events)
 
     def _admit(self) -> None:
         """Start waiting sequences, first come first served, while there is room for them."""
-        with self._lock:
-            waiting = [s for s in self._waiting if self._live.get(s.index) is s]
-            self._waiting.clear()
-        if waiting and not self._running:
-            self._cache.grow(max(s.limit for s in waiting))
-        memory, started = self._cache.memory, 0
-        while started < len(waiting) and memory.start(waiting[started], self._running):
-            self.throughput.reused_tokens += waiting[started].cached
-            self._running.append(waiting[started])
-            started += 1
-        with self._lock:
-            self._waiting.extendleft(reversed(waiting[started:]))
-        if waiting and not self._running:
-            first = waiting[0]
-            raise OutOfPages(
-                f"{first.name}: needs {memory.pages(first.limit)} pages, and {memory.free} of the cache's "
-                f"{self._cache.capacity} are free: others than this engine have taken some, for which it cannot wait"
-            )
+        memory = self._cache.memory
+        if not self._running:
+            memory.look_again()
+        while (first := self._first_waiting()) is not None:
+            try:
+                if not self._running:
+                    self._cache.grow(first.limit)
+                    memory = self._cache.memory
+                started = memory.start(first, self._running)
+                if not started and not self._running:
+                    raise OutOfPages(
+                        f"{first.name}: needs {memory.pages(first.limit)} pages, and {memory.free} of the cache's "
+                        f"{self._cache.capacity} are free: others than this engine have taken some, for which it "
+                        "cannot wait"
+                    )
+            except Exception as error:
+                self.withdraw([first], error)
+                raise
+            if not started:
+                return
+            with self._changed:
+                if self._waiting and self._waiting[0] is first:
+                    self._waiting.popleft()
+            self.throughput.reused_tokens += first.cached
+            self._running.append(first)  # if it was withdrawn meanwhile, it is among `_withdrawn`
+
+    def _first_waiting(self) -> RunningSequence | None:
+        with self._changed:
+            return self._waiting[0] if self._waiting else None
 
     def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
         """Return the next tokens of prompts, first come first served, up to `prefill_chunk` of them all. If a sequence
@@ -419,59 +421,31 @@ class Engine:
         self.throughput.decode_seconds += time.perf_counter() - started
         return events
 
-    def _finished(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Release the sequences that have ended. Return the events of those that were not withdrawn."""
-        with self._lock:
-            kept = [event for event in events if event.sequence in self._live]
-            for event in kept:
-                s = self._live[event.sequence]
-                if (reader := self._readers.get(s.request)) is not None:
-                    reader.append(event)
+    def _delivered(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
+        """Return the events of sequences that were not withdrawn, and hand them to streams. Release what has ended."""
+        kept = []
+        with self._changed:
+            for event in events:
+                s = self._live.get(event.sequence)
+                if s is None:
+                    continue
+                kept.append(event)
+                if (stream := self._streams.get(s.request)) is not None:
+                    stream.events.append(event)
                 if event.finish_reason:
-                    del self._live[s.index]
+                    self._live.pop(s.index, None)
                     self._withdrawn.append(s)
-        self._release_withdrawn()
+            self._release_withdrawn()
         return kept
 
     def _release_withdrawn(self) -> None:
-        """Called by the thread that runs passes."""
-        with self._lock:
+        """While no other thread runs a pass."""
+        with self._changed:
             ended, self._withdrawn = self._withdrawn, []
-        for s in ended:
-            if s in self._running:
-                self._running.remove(s)
-            self._cache.memory.release(s)
-
-
-def _checked(model: Model, options: EngineOptions) -> EngineOptions:
-    """Return the options with the model's page size. Raise TypeError or ValueError that names the option."""
-    page_size = options["page_size"]
-    page_size = model.page_size if page_size is None else page_size
-    page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
-    cache_tokens = options["cache_tokens"]
-    if cache_tokens is not None:
-        cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=most_tokens(page_size))
-    checked: EngineOptions = {
-        "cache_tokens": cache_tokens,
-        "page_size": page_size,
-        "max_sequences": integer("max_sequences", options["max_sequences"], at_least=1),
-        "prefill_chunk": integer("prefill_chunk", options["prefill_chunk"], at_least=1),
-        "draft_tokens": integer("draft_tokens", options["draft_tokens"], at_least=0, at_most=DRAFTS),
-    }
-    if checked["draft_tokens"] and getattr(model, "drafter", None) is None:
-        raise ValueError(
-            "draft_tokens: must be 0 for a model without a drafter (load_model's drafter=True), "
-            f"got {checked['draft_tokens']}"
-        )
-    for name in ("cuda_graphs", "prefix_cache"):
-        checked[name] = flag(name, options[name])
-    checked["max_graphs"] = integer("max_graphs", options["max_graphs"], at_least=1)
-    checked["batch_invariant"] = flag("batch_invariant", options["batch_invariant"])
-    if checked["batch_invariant"]:
-        check_invariant(model)
-        if checked["prefix_cache"]:  # which decides where a prompt is cut, by the others
-            raise ValueError("prefix_cache: must be False with batch_invariant=True, got True")
-    return checked
+            for s in ended:
+                if s in self._running:
+                    self._running.remove(s)
+                self._cache.memory.release(s)
 
 
 def _digest(values: list) -> str:

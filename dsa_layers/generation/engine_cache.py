@@ -113,7 +113,7 @@ class EngineCache:
         most = min(self._max_sequences, capacity)
         copied = most if self._copies_states else 0
         pages, slots = capacity + self._padding_pages, most + copied + 1
-        with self._allocating(pages, slots):
+        with self._allocating(pages, slots), torch.inference_mode(False):  # callers may write to the cache, too
             cache: Cache = self._model.make_cache(pages, self.page_size, self._device, state_slots=slots)
             passes = Passes(self._model, cache, drafts=self._drafts, **self._options)
         self.cache, self.passes, self.capacity = cache, passes, capacity

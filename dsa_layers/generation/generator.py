@@ -11,7 +11,8 @@ import torch
 from dsa_layers.arguments import shown
 from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import Model
-from dsa_layers.generation.engine import GREEDY, Engine, EngineOptions
+from dsa_layers.generation.engine import GREEDY, Engine
+from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.prompts import encode_prompts
 from dsa_layers.generation.results import Completion, Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence

@@ -34,6 +34,9 @@ class SequenceMemory:
         (s.state_slot,) = self._cache.state_slots.allocate(1)
         return True
 
+    def look_again(self) -> None:
+        """Others may have given pages back."""
+
     def next_stop(self, s: RunningSequence) -> int:
         """How many tokens of its prompt may be in the cache after the next pass."""
         return s.prompt_len

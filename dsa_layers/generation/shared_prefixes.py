@@ -73,6 +73,9 @@ class SharedPrefixes(SequenceMemory):
                 return True
         return False
 
+    def look_again(self) -> None:
+        self._refused = None
+
     def next_stop(self, s: RunningSequence) -> int:
         return min((n for n in s.stops if n > s.cached), default=s.prompt_len)
 

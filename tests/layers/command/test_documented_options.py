@@ -9,7 +9,7 @@ import pytest
 
 from dsa_layers import Generator, SamplingParams
 from dsa_layers.command.main import _parser
-from dsa_layers.generation.engine import DEFAULTS, EngineOptions
+from dsa_layers.generation.engine_options import DEFAULTS, EngineOptions
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "python.md").read_text()
 

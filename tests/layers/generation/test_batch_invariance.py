@@ -7,7 +7,7 @@ import torch
 
 from dsa.runtime import backends
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.generation import engine as module
+from dsa_layers.generation import engine_options as module
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.sampling import SamplingParams

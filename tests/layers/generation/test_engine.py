@@ -1,5 +1,6 @@
 """An engine whose requests come and go while others run. Each must get the tokens that it gets alone."""
 
+import gc
 import random
 import threading
 
@@ -126,11 +127,61 @@ def test_a_stream_that_is_closed_ends_its_request():
 
 
 def test_a_request_that_another_ends_ends_its_stream():
+    """Events that are computed and not read yet are dropped."""
     engine = engine_of()
-    stream = engine.stream(request := engine.add_request([1], SamplingParams(9)))
-    found = [next(stream).token, next(stream).token]
-    engine.abort(request)
-    assert list(stream) == [] and found == alone([1], 2) and is_free(engine)
+    stream = engine.add_stream([1], SamplingParams(9, temperature=1.0, n=3))
+    next(stream)
+    engine.abort(stream.request)
+    assert list(stream) == [] and is_free(engine)
+
+
+def test_a_request_has_one_stream():
+    engine = engine_of()
+    stream = engine.add_stream([1], SamplingParams(4))
+    with pytest.raises(ValueError, match="request: must be one without a stream, got 0"):
+        engine.stream(stream.request)
+    assert [event.token for event in stream] == alone([1], 4)
+
+
+def test_a_stream_that_is_dropped_or_closed_unread_ends_its_request():
+    engine = engine_of()
+    streams = [engine.add_stream([1], SamplingParams(9)) for _ in range(3)]
+    streams[0].close()
+    del streams[1]
+    assert engine.unfinished == 1 and list(streams[0]) == []
+    streams.clear()
+    assert engine.unfinished == 0 and engine.step() == [] and not engine._streams and is_free(engine)
+
+
+def test_streams_that_the_garbage_collector_closes_while_the_engine_is_locked():
+    """Each is in a cycle, as a traceback or a task makes one."""
+    engine = engine_of()
+    for i in range(300):
+        stream = engine.add_stream([i % 5, 1], SamplingParams(9))
+        next(stream)
+        cycle = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        if i % 7 == 0:
+            with engine._changed:
+                gc.collect()
+    gc.collect()
+    assert engine.unfinished == 0 and is_free(engine)
+
+
+def test_a_stream_that_another_thread_closes():
+    engine = engine_of()
+    stream, extend = engine.add_stream([1], SamplingParams(9)), engine._cache.passes.extend
+    next(stream)
+
+    def close_and_go_on(ready, counts):
+        thread = threading.Thread(target=stream.close)
+        thread.start()
+        thread.join(20)
+        return extend(ready, counts)
+
+    engine._cache.passes.extend = close_and_go_on
+    assert list(stream) == [] and is_free(engine)
 
 
 def test_threads_share_an_engine():
@@ -140,8 +191,8 @@ def test_threads_share_an_engine():
     def client(prompt, count):
         try:
             for _ in range(5):
-                request = engine.add_request([*prompt], SamplingParams(count))
-                found.setdefault(prompt, []).append([event.token for event in engine.stream(request)])
+                stream = engine.add_stream([*prompt], SamplingParams(count))
+                found.setdefault(prompt, []).append([event.token for event in stream])
         except BaseException as error:
             failed.append(error)
 
@@ -174,20 +225,75 @@ def test_an_abort_during_a_pass():
     assert run(engine, {}) == {other: alone([2], 4)[2:]} and is_free(engine)
 
 
-def test_a_pass_that_raises_ends_no_request():
-    engine, passes = engine_of(), None
-    request = engine.add_request([1, 2], SamplingParams(4))
+@pytest.mark.parametrize("function", ["prefill", "extend"])
+def test_a_pass_that_raises_ends_the_requests_that_it_computed(function, monkeypatch, caplog):
+    """`step` raises the error, and so do their streams. Streams of others that run the pass go on."""
+    engine = engine_of(prefill_chunk=3)
     passes = engine._cache.passes
-    prefill = passes.prefill
+    first, second = engine.add_stream([1, 2], SamplingParams(4)), engine.add_stream([2] * 6, SamplingParams(4))
+    found = [next(first).token]
+    error = RuntimeError("out of memory")
 
-    def fails(work):
-        raise RuntimeError("out of memory")
+    def fails(*arguments):
+        monkeypatch.undo()
+        raise error
 
-    passes.prefill = fails
+    monkeypatch.setattr(passes, function, fails)
+    if function == "extend":  # the first request's second token
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(first)
+        assert list(first) == [] and [event.token for event in second] == alone([2] * 6, 4) and not caplog.records
+    else:  # the second request's prompt, in a pass that the first stream runs
+        found += [event.token for event in first]
+        assert found == alone([1, 2], 4) and "other requests failed" in caplog.text
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(second)
+        assert list(second) == []
+    assert is_free(engine)
+    request = engine.add_request([3], SamplingParams(2))
+    monkeypatch.setattr(passes, "prefill", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
-    passes.prefill = prefill
-    assert run(engine, {}) == {request: alone([1, 2], 4)} and is_free(engine)
+    assert engine.unfinished == 0 and is_free(engine) and run(engine, {}) == {}
+    engine.abort(request)
+
+
+def test_a_cache_that_cannot_grow_ends_the_request_that_needs_it(monkeypatch):
+    engine = engine_of(cache_tokens=None, max_sequences=2)
+    engine._cache._allocate(8)
+    large, small = engine.add_stream([2] * 60, SamplingParams(3)), engine.add_stream([1], SamplingParams(3))
+
+    def fails(tokens):
+        if tokens > 32:
+            raise ValueError("cache_tokens: cannot be allocated")
+
+    monkeypatch.setattr(engine._cache, "grow", fails)
+    assert [event.token for event in small] == alone([1], 3)
+    with pytest.raises(ValueError, match="cannot be allocated"):
+        next(large)
+    assert list(large) == [] and is_free(engine)
+
+
+def test_a_prefix_cache_sees_that_others_have_given_pages_back():
+    engine = engine_of(prefix_cache=True)
+    taken = engine.cache.allocator.allocate(14)
+    engine.add_request([1] * 9, SamplingParams(3))
+    with pytest.raises(OutOfPages):
+        engine.step()
+    request = engine.add_request([1] * 9, SamplingParams(3))
+    engine.cache.allocator.release(taken)
+    assert run(engine, {}) == {request: alone([1] * 9, 3)}
+
+
+def test_prompts_start_while_nothing_can_be_extended():
+    """All requests end with their prompts' passes: none of these waits for a pass that extends."""
+    engine, steps = engine_of(prefill_chunk=8), 0
+    for _ in range(64):
+        engine.add_request([1] * 6, SamplingParams(1))
+    while engine.unfinished:
+        assert engine.step() or engine.unfinished
+        steps += 1
+    assert steps == 48
 
 
 def test_a_cpus_cache_grows_once_nothing_runs():
@@ -206,10 +312,10 @@ def test_pages_that_others_have_taken():
     engine = engine_of()
     engine.cache.allocator.allocate(14)
     request = engine.add_request([1] * 9, SamplingParams(3))
-    with pytest.raises(OutOfPages, match="prompt: needs 3 pages, and 2 of the cache's 16 are free"):
+    with pytest.raises(OutOfPages, match="request 0: needs 3 pages, and 2 of the cache's 16 are free"):
         engine.step()
-    engine.abort(request)
     assert engine.unfinished == 0 and engine.step() == []
+    engine.abort(request)
 
 
 @pytest.mark.parametrize(
