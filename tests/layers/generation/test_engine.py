@@ -335,6 +335,7 @@ def test_requests_that_are_refused(prompt, params, error, message):
     with pytest.raises(error, match=f"^{message}"):
         engine.add_request(prompt, params)
     assert engine.unfinished == 0 and engine.step() == []
+    assert engine.add_request([1], SamplingParams(1)) == 0  # a refused one has no number
 
 
 def test_graphs_are_captured_while_nothing_runs():
