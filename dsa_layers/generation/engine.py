@@ -355,7 +355,9 @@ class Engine:
         try:
             events = self._prefill(work) if work else self._extend(ready) if ready else []
         except BaseException as error:  # it may have taken tokens, whose events are lost
-            self.withdraw([s for s, _ in work] or ready, error if isinstance(error, Exception) else None)
+            requests = {s.request for s in ([s for s, _ in work] or ready)}
+            ended = [s for s in list(self._live.values()) if s.request in requests]
+            self.withdraw(ended, error if isinstance(error, Exception) else None)
             raise
         return self._delivered(events)
 

@@ -258,6 +258,24 @@ def test_a_pass_that_raises_ends_the_requests_that_it_computed(function, monkeyp
     engine.abort(request)
 
 
+def test_all_sequences_of_a_request_end_with_it(monkeypatch):
+    """The second sequence's prompt is not computed yet when the first one's fails."""
+    engine = engine_of(prefill_chunk=2)
+    stream = engine.add_stream([1, 2], SamplingParams(4, temperature=1.0, n=2))
+    other = engine.add_request([3], SamplingParams(2))
+
+    def fails(work):
+        assert len(work) == 1
+        monkeypatch.undo()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._cache.passes, "prefill", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(stream)
+    assert list(stream) == [] and engine.unfinished == 1
+    assert run(engine, {}) == {other: alone([3], 2)} and is_free(engine)
+
+
 def test_a_cache_that_cannot_grow_ends_the_request_that_needs_it(monkeypatch):
     engine = engine_of(cache_tokens=None, max_sequences=2)
     engine._cache._allocate(8)
