@@ -1,9 +1,7 @@
 """Generation for requests that join and leave while others run."""
 
 import contextlib
-import hashlib
 import logging
-import random
 import threading
 import time
 import weakref
@@ -13,22 +11,20 @@ from typing import Unpack
 
 import torch
 
-from dsa_layers.arguments import integer, shown
+from dsa_layers.arguments import shown
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.families.model import Model
-from dsa_layers.generation.captured_step import power_of_two
-from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.engine_cache import EngineCache
 from dsa_layers.generation.engine_options import EngineOptions, checked_options
+from dsa_layers.generation.graph_sizes import graph_sizes
 from dsa_layers.generation.prompts import encode_prompt
 from dsa_layers.generation.request_stream import RequestStream
+from dsa_layers.generation.requests import Requests
 from dsa_layers.generation.results import Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
-from dsa_layers.generation.sampling import SamplingParams, with_seed
-from dsa_layers.generation.stop_strings import StopStrings, check_stop_strings
+from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
-from dsa_layers.parallel.process_group import agreed
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together
 
@@ -72,24 +68,24 @@ class Engine:
             if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
                 raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
             given = checked_options(model, options)
-            self._eos = set(model.config.eos_token_ids)
+            eos = set(model.config.eos_token_ids)
             if tokenizer is not None and tokenizer.eos_token_id is not None:
-                self._eos.add(tokenizer.eos_token_id)
-            facts |= {name: str(value) for name, value in (given | {"tokens that end": sorted(self._eos)}).items()}
+                eos.add(tokenizer.eos_token_id)
+            facts |= {name: str(value) for name, value in (given | {"tokens that end": sorted(eos)}).items()}
         self.prefill_chunk = given["prefill_chunk"]
-        self._max_sequences, self._max_graphs = given["max_sequences"], given["max_graphs"]
-        self._drafts, self._invariant = given["draft_tokens"], given["batch_invariant"]
+        self._options = given
         self._cache = EngineCache(
             model,
             cache_tokens=given["cache_tokens"],
             page_size=given["page_size"],
-            max_sequences=self._max_sequences,
-            drafts=self._drafts,
+            max_sequences=given["max_sequences"],
+            drafts=given["draft_tokens"],
             prefix_cache=given["prefix_cache"],
             capture=given["cuda_graphs"],
-            invariant=self._invariant,
-            graphs=self._max_graphs,
+            invariant=given["batch_invariant"],
+            graphs=given["max_graphs"],
         )
+        self.requests = Requests(model, tokenizer, self._cache, eos)
         self.throughput = Throughput()
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []
@@ -127,18 +123,16 @@ class Engine:
     def add_stream(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> RequestStream:
         """Return the stream of a new request, with all its events. Raises as `add_request` does."""
         sequences = self._request(prompt, params)
-        stream = RequestStream(self, sequences[0].request)
+        stream = RequestStream(sequences[0].request, self._next_event, self.abort)
         self.submit(sequences, stream)
         return stream
 
     def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> list[RunningSequence]:
-        with together(self.ranks) as facts:
+        with self.requests.agreed() as sequences:
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
             tokens = encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size)
-            sequences = self.sequences("prompt", tokens, params, 0)
-            facts |= self.facts_of(sequences)
-        self.share_seeds(sequences)
+            sequences += self.requests.sequences("prompt", tokens, params, 0)
         with self._changed:  # only now, so that ranks give no number to a request that one of them refuses
             first, self._numbers = self._numbers, self._numbers + params.n
         for s in sequences:
@@ -172,13 +166,13 @@ class Engine:
                 raise ValueError(f"request: must be unfinished, got {shown(request)}")
             if self._streams.get(request) is not None:
                 raise ValueError(f"request: must be one without a stream, got {shown(request)}")
-            stream = self._streams[request] = RequestStream(self, request)
+            stream = self._streams[request] = RequestStream(request, self._next_event, self.abort)
         return stream
 
     def _unfinished_of(self, request: int) -> list[RunningSequence]:
         return [s for s in list(self._live.values()) if s.request == request]
 
-    def next_event(self, stream: RequestStream) -> TokenEvent | None:
+    def _next_event(self, stream: RequestStream) -> TokenEvent | None:
         """Return the next event of a stream, None after its last one. Run passes, or wait for those of other threads,
         until there is one."""
         while True:
@@ -212,7 +206,7 @@ class Engine:
         RuntimeError if a request is unfinished.
         """
         with together(self.ranks) as facts:
-            sizes = self._graph_sizes(batch_sizes, max_tokens)
+            sizes = graph_sizes(self._cache, self._options, batch_sizes, max_tokens)
             facts["graphs"] = str(sizes)
         with self._one_pass():
             if self.unfinished:
@@ -220,58 +214,7 @@ class Engine:
             for count, pages in sizes if self._cache.passes.captures else ():
                 self._cache.passes.warm_up(count, pages)
 
-    def _graph_sizes(self, batch_sizes: Sequence[int] | None, max_tokens: int | None) -> list[tuple[int, int]]:
-        """Return (sequences, pages) of the graphs, the largest first: their memory then holds all others."""
-        most, cache = self._max_sequences, self._cache
-        if batch_sizes is None:
-            batch_sizes = [1 << i for i in range((min(most, cache.capacity) - 1).bit_length() + 1)]
-        elif not isinstance(batch_sizes, Sequence) or isinstance(batch_sizes, str | bytes):
-            raise TypeError(f"batch_sizes: must be a list of integers or None, got {shown(batch_sizes)}")
-        else:
-            batch_sizes = [integer(f"batch_sizes[{i}]", n, at_least=1, at_most=most) for i, n in enumerate(batch_sizes)]
-        context = self.model.config.max_position_embeddings
-        if max_tokens is None:
-            max_tokens = min(context, cache.capacity * cache.page_size - self._drafts)
-        else:
-            max_tokens = integer("max_tokens", max_tokens, at_least=1, at_most=context)
-        widths = range((cache.pages(max_tokens) - 1).bit_length() + 1)
-        sizes = {(power_of_two(count), 1 << width) for count in batch_sizes for width in widths}
-        if len(sizes) > self._max_graphs:
-            raise ValueError(
-                f"batch_sizes: with sequences of up to {max_tokens} tokens (max_tokens) they need {len(sizes)} graphs; "
-                f"accepted: at most {self._max_graphs} (max_graphs)"
-            )
-        return sorted(sizes, reverse=True)
-
     # For `Generator`, which numbers the sequences of each call anew.
-
-    def sequences(
-        self, name: str, tokens: Sequence[int], params: SamplingParams, first: int, prompt_index: int = 0
-    ) -> list[RunningSequence]:
-        """Return the `params.n` sequences of a prompt, with numbers from `first` on. name: of the prompt, in errors."""
-        context, vocab_size = self.model.config.max_position_embeddings, self.model.config.vocab_size
-        if len(tokens) >= context:
-            raise ValueError(f"{name}: has {len(tokens)} tokens; the model's context holds {context}")
-        if (params.logprobs or 0) > vocab_size:
-            raise ValueError(f"logprobs: must be at most the vocabulary of {vocab_size}, got {params.logprobs}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("params: stop strings need a tokenizer")
-        if params.stop:
-            check_stop_strings(params.stop, self.tokenizer)
-        limit = min(len(tokens) + params.max_tokens, context)
-        if not self._cache.fits(limit):
-            drafts = f" and {self._drafts} draft{'s' * (self._drafts > 1)}" if self._drafts else ""
-            raise OutOfPages(
-                f"{name}: {len(tokens)} prompt tokens and {limit - len(tokens)} new ones{drafts} need "
-                f"{self._cache.pages(limit)} pages of {self._cache.page_size} tokens; the cache has "
-                f"{self._cache.capacity} (cache_tokens)"
-            )
-        made = []
-        for k in range(params.n):
-            text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, params.stop)
-            own = with_seed(params, k), limit, text, self._eos
-            made.append(RunningSequence(first + k, tokens, *own, name=name, request=first, prompt_index=prompt_index))
-        return made
 
     def submit(self, sequences: Sequence[RunningSequence], stream: RequestStream | None = None) -> None:
         with self._changed:
@@ -304,21 +247,6 @@ class Engine:
             if wanted is not None and (wanted.events or not self._unfinished_of(wanted.request)):
                 return []
             return self._step(on_prefill)
-
-    def share_seeds(self, sequences: Sequence[RunningSequence]) -> None:
-        """Give sequences without a seed the first rank's, so that all ranks choose the same tokens."""
-        if self.ranks.size == 1:
-            return
-        seeds = agreed(self.ranks, lambda: [random.SystemRandom().getrandbits(63) for _ in sequences])
-        for s, seed in zip(sequences, seeds):
-            if s.params.seed is None:
-                s.random = RandomStream(seed)
-
-    def facts_of(self, sequences: Sequence[RunningSequence]) -> dict[str, str]:
-        """Return what ranks compare (`together`)."""
-        if self.ranks.size == 1:
-            return {}
-        return {"prompts": _digest([s.tokens for s in sequences]), "params": _digest([s.params for s in sequences])}
 
     # A pass.
 
@@ -401,7 +329,7 @@ class Engine:
             n = min(self._cache.memory.next_stop(s) - s.cached, room)
             if n > 0:
                 work.append((s, n))
-                room = 0 if self._invariant else room - n
+                room = 0 if self._options["batch_invariant"] else room - n
         return work
 
     def _prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
@@ -448,7 +376,3 @@ class Engine:
                 if s in self._running:
                     self._running.remove(s)
                 self._cache.memory.release(s)
-
-
-def _digest(values: list) -> str:
-    return f"ones of digest {hashlib.sha256(repr(values).encode()).hexdigest()[:12]}"

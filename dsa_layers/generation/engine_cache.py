@@ -68,6 +68,13 @@ class EngineCache:
         """Return whether the cache, or one that `grow` makes, can hold a sequence of this many tokens."""
         return self.pages(tokens) <= self.capacity or (self.grows and self.pages(tokens) <= self.room(1))
 
+    def why_too_small(self, prompt: int, new: int) -> str:
+        drafts = f" and {self._drafts} draft{'s' * (self._drafts > 1)}" if self._drafts else ""
+        return (
+            f"{prompt} prompt tokens and {new} new ones{drafts} need {self.pages(prompt + new)} pages of "
+            f"{self.page_size} tokens; the cache has {self.capacity} (cache_tokens)"
+        )
+
     def grow(self, tokens: int) -> None:
         """Replace the cache by a larger one if it cannot hold a sequence of this many tokens. No sequence may run."""
         pages = self.pages(tokens)
@@ -78,10 +85,14 @@ class EngineCache:
         if self._ranks.rank == 0:
             _LOGGER.info("The cache was made anew and holds %d tokens.", pages * self.page_size)
 
+    @property
+    def context(self) -> int:
+        """The tokens of the model's context."""
+        return self._model.config.max_position_embeddings
+
     def default_capacity(self) -> int:
         """Return the pages of a cache whose size is not given. Raise ValueError if a GPU has no room for one."""
-        context = self._model.config.max_position_embeddings
-        most = min(self._max_sequences * self.pages(context), MOST_SLOTS // self.page_size - 2)
+        most = min(self._max_sequences * self.pages(self.context), MOST_SLOTS // self.page_size - 2)
         if self.grows:
             return min(most, -(-CPU_CACHE_TOKENS // self.page_size))
         capacity = min(most, self.room(self._max_sequences))

@@ -19,7 +19,6 @@ from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams, with_seed
 from dsa_layers.generation.token_stream import TokenStream
 from dsa_layers.generation.tokenizer import Tokenizer
-from dsa_layers.parallel.together import together
 
 
 class Generator:
@@ -103,8 +102,7 @@ class Generator:
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
     ) -> list[RunningSequence]:
-        """The same on all ranks."""
-        with together(self.engine.ranks) as facts:
+        with self.engine.requests.agreed() as sequences:
             encoded = encode_prompts(prompts, self.tokenizer, self.model.config.vocab_size)
             if isinstance(params, SamplingParams):
                 params = [with_seed(params, i * params.n) for i in range(len(encoded))]
@@ -114,11 +112,9 @@ class Generator:
                 raise ValueError(
                     f"params: must be one for all prompts or one for each of {len(encoded)}, got {len(params)}"
                 )
-            sequences: list[RunningSequence] = []
             for i, (tokens, one) in enumerate(zip(encoded, params)):
-                sequences += self.engine.sequences(f"prompts[{i}]", tokens, one, len(sequences), prompt_index=i)
-            facts |= self.engine.facts_of(sequences)
-        self.engine.share_seeds(sequences)
+                made = self.engine.requests.sequences(f"prompts[{i}]", tokens, one, len(sequences), prompt_index=i)
+                sequences += made
         return sequences
 
     def close_stream(self) -> None:

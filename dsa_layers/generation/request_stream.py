@@ -2,13 +2,10 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Self
 
 from dsa_layers.generation.results import TokenEvent
-
-if TYPE_CHECKING:
-    from dsa_layers.generation.engine import Engine
 
 
 class RequestStream(Iterator[TokenEvent]):
@@ -19,20 +16,22 @@ class RequestStream(Iterator[TokenEvent]):
     error    of the pass that ended the request, to be raised after these
     """
 
-    def __init__(self, engine: "Engine", request: int) -> None:
-        self._engine, self.request = engine, request
+    def __init__(
+        self, request: int, next_event: Callable[[Self], TokenEvent | None], abort: Callable[[int], None]
+    ) -> None:
+        self.request, self._next_event, self._abort = request, next_event, abort
         self.events: deque[TokenEvent] = deque()
         self.error: Exception | None = None
 
     def __next__(self) -> TokenEvent:
-        event = self._engine.next_event(self)
+        event = self._next_event(self)
         if event is None:
             raise StopIteration
         return event
 
     def close(self) -> None:
         """End the request, also while another thread reads the stream. So does dropping the last reference to it."""
-        self._engine.abort(self.request)
+        self._abort(self.request)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the interpreter's end

@@ -264,7 +264,7 @@ def test_a_pass_that_fails_gives_everything_back(model, tokenizer, greedy, monke
 def test_end_of_sequence(model, tokenizer, greedy, monkeypatch):
     generator = Generator(model, tokenizer, cache_tokens=256)
     third = greedy[0].tokens[2]
-    monkeypatch.setattr(generator.engine, "_eos", {third})
+    monkeypatch.setattr(generator.engine.requests, "eos", {third})
     (got,) = generator.generate([PROMPTS[0]], SamplingParams(max_tokens=10))
     first = greedy[0].tokens.index(third)
     assert got.finish_reason == "eos" and got.tokens == greedy[0].tokens[: first + 1]
@@ -331,7 +331,7 @@ def test_what_came_before_a_nan_is_kept(model, tokenizer, monkeypatch, temperatu
     params = SamplingParams(8, temperature=temperature, seed=3, top_k=8, stop="never there")
     generator = Generator(model, tokenizer, cache_tokens=512)
     monkeypatch.setattr(
-        generator.engine, "_eos", set()
+        generator.engine.requests, "eos", set()
     )  # the tiny tokenizer, and so a token, follows from the project's text
     expected = generator.generate(PROMPTS, params)
     decode, calls = generator.engine._cache.passes._decode, []

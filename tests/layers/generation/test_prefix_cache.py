@@ -126,7 +126,7 @@ def check_pages(generator, capacity, running=()):
             assert (child in tree._unused) == (child.users == 0)
             own = [*before, *tokens[:size]]
             assert cache.values[child.page].tolist() == own[-size:]
-            if generator.engine._drafts:
+            if generator.engine._options["draft_tokens"]:
                 known = [*own, tokens[-1]]
                 entries = [
                     entry(next_token(known[: i + 1], generator.model.stateful), known[i + 1]) for i in range(len(own))
@@ -170,7 +170,7 @@ class Spy:
 
         def extend_checked(sequences, throughput):
             for s in sequences:
-                self.writes(s, len(s.tokens) - 1, len(s.tokens) + generator.engine._drafts)
+                self.writes(s, len(s.tokens) - 1, len(s.tokens) + generator.engine._options["draft_tokens"])
             return self.drafted(extend(sequences, throughput))
 
         memory.start, memory.release = start_noted, release_noted
