@@ -177,21 +177,23 @@ class Engine:
         until there is one."""
         while True:
             with self._changed:
-                while not stream.events and self._worker is not None and self._unfinished_of(stream.request):
-                    self._check_no_own_pass()
-                    self._changed.wait()
                 if stream.events:
                     return stream.events.popleft()
                 if stream.error is not None:
                     error, stream.error = stream.error, None
                     raise error
-                if not self._unfinished_of(stream.request):
+                if self._is_served(stream):
                     return None
+                self._check_no_own_pass()
             try:
                 self.run_pass(wanted=stream)
             except Exception as error:
                 if stream.error is not error:
                     _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
+
+    def _is_served(self, stream: RequestStream | None) -> bool:
+        """Return whether a stream needs no pass: it has an event, or its request has ended."""
+        return stream is not None and bool(stream.events or not self._unfinished_of(stream.request))
 
     def warm_up(self, batch_sizes: Sequence[int] | None = None, *, max_tokens: int | None = None) -> None:
         """Capture the CUDA graphs of decoding passes before prompts come, so that no sequence waits for a capture.
@@ -241,12 +243,10 @@ class Engine:
     def run_pass(
         self, on_prefill: Callable[[], None] | None = None, wanted: RequestStream | None = None
     ) -> list[TokenEvent]:
-        """`step`. on_prefill is called before a pass over prompts. With `wanted`, run none if this stream has an event
-        or has ended by the time that the pass could run."""
-        with self._one_pass():
-            if wanted is not None and (wanted.events or not self._unfinished_of(wanted.request)):
-                return []
-            return self._step(on_prefill)
+        """`step`. on_prefill is called before a pass over prompts. With `wanted`, run none if that stream needs none by
+        the time that the pass could run."""
+        with self._one_pass(wanted) as mine:
+            return self._step(on_prefill) if mine else []
 
     # A pass.
 
@@ -255,19 +255,23 @@ class Engine:
             raise RuntimeError("step: was called by the pass of another step, as a hook may do")
 
     @contextlib.contextmanager
-    def _one_pass(self) -> Iterator[None]:
+    def _one_pass(self, wanted: RequestStream | None = None) -> Iterator[bool]:
+        """Wait for the turn of this thread, and give True; False as soon as `wanted` needs no pass."""
         with self._changed:
             self._check_no_own_pass()
-            while self._worker is not None:
+            while self._worker is not None and not self._is_served(wanted):
                 self._changed.wait()
-            self._worker = threading.get_ident()
+            mine = not self._is_served(wanted)
+            if mine:
+                self._worker = threading.get_ident()
         try:
-            yield
+            yield mine
         finally:
-            with self._changed:
-                self._release_withdrawn()
-                self._worker = None
-                self._changed.notify_all()
+            if mine:
+                with self._changed:
+                    self._release_withdrawn()
+                    self._worker = None
+                    self._changed.notify_all()
 
     @torch.inference_mode()
     def _step(self, on_prefill: Callable[[], None] | None) -> list[TokenEvent]:

@@ -1,8 +1,10 @@
 """An engine whose requests come and go while others run. Each must get the tokens that it gets alone."""
 
+import contextlib
 import gc
 import random
 import threading
+import time
 
 import pytest
 
@@ -203,6 +205,38 @@ def test_threads_share_an_engine():
         thread.join(60)
     assert not failed and not any(thread.is_alive() for thread in threads)
     assert found == {prompt: [alone(prompt, count)] * 5 for prompt, count in prompts.items()} and is_free(engine)
+
+
+def test_a_stream_does_not_wait_for_its_turn_if_others_compute_its_events():
+    """A reader waits to run a pass, while another thread runs one after another without a pause."""
+    engine = engine_of()
+    stream, extend, one_pass = engine.add_stream([1], SamplingParams(3)), engine._cache.passes.extend, engine._one_pass
+    next(stream)
+    engine.add_request([2], SamplingParams(50))
+    found, thread = [], threading.Thread(target=lambda: found.append(next(stream).token))
+
+    def read_meanwhile(ready, counts):
+        thread.start()
+        time.sleep(0.05)  # the reader waits for the end of this pass
+        return extend(ready, counts)
+
+    @contextlib.contextmanager
+    def without_a_pause(wanted=None):
+        """The events are there, and the turn of this thread does not end."""
+        with one_pass(wanted) as mine:
+            yield mine
+            if mine:
+                with engine._changed:
+                    engine._changed.notify_all()
+                thread.join(5)
+
+    engine._cache.passes.extend, engine._one_pass = read_meanwhile, without_a_pause
+    engine.step()
+    assert not thread.is_alive() and found == alone([1], 2)[1:]
+    engine._cache.passes.extend, engine._one_pass = extend, one_pass
+    stream.close()
+    run(engine, {})
+    assert is_free(engine)
 
 
 def test_an_abort_during_a_pass():
