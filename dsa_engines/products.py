@@ -1,5 +1,8 @@
 """Linear layers and routed experts of FP8 and FP4 weights, which stay where an engine has loaded them."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 import dsa
@@ -10,6 +13,7 @@ BLOCK = 128  # channels that share a scale
 # of a step.
 LATENT_DIM, LATENTS = 512, 4
 AT_ONCE = 16  # experts
+SCALES = "dsa_block_scales"  # attribute of a layer whose FP4 weights stay as they were loaded: the block scales
 FP8Weights = tuple[torch.Tensor, torch.Tensor]
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -44,6 +48,19 @@ def fp4_weights(packed: torch.Tensor, scale: torch.Tensor, block_scale: torch.Te
     """The weights of `routed_experts` from packed [E, N, K / 2] bytes, scale [E, N, K / 32] e8m0 or bytes, and their
     `fp4_block_scales`. Nothing is copied."""
     return packed.view(torch.uint8), scale.view(torch.float8_e8m0fnu), block_scale
+
+
+def fp4_layer_weights(layer: Any, suffix: str, scales: Sequence[torch.Tensor]) -> tuple[FP4Weights, FP4Weights]:
+    """gate_up and down of `routed_experts`, of an engine's layer: `w13_weight` and `w2_weight` with the scales
+    `w13_weight_{suffix}` and `w2_weight_{suffix}`, and these block scales."""
+    pairs = ((getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_{suffix}")) for name in ("w13", "w2"))
+    return tuple(fp4_weights(*pair, scale) for pair, scale in zip(pairs, scales, strict=True))
+
+
+def kept_fp4_weights(layer: Any, suffix: str) -> tuple[FP4Weights, FP4Weights] | None:
+    """`fp4_layer_weights` of a layer with SCALES; None without them."""
+    scales = getattr(layer, SCALES, None)
+    return None if scales is None else fp4_layer_weights(layer, suffix, scales)
 
 
 def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from dsa_engines import products
 
 Hook = Callable[..., Any]
 Weights = tuple[Any, Any]  # gate_up and down, as `products.routed_experts` takes them
-SCALES = "dsa_block_scales"  # layer attribute with the block scales of its FP4 weights
 _logger = logging.getLogger("dsa")
 
 
@@ -52,13 +51,7 @@ def fp8_weights(method: Any, layer: Any) -> Weights | None:
 
 def fp4_weights(method: Any, layer: Any) -> Weights | None:
     """Return the FP4 weights, or None unless `fp4_setup` left them in the checkpoint's layout."""
-    scales = getattr(layer, SCALES, None)
-    return None if scales is None else _fp4_pairs(layer, scales)
-
-
-def _fp4_pairs(layer: Any, scales: tuple[torch.Tensor, torch.Tensor]) -> Weights:
-    pairs = (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
-    return tuple(products.fp4_weights(*pair, scale) for pair, scale in zip(pairs, scales, strict=True))
+    return products.kept_fp4_weights(layer, "scale_inv")
 
 
 def fp4_setup(keeps_fp4: Callable[[], bool], most_tokens: Callable[[], int], wants_up_first: bool) -> Hook:
@@ -75,7 +68,7 @@ def fp4_setup(keeps_fp4: Callable[[], bool], most_tokens: Callable[[], int], wan
     """
 
     def hook(original: Callable[..., None], method: Any, layer: Any) -> None:
-        earlier, keeps = getattr(layer, SCALES, None), keeps_fp4()
+        earlier, keeps = getattr(layer, products.SCALES, None), keeps_fp4()
         scales = _scales_of(method, layer, most_tokens()) if keeps and _is_kept(method, layer) else None
         if earlier is not None and scales is None:
             raise ValueError("dsa: sglang: FP4 experts that were loaded again must be ones that dsa serves")
@@ -84,7 +77,7 @@ def fp4_setup(keeps_fp4: Callable[[], bool], most_tokens: Callable[[], int], wan
                 _swap_halves(layer.w13_weight, layer.w13_weight_scale_inv)
             original(method, layer)
         elif earlier is None:
-            setattr(layer, SCALES, scales)
+            setattr(layer, products.SCALES, scales)
         else:
             for old, new in zip(earlier, scales, strict=True):
                 old.copy_(new)
@@ -115,7 +108,7 @@ def _scales_of(method: Any, layer: Any, most_tokens: int) -> tuple[torch.Tensor,
     except ValueError as error:
         _logger.warning("dsa: sglang: %s; experts of a layer stay the engine's own", " ".join(str(error).split()))
         return None
-    pairs, config = _fp4_pairs(layer, scales), method.runner.config
+    pairs, config = products.fp4_layer_weights(layer, "scale_inv", scales), method.runner.config
     ready = products.experts_are_compiled("sglang", *pairs, config.top_k, config.swiglu_limit, most_tokens)
     return scales if ready else None
 

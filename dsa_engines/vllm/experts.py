@@ -15,7 +15,6 @@ from dsa_engines import products
 from dsa_engines.vllm import routing
 
 CHECKPOINT_LAYOUTS = ("TRITON", "DEEPGEMM")  # vLLM's kernels of FP8 experts that leave the weights as they are
-SCALES = "dsa_block_scales"  # attribute of a layer: the block scales of its FP4 weights
 _logger = logging.getLogger("vllm.dsa")
 
 
@@ -54,13 +53,7 @@ def fp8_weights(method: Any, layer: Any) -> Weights | None:
 
 def fp4_weights(method: Any, layer: Any) -> Weights | None:
     """The weights of `Mxfp4MoEMethod`; None unless `fp4_setup` has left them in the checkpoint's layout."""
-    scales = getattr(layer, SCALES, None)
-    return None if scales is None else _fp4_pairs(layer, scales)
-
-
-def _fp4_pairs(layer: Any, scales: tuple[torch.Tensor, torch.Tensor]) -> Weights:
-    pairs = (layer.w13_weight, layer.w13_weight_scale), (layer.w2_weight, layer.w2_weight_scale)
-    return tuple(products.fp4_weights(*pair, scale) for pair, scale in zip(pairs, scales, strict=True))
+    return products.kept_fp4_weights(layer, "scale")
 
 
 def fp4_setup(original: Callable[..., None], most_tokens: int) -> Callable[..., None]:
@@ -82,7 +75,7 @@ def fp4_setup(original: Callable[..., None], most_tokens: int) -> Callable[..., 
         w13_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
     ) -> None:
-        earlier = layer.__dict__.pop(SCALES, None)
+        earlier = layer.__dict__.pop(products.SCALES, None)
         if (
             self.mxfp4_backend.name == "MARLIN"
             and not self.moe.moe_parallel_config.enable_eplb
@@ -95,8 +88,8 @@ def fp4_setup(original: Callable[..., None], most_tokens: int) -> Callable[..., 
             else:
                 if earlier is not None:
                     scales = tuple(old.copy_(new) for old, new in zip(earlier, scales, strict=True))
-                if _is_compiled(self, layer, _fp4_pairs(layer, scales), most_tokens):
-                    setattr(layer, SCALES, scales)
+                if _is_compiled(self, layer, products.fp4_layer_weights(layer, "scale", scales), most_tokens):
+                    setattr(layer, products.SCALES, scales)
                     self._build_moe_kernel(layer)
                     return
         original(self, layer, w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)

@@ -108,9 +108,8 @@ class Engine:
         return len(self._live)
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> int:
-        """Return the number of a new request, which is also that of its sequence in `TokenEvent.sequence`. With
-        `params.n` above 1 its further sequences have the numbers that follow; with a seed, its k-th sequence uses
-        seed + k.
+        """Return the number of a new request, which is also `TokenEvent.sequence` of the first sequence. With
+        `params.n` above 1 the further sequences have the numbers that follow; with a seed, the k-th one uses seed + k.
 
         Raises TypeError or ValueError for a prompt or params of another kind, an empty prompt, a token outside the
         vocabulary, text that is not Unicode, and a prompt that leaves no room for a token in the model's context.

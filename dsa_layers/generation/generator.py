@@ -22,7 +22,7 @@ from dsa_layers.generation.tokenizer import Tokenizer
 
 
 class Generator:
-    """Continues prompts with a model, by an `Engine` of its own.
+    """Continues prompts with a model. A client of an `Engine`.
 
     model      on the device to run on: load_model's, or anything else that is a Model
     tokenizer  for text prompts, streamed text and stop strings; None works on token ids alone

@@ -220,11 +220,11 @@ def test_fp4_weights_that_are_loaded_again(count):
     """SGLang loads all experts, some or none into the same memory. The block scales keep theirs."""
     method, layer, *every = fp4_case()
     other, *loaded = fp4_layer()
-    before = [scale.data_ptr() for scale in getattr(layer, experts.SCALES)]
+    before = [scale.data_ptr() for scale in getattr(layer, products.SCALES)]
     for parameter, value in zip(layer.parameters(), other.parameters(), strict=True):
         parameter.data.view(torch.uint8)[:count].copy_(value.data.view(torch.uint8)[:count])
     set_up(method, layer, wants_up_first=True)
-    assert [scale.data_ptr() for scale in getattr(layer, experts.SCALES)] == before
+    assert [scale.data_ptr() for scale in getattr(layer, products.SCALES)] == before
     gate_up, down = (torch.cat([new[:count], old[count:]]) for new, old in zip(loaded, every, strict=True))
     given, x, numbers, weights = batch()
     out = apply_of(experts.fp4_weights)(never, method, layer, given).hidden_states
@@ -272,7 +272,7 @@ def test_other_weights_of_a_kept_layer_are_refused():
     layer.w13_weight_bias = torch.zeros(EXPERTS, 2 * INNER)
     with pytest.raises(ValueError, match="FP4 experts that were loaded again must be"):
         set_up(method, layer)
-    assert layer.set_up_by == [] and hasattr(layer, experts.SCALES)
+    assert layer.set_up_by == [] and hasattr(layer, products.SCALES)
 
 
 def test_fp4_weights_are_converted_if_memory_is_lacking(monkeypatch):
@@ -309,7 +309,7 @@ def takes_no_scales(*given):
 def test_fp4_weights_that_the_products_do_not_take(function, fails, message, monkeypatch, caplog):
     monkeypatch.setattr(products, function, fails)
     method, layer, *_ = fp4_case()
-    assert layer.set_up_by == [method] and not hasattr(layer, experts.SCALES)
+    assert layer.set_up_by == [method] and not hasattr(layer, products.SCALES)
     assert [record.getMessage() for record in caplog.records] == [f"dsa: sglang: {message} the engine's own"]
 
 

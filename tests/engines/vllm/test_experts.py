@@ -144,12 +144,12 @@ def test_other_fp4_experts_are_left_to_the_engine(path, value):
 def test_fp4_weights_that_are_loaded_again():
     """vLLM sets up temporary tensors, and copies them into the layer's. The block scales keep their memory."""
     method, layer, *_ = fp4_setup_of()
-    before = [scale.data_ptr() for scale in getattr(layer, experts.SCALES)]
+    before = [scale.data_ptr() for scale in getattr(layer, products.SCALES)]
     (w13, s13, gate_up), (w2, s2, down) = fp4_weights(EXPERTS, 2 * INNER, HIDDEN), fp4_weights(EXPERTS, HIDDEN, INNER)
     experts.fp4_setup(never, MOST)(method, layer, w13, w2, s13, s2)
     for name, value in (("w13_weight", w13), ("w2_weight", w2), ("w13_weight_scale", s13), ("w2_weight_scale", s2)):
         getattr(layer, name).copy_(value)
-    assert [scale.data_ptr() for scale in getattr(layer, experts.SCALES)] == before
+    assert [scale.data_ptr() for scale in getattr(layer, products.SCALES)] == before
     x, weights, numbers, *shared = inputs()
     out = experts.apply(never, experts.fp4_weights, MOST)(method, layer, x, weights, numbers, *shared)
     assert_near(out, expected_of(x, numbers, weights, gate_up, down, 0.5, True))
@@ -162,7 +162,7 @@ def test_fp4_scales_that_the_products_do_not_take(monkeypatch, caplog):
     monkeypatch.setattr(products, "fp4_block_scales", refuses)
     _, layer, _, original, given = fp4_setup_of()
     original.assert_called_once((*given, None, None))
-    assert not hasattr(layer, experts.SCALES)
+    assert not hasattr(layer, products.SCALES)
     assert [record.getMessage() for record in caplog.records] == [
         "dsa: vllm: scale: no; experts of a layer stay the engine's own"
     ]

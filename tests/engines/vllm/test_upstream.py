@@ -1,8 +1,7 @@
 """The pieces of docs/upstream/vllm, inside vLLM's own files."""
 
-import importlib.util
+import functools
 import inspect
-from pathlib import Path
 from types import SimpleNamespace as Space
 
 import pytest
@@ -11,16 +10,10 @@ import torch
 import dsa
 from dsa_engines import products
 from dsa_engines.vllm import adapters
+from tests.engines import upstream
 from tests.engines.vllm.engine import needs_vllm
 
-PIECES = Path(__file__).parents[3] / "docs" / "upstream" / "vllm"
-
-
-def piece(name):
-    spec = importlib.util.spec_from_file_location(name, PIECES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+piece = functools.partial(upstream.piece, "vllm")
 
 
 def fp8(*shape):

@@ -1,25 +1,18 @@
 """The pieces of docs/upstream/sglang, inside SGLang's own files."""
 
-import importlib.util
+import functools
 import inspect
-from pathlib import Path
 from types import SimpleNamespace as Space
 
 import torch
 
 from dsa_engines.sglang import adapters, hooks, seams
+from tests.engines import upstream
 from tests.engines.sglang.engine.process import module
 from tests.engines.sglang.engine.test_layers import MOE, batch, config_of
 from tests.engines.test_products import EXPERTS, HIDDEN, INNER, assert_near, cast, expected_of, fp8_weights
 
-PIECES = Path(__file__).parents[4] / "docs" / "upstream" / "sglang"
-
-
-def piece(name):
-    spec = importlib.util.spec_from_file_location(name, PIECES / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+piece = functools.partial(upstream.piece, "sglang")
 
 
 def parameters(function):
