@@ -60,7 +60,12 @@ DEFAULT_WAYS = ("one by one", "together", "again", "in chunks", "preempted")
 CONTEXT = 2048  # of the trained checkpoints
 FROM_DISK = {
     "vllm": {"load_format": "auto", "max_model_len": CONTEXT},
-    "sglang": {"load_format": "auto", "context_length": CONTEXT},
+    "sglang": {
+        "load_format": "auto",
+        "context_length": CONTEXT,
+        "cuda_graph_bs_decode": [1, 2, 4, 8, 16],
+        "cuda_graph_bs_prefill": [512, 2048, 8192],
+    },
 }
 
 

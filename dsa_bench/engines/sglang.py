@@ -26,9 +26,9 @@ PREFILL_GRAPHS = [512, 1024, 2048, 4096, 8192]  # tokens of a batch of prompts
 class Scheduler(Measured, scheduler.Scheduler):
     """SGLang's scheduler, which holds the model, and what the benchmark asks of it."""
 
-    def to_file(self, method: str, path: str) -> None:
+    def to_file(self, asked: str, path: str) -> None:
         """Call a method and leave its result in a file: SGLang returns no results of such calls."""
-        Path(path).write_text(json.dumps(getattr(self, method)()))
+        Path(path).write_text(json.dumps(getattr(self, asked)()))
 
 
 def run_scheduler(cache_gib: int, is_random: bool, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class Engine:
     async def ask(self, method: str) -> Any:
         """Call a method of `Scheduler` in SGLang's process of the model."""
         with tempfile.NamedTemporaryFile() as file:
-            self._engine.collective_rpc("to_file", method=method, path=file.name)
+            self._engine.collective_rpc("to_file", asked=method, path=file.name)
             return json.loads(Path(file.name).read_text())
 
     def close(self) -> None:
