@@ -2,7 +2,7 @@
 then its indexers alone, then sparse.
 
 usage: python examples/train_indexer.py OUT [--seconds DENSE WARMUP SPARSE] [--steps DENSE WARMUP SPARSE]
-           [--batch DENSE WARMUP SPARSE] [--vocab N] [--held-out N] [--config JSON] [--device cuda]
+           [--batch DENSE WARMUP SPARSE] [--length N] [--vocab N] [--held-out N] [--config JSON] [--device cuda]
        torchrun --nproc-per-node N examples/train_indexer.py OUT ...
 
 The text is Python: the standard library on this machine (PSF licence), and the packages that are installed beside it
@@ -53,6 +53,8 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 FEW_SEQUENCES = 16
 # Positions in each of these sequences after which drafts are compared.
 POSITIONS = 64
+# Tokens of a sequence: a position and three drafts.
+SHORTEST = 4
 
 
 def run(out: Path, plan: Plan, device: str, text: Text, ranks: Ranks = ALONE) -> dict[str, object]:
@@ -223,6 +225,13 @@ def main() -> None:
             help=f"{what} (default: {' '.join(map(str, default))})",
         )
     parser.add_argument(
+        "--length",
+        type=options.positive,
+        default=Plan.length,
+        metavar="N",
+        help=f"tokens of a sequence, at least {SHORTEST} (default: %(default)s)",
+    )
+    parser.add_argument(
         "--vocab",
         type=options.positive,
         default=Plan.vocab,
@@ -248,10 +257,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.vocab < BYTES:
         parser.error(f"--vocab: must be at least {BYTES}, the bytes and the token that begins a file, got {args.vocab}")
+    if args.length < SHORTEST:
+        parser.error(f"--length: must be at least {SHORTEST}, got {args.length}")
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"OUT: must be a directory, got {args.out}")
     try:
-        small_model.check(args.config, Plan.length)
+        small_model.check(args.config, args.length)
     except ValueError as error:
         parser.error(f"--config: {error}")
     ranks, device = ALONE, args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -267,7 +278,7 @@ def main() -> None:
     except OSError as error:
         parser.error(f"OUT: {error.filename}: {error.strerror}")
     stages = {name: tuple(getattr(args, name)) for name in ("seconds", "steps", "batch")}
-    plan = Plan(**stages, vocab=args.vocab, held_out=args.held_out, fields=args.config)
+    plan = Plan(**stages, length=args.length, vocab=args.vocab, held_out=args.held_out, fields=args.config)
     run(args.out, plan, device, read_text(), ranks)
     if ranks.rank == 0:
         print((args.out / "table.md").read_text())

@@ -341,6 +341,8 @@ def test_export_refuses(model, tmp_path):
     ("arguments", "problem"),
     [
         (["OUT", "--vocab", "9"], "--vocab: must be at least 257, the bytes and the token that begins a file, got 9"),
+        (["OUT", "--length", "3"], "--length: must be at least 4, got 3"),
+        (["OUT", "--length", "64"], "--config: index_topk: must be at most the 64 tokens of a sequence, got 128"),
         (["train_indexer.py"], "OUT: must be a directory, got train_indexer.py"),
         (["OUT", "--device", "foo"], "--device: must be cpu, cuda or cuda:N, got 'foo'"),
         (["OUT", "--device", "cuda"], "--device: got 'cuda', but torch sees no CUDA GPU"),
@@ -367,7 +369,7 @@ def test_help(monkeypatch, capsys):
         train_indexer.main()
     told = " ".join(capsys.readouterr().out.split())
     assert "trained as the paper trains: dense, then its indexers alone, then sparse." in told
-    assert told.count("(default: ") == 6
+    assert told.count("(default: ") == 7
     assert "--seconds DENSE WARMUP SPARSE of each stage at most (default: 450 40" in told
 
 

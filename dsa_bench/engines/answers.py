@@ -31,6 +31,7 @@ from dsa_bench.engines.command import add_engine, check_engine, positive, print_
 from dsa_bench.engines.turns import Side, started
 from dsa_layers import Tokenizer, load_model
 from dsa_layers.evaluation.held_out_loss import predictions
+from dsa_layers.families.config import read_config
 
 # Of each request: `logprobs` of the prompt's tokens but the first, `tokens`, and for each of these `likely`, the most
 # likely ones as [token, log-probability].
@@ -57,15 +58,17 @@ WAYS: dict[str, dict[str, tuple[dict[str, Any], bool, bool]]] = {
     },
 }
 DEFAULT_WAYS = ("one by one", "together", "again", "in chunks", "preempted")
-CONTEXT = 2048  # of the trained checkpoints
-FROM_DISK = {
-    "vllm": {"load_format": "auto", "max_model_len": CONTEXT},
-    "sglang": {
-        "load_format": "auto",
-        "context_length": CONTEXT,
-        "cuda_graph_bs_decode": [1, 2, 4, 8, 16],
-        "cuda_graph_bs_prefill": [512, 2048, 8192],
-    },
+# Engine options for a checkpoint on disk, and the option that limits the context.
+FROM_DISK: dict[str, tuple[dict[str, Any], str]] = {
+    "vllm": ({"load_format": "auto"}, "max_model_len"),
+    "sglang": (
+        {
+            "load_format": "auto",
+            "cuda_graph_bs_decode": [1, 2, 4, 8, 16],
+            "cuda_graph_bs_prefill": [512, 2048, 8192],
+        },
+        "context_length",
+    ),
 }
 
 
@@ -114,9 +117,13 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if unknown := set(args.ways or ()) - WAYS[args.engine].keys():
         parser.error(f"--ways: got {', '.join(sorted(unknown))}; accepted are {', '.join(WAYS[args.engine])}")
-    if args.length + 1 + args.tokens > CONTEXT:
-        parser.error(f"--length, --tokens: at most {CONTEXT - 1} together, got {args.length} and {args.tokens}")
     check_engine(parser, args)
+    try:
+        context = read_config(args.checkpoint).max_position_embeddings
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if args.length + 1 + args.tokens > context:
+        parser.error(f"--length, --tokens: at most {context - 1} together, got {args.length} and {args.tokens}")
     # The other ways are compared with the first one.
     ways = list(dict.fromkeys([DEFAULT_WAYS[0], *(args.ways or DEFAULT_WAYS)]))
     try:
@@ -126,24 +133,27 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)
-        return print_rows(rows(args.engine, args.checkpoint, ways, sequences, expected, args.tokens, logs))
+        return print_rows(rows(args.engine, args.checkpoint, context, ways, sequences, expected, args.tokens, logs))
 
 
 def rows(
     engine: str,
     checkpoint: Path,
+    context: int,
     ways: Sequence[str],
     sequences: Sequence[Sequence[int]],
     expected: list[list[float]],
     tokens: int,
     logs: Path,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of every way. The first way is the one that the others are compared with."""
+    """Yield the rows of every way. The first way is the one that the others are compared with. context: tokens of the
+    longest sequence that the model takes."""
     alone: dict[str, Answers] = {}
     every = WAYS[engine]
+    from_disk, limit = FROM_DISK[engine]
     # Ways with the same options share an engine.
     for options, group in itertools.groupby(ways, lambda way: every[way][0]):
-        worker = [engine, str(checkpoint), "0", "2", json.dumps(FROM_DISK[engine] | options)]
+        worker = [engine, str(checkpoint), "0", "2", json.dumps(from_disk | {limit: context} | options)]
         with started(worker, logs) as sides:
             for way in group:
                 found = {side.side: answers_of(side, sequences, tokens, *every[way][1:]) for side in sides}

@@ -12,6 +12,7 @@ import torch
 
 from dsa_bench.engines import __main__, answers, client, model_process, rows, turns, weights
 from dsa_bench.engines.loads import PROMPTS, STEPS, Load, mixed
+from dsa_layers import SHIPPED_MODEL
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -213,7 +214,11 @@ def test_random_weights(name, values, most):
         (__main__, ["--logs", "/proc/nowhere"], "--logs: [Errno 2]"),
         (answers, ["there", "--ways", "sideways"], "--ways: got sideways; accepted are one by one, "),
         (answers, ["there", "--count", "-1"], "--count: must be a whole number of at least 1, got '-1'"),
-        (answers, ["there", "--length", "5000"], "--length, --tokens: at most 2047 together, got 5000 and 48"),
+        (
+            answers,
+            [str(SHIPPED_MODEL), "--length", "5000"],
+            "--length, --tokens: at most 2047 together, got 5000 and 48",
+        ),
         (answers, ["/no/such/folder"], "/no/such/folder"),
     ],
 )
@@ -268,6 +273,7 @@ def test_ways_are_compared_with_the_first_one(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(answers, "started", started)
+    monkeypatch.setattr(answers, "read_config", lambda checkpoint: Space(max_position_embeddings=4096))
     monkeypatch.setattr(answers, "Tokenizer", lambda checkpoint: None)
     monkeypatch.setattr(answers, "held_out_sequences", lambda *given: [[1, 2]])
     monkeypatch.setattr(answers, "reference", lambda *given: [[-1.0]])
@@ -287,7 +293,7 @@ def test_ways_are_compared_with_the_first_one(monkeypatch, capsys, tmp_path):
         {"way": "again", "side": "plugin"} | other,
         {"way": "again", "same_text": 0.0, "largest_gap": pytest.approx(-0.1)},
     ]
-    base = {"load_format": "auto", "max_model_len": 2048}
+    base = {"load_format": "auto", "max_model_len": 4096}
     assert started_with == [base | {"enable_prefix_caching": False}, base]
     assert [each for each in asked_of if each[0] == "plugin"] == [
         ("plugin", False, True),
