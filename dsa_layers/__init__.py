@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from dsa_layers.batch.decode_batch import DecodeBatch
     from dsa_layers.batch.sequence_batch import SequenceBatch
     from dsa_layers.cache.kv_cache import LayerCache
-    from dsa_layers.checkpoint.export import save_fp8_checkpoint
-    from dsa_layers.checkpoint.loading import load_model
     from dsa_layers.families.config import read_config
     from dsa_layers.families.precision import Precision
     from dsa_layers.generation.engine import Engine
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.results import Completion, TokenEvent
     from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.io.export import save_fp8_checkpoint
+    from dsa_layers.io.loading import load_model
+    from dsa_layers.io.tokenizer import Tokenizer
     from dsa_layers.layers.attention import DSAAttention
     from dsa_layers.layers.indexer import LightningIndexer
     from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
@@ -76,13 +76,13 @@ _MODULES = {
     "SamplingParams": "dsa_layers.generation.sampling",
     "SequenceBatch": "dsa_layers.batch.sequence_batch",
     "TokenEvent": "dsa_layers.generation.results",
-    "Tokenizer": "dsa_layers.generation.tokenizer",
+    "Tokenizer": "dsa_layers.io.tokenizer",
     "TrainedAttention": "dsa_layers.layers.trained_attention",
-    "load_model": "dsa_layers.checkpoint.loading",
+    "load_model": "dsa_layers.io.loading",
     "next_tokens": "dsa_layers.training.next_tokens",
     "read_config": "dsa_layers.families.config",
     "rope_frequencies": "dsa_layers.layers.rope",
-    "save_fp8_checkpoint": "dsa_layers.checkpoint.export",
+    "save_fp8_checkpoint": "dsa_layers.io.export",
     "write_tiny_checkpoint": "dsa_layers.tiny.writer",
 }
 

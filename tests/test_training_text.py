@@ -15,7 +15,7 @@ from indexer_training.licences import collected, licence_of, licence_text  # noq
 from indexer_training.source_files import Duplicates, package_files, readable  # noqa: E402
 from indexer_training.vocabulary import BEGIN, bytes_of_tokens, tokenizer_config, train_tokenizer  # noqa: E402
 
-from dsa_layers.generation.tokenizer import Tokenizer  # noqa: E402
+from dsa_layers.io.tokenizer import Tokenizer  # noqa: E402
 from tests.tiny_training import write_package  # noqa: E402
 
 SOURCE = "".join(f"def function_{i}(argument):\n    return argument + {i} * something_else\n\n\n" for i in range(8))

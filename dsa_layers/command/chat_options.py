@@ -9,7 +9,7 @@ from dsa_layers import SHIPPED_MODEL, options
 from dsa_layers.command.streams import say
 
 if TYPE_CHECKING:
-    from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.io.tokenizer import Tokenizer
 
 _OPTION = "--chat-option"
 

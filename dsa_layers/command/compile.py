@@ -107,10 +107,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _configs(args: argparse.Namespace) -> "tuple[ModelConfig, ModelConfig]":
     """The model's, and the same with a GPU's share of the heads."""
-    from dsa_layers.checkpoint.checks import check_quantised_sizes
     from dsa_layers.families.config import read_config
     from dsa_layers.families.precision import Precision
-    from dsa_layers.hub import checkpoint_directory
+    from dsa_layers.io.checks import check_quantised_sizes
+    from dsa_layers.io.hub import checkpoint_directory
 
     config = read_config(checkpoint_directory(args.model, weights=False))
     if args.heads is None:

@@ -13,7 +13,7 @@ from dsa_layers.command.streams import say
 
 if TYPE_CHECKING:
     from dsa_layers.families.model import Model, ModelConfig
-    from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.io.tokenizer import Tokenizer
     from dsa_layers.parallel.ranks import Ranks
 
 
@@ -130,8 +130,8 @@ def say_that_drafts_exist(args: argparse.Namespace, config: "ModelConfig") -> No
 def read_files(args: argparse.Namespace) -> CheckpointFiles:
     """Raise ValueError, which names the file, for what cannot be read."""
     from dsa_layers.families.config import read_config
-    from dsa_layers.generation.tokenizer import Tokenizer
-    from dsa_layers.hub import checkpoint_directory
+    from dsa_layers.io.hub import checkpoint_directory
+    from dsa_layers.io.tokenizer import Tokenizer
 
     checkpoint = checkpoint_directory(args.checkpoint)
     if checkpoint.is_file():
@@ -150,7 +150,7 @@ def load(
     names the option or the file, for what cannot be loaded."""
     import torch
 
-    from dsa_layers.checkpoint.loading import load_model
+    from dsa_layers.io.loading import load_model
 
     device = chosen_device(args)
     on_gpu = torch.device(device).type == "cuda"

@@ -17,10 +17,10 @@ from dsa_layers.command.streams import say_json
 from dsa_layers.parallel.environment import started_ranks
 
 if TYPE_CHECKING:
-    from dsa_layers.checkpoint import Checkpoint, StoredNames
-    from dsa_layers.checkpoint.gpu_plan import GpuPlan
     from dsa_layers.families.model import ModelConfig
     from dsa_layers.families.precision import Precision
+    from dsa_layers.io.directory import Checkpoint, StoredNames
+    from dsa_layers.io.gpu_plan import GpuPlan
     from dsa_layers.parallel.ranks import Ranks
 
 Value = TypeVar("Value")
@@ -91,10 +91,10 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     """ValueError where the model does not come apart into so many parts, or a GPU of so much memory cannot hold one."""
     import torch
 
-    from dsa_layers.checkpoint import INDEX_NAME, Checkpoint, StoredNames
-    from dsa_layers.checkpoint.gpu_plan import check_fits, precision_of
     from dsa_layers.families.config import read_config
-    from dsa_layers.hub import checkpoint_directory, has_weights
+    from dsa_layers.io.directory import INDEX_NAME, Checkpoint, StoredNames
+    from dsa_layers.io.gpu_plan import check_fits, precision_of
+    from dsa_layers.io.hub import checkpoint_directory, has_weights
     from dsa_layers.untrusted_files import is_there
 
     directory = checkpoint_directory(args.checkpoint, weights=False)
@@ -121,7 +121,7 @@ def plan_of(
     config: "ModelConfig", precision: "Precision", gpus: int, drafted: "Checkpoint | StoredNames | None"
 ) -> "GpuPlan":
     """Return `plan` of so many GPUs. Raise ValueError, which names the numbers that share the model evenly."""
-    from dsa_layers.checkpoint.gpu_plan import plan, plans
+    from dsa_layers.io.gpu_plan import plan, plans
     from dsa_layers.parallel.cuts import DoesNotDivide
 
     with errors_of_options():

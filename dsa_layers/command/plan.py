@@ -9,7 +9,7 @@ from dsa_layers.command import on_gpus
 from dsa_layers.command.model_options import CONFIG_HELP, add_draft_option, add_precision_options
 
 if TYPE_CHECKING:
-    from dsa_layers.checkpoint.gpu_plan import GpuPlan
+    from dsa_layers.io.gpu_plan import GpuPlan
 
 _TEXT = """\
 Reads config.json alone, and with --draft what tensors the index names. Weights are shared by the GPUs: attention by
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from dsa_layers.cache.kv_cache import most_tokens
-    from dsa_layers.checkpoint import StoredNames
-    from dsa_layers.checkpoint.gpu_plan import plans, precision_of
     from dsa_layers.families.config import read_config
-    from dsa_layers.hub import checkpoint_directory
+    from dsa_layers.io.directory import StoredNames
+    from dsa_layers.io.gpu_plan import plans, precision_of
+    from dsa_layers.io.hub import checkpoint_directory
 
     directory = checkpoint_directory(args.checkpoint, weights=False)
     config = read_config(directory)

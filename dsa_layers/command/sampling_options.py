@@ -16,7 +16,7 @@ _OPTIONS = {
 
 if TYPE_CHECKING:
     from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.io.tokenizer import Tokenizer
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str) -> None:

@@ -165,11 +165,11 @@ def _verify(loaded: LoadedModel, tokens: list[int], chunk: int, report: _Report)
 
 def _has_drafter(args: argparse.Namespace) -> bool:
     """Whether the checkpoint holds a multi-token-prediction layer that can be loaded: its tensors are checked too."""
-    from dsa_layers.checkpoint import Checkpoint
-    from dsa_layers.checkpoint.loading import unfilled_model
     from dsa_layers.families.config import read_config
     from dsa_layers.families.precision import Precision
-    from dsa_layers.hub import checkpoint_directory
+    from dsa_layers.io.directory import Checkpoint
+    from dsa_layers.io.hub import checkpoint_directory
+    from dsa_layers.io.loading import unfilled_model
 
     try:
         directory = checkpoint_directory(args.checkpoint)

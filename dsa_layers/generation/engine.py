@@ -24,7 +24,7 @@ from dsa_layers.generation.requests import Requests
 from dsa_layers.generation.results import Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together
 

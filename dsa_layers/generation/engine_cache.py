@@ -11,11 +11,11 @@ from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.kv_cache import MOST_SLOTS
 from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.cache.state_copies import StateCopies
-from dsa_layers.checkpoint.memory import room_for_caches
 from dsa_layers.families.model import Model
 from dsa_layers.generation.passes import Passes
 from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.shared_prefixes import SharedPrefixes
+from dsa_layers.io.memory import room_for_caches
 from dsa_layers.parallel.process_group import least
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together

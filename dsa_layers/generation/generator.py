@@ -18,7 +18,7 @@ from dsa_layers.generation.results import Completion, Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams, with_seed
 from dsa_layers.generation.token_stream import TokenStream
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.tokenizer import Tokenizer
 
 
 class Generator:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsa_layers.arguments import integer, shown
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.tokenizer import Tokenizer
 
 
 def encode_prompts(

@@ -12,7 +12,7 @@ from dsa_layers.generation.engine_cache import EngineCache
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams, with_seed
 from dsa_layers.generation.stop_strings import StopStrings, check_stop_strings
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.parallel.process_group import agreed
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together

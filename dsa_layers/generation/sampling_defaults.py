@@ -7,7 +7,7 @@ from typing import Any
 from dsa_layers.arguments import shown_json
 from dsa_layers.errors import ConfigError
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.hub import checkpoint_directory
+from dsa_layers.io.hub import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object
 
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

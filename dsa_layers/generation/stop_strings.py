@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from dsa_layers.arguments import shown
-from dsa_layers.generation.stream_decoder import StreamDecoder
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.stream_decoder import StreamDecoder
+from dsa_layers.io.tokenizer import Tokenizer
 
 
 def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer) -> None:

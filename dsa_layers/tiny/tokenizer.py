@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from dsa_layers.generation.chat_formats import FORMATS
+from dsa_layers.io.chat_formats import FORMATS
 
 _BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 _USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"

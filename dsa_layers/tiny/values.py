@@ -4,8 +4,8 @@ import re
 
 import torch
 
-from dsa_layers.checkpoint.published_format import as_published, scales_of, shape_of_values
 from dsa_layers.families.family import Manifest
+from dsa_layers.io.published_format import as_published, scales_of, shape_of_values
 
 # What a published multi-token-prediction layer holds copies of.
 _COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}

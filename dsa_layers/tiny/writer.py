@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from dsa_layers.arguments import flag, integer, path_of
-from dsa_layers.checkpoint import INDEX_NAME
-from dsa_layers.checkpoint.published_format import save_tensors, scales_of
 from dsa_layers.families.config import read_config
 from dsa_layers.families.family import Manifest
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
+from dsa_layers.io.directory import INDEX_NAME
+from dsa_layers.io.published_format import save_tensors, scales_of
 from dsa_layers.output_files import naming
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
 from dsa_layers.tiny.values import ORIGINALS, copied_from, random_tensors

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dsa_layers import Precision, read_config, save_fp8_checkpoint
-from dsa_layers.checkpoint import SINGLE_NAME
-from dsa_layers.checkpoint.checks import check_quantised_sizes
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.published import published_config
 from dsa_layers.families.sparse_mla.drafter import SparseMLADrafter
+from dsa_layers.io.checks import check_quantised_sizes
+from dsa_layers.io.directory import SINGLE_NAME
 
 from .vocabulary import BEGIN, BYTES
 

@@ -11,7 +11,7 @@ from dsa_bench.e2e.parts import collectives_share
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, skeleton, with_layers
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.gpu_plan import plan
+from dsa_layers.io.gpu_plan import plan
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows
 from tests.bench import parallel_ranks

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsa_bench.e2e.parts import GLUE, PARTS, _announced, by_part, glue, in_turn
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.io.loading import load_model
 
 
 def range_of(name, start, end):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import dsa
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint import loading
+from dsa_layers.io import loading
 from dsa_layers.parallel import one_shot_sum as one_shot_sums
 from dsa_layers.parallel.one_shot_sum import FEW, one_shot_sum, takes_experts
 from dsa_layers.parallel.peer_copies import peer_copies

@@ -15,12 +15,12 @@ from dsa.testing import assert_close, calc_diff
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation import passes as generation
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, sample_drafted
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers import attention, branch
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer

@@ -8,7 +8,7 @@ from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.io.loading import load_model
 
 PAGE, SLOW = 64, pytest.mark.slow
 # More tokens than are selected, and fewer; pages in any order.

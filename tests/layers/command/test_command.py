@@ -13,9 +13,9 @@ import pytest
 from safetensors import SafetensorError
 
 import dsa
-from dsa_layers.checkpoint import published_format
 from dsa_layers.command import health
 from dsa_layers.command.main import main
+from dsa_layers.io import published_format
 
 MANY_JOBS = f"--jobs: must be at most {4 * os.cpu_count()}, 4 for each of {os.cpu_count()} CPUs, got 100000"
 

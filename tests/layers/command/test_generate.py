@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.command.main import main
 from dsa_layers.generation.generator import Generator, TokenEvent
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.generation.tokenizer import Tokenizer
-from tests.layers.checkpoint.stand_ins import changed
+from dsa_layers.io.loading import load_model
+from dsa_layers.io.tokenizer import Tokenizer
 from tests.layers.command.calls import PROMPT, TOKENS, generate, replace
+from tests.layers.io.stand_ins import changed
 
 SPEED = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ tokens/s"
 REPORT = SPEED + r" \(cpu, backend reference, dequantised, greedy\)"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer
-from dsa_layers.checkpoint import SINGLE_NAME
 from dsa_layers.command.main import _parser, main
 from dsa_layers.command.prompt_sources import Prompt, read_prompts
 from dsa_layers.generation.generator import Generator
+from dsa_layers.io.directory import SINGLE_NAME
 from tests.layers.command.calls import PROMPT, generate, replace
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -41,7 +41,7 @@ def loaded(monkeypatch):
         calls.append(options)
         raise ValueError("not loaded")
 
-    monkeypatch.setattr("dsa_layers.checkpoint.loading.load_model", load)
+    monkeypatch.setattr("dsa_layers.io.loading.load_model", load)
     return calls
 
 
@@ -163,7 +163,7 @@ def test_drafts_of_an_id_whose_file_is_a_link_to_nothing(checkpoint, tmp_path, m
     """It is fetched by the ranks."""
     (tmp_path / "config.json").symlink_to(checkpoint / "config.json")
     (tmp_path / SINGLE_NAME).symlink_to(tmp_path / "blob")
-    monkeypatch.setattr("dsa_layers.hub.checkpoint_directory", lambda name, weights: tmp_path)
+    monkeypatch.setattr("dsa_layers.io.hub.checkpoint_directory", lambda name, weights: tmp_path)
     monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *_: 0)
     assert generate("owner/name", "--draft", "1", "--gpus", "2") == 0
 

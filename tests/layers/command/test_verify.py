@@ -10,7 +10,7 @@ from dsa_layers import SHIPPED_MODEL
 from dsa_layers.command import verify as command
 from dsa_layers.command.main import main
 from dsa_layers.evaluation.verification import Difference
-from tests.layers.checkpoint.stand_ins import changed
+from tests.layers.io.stand_ins import changed
 
 
 @pytest.fixture(autouse=True)

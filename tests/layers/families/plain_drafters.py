@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import layer_norm, silu, softplus
 
-from dsa_layers.checkpoint import SINGLE_NAME
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family
 from dsa_layers.families.rotary import make_rotary
+from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.tiny.values import random_tensors
 
 # Nothing is of a size that something else has; 32 index heads, so that no two keys have one score.

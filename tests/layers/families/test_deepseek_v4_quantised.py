@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint import SINGLE_NAME, CheckpointError
-from dsa_layers.checkpoint.fp4 import dequantize_fp4
-from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.errors import ConfigError
+from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.precision import Precision
+from dsa_layers.io.directory import SINGLE_NAME
+from dsa_layers.io.fp4 import dequantize_fp4
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers.linear import BlockFP8Linear
 from tests.layers.families.listings import parts
 from tests.layers.families.v4_checkpoints import write_published

@@ -6,8 +6,8 @@ import torch
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.sparse_mla.drafted_states import slots_of
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers import attention
 from dsa_layers.layers.selection import Selection
 

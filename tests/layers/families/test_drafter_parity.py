@@ -5,9 +5,9 @@ import torch
 
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
+from dsa_layers.io.loading import load_model
 from tests.layers.families.plain_drafters import PlainMLADrafter, PlainV4Drafter, write_small
 
 TOLERANCE = 2e-5

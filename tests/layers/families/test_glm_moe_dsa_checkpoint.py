@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from dsa import dequantize_per_block, per_block_cast_to_fp8
 from dsa.testing import calc_diff
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint import SINGLE_NAME, CheckpointError
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.directory import SINGLE_NAME
+from dsa_layers.io.loading import load_model
 from tests.layers.families import hf_models
 from tests.layers.families.parity import assert_same, paged_run
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.io.loading import load_model
 from tests.layers.families import hf_models
 from tests.layers.families.parity import SelectingParityTests, assert_parity
 

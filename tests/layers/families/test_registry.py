@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dsa_layers import families
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.model import Model
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.loading import load_model
 
 FOLDER = Path(families.__file__).parent
 

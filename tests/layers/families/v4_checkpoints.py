@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from dsa_layers.checkpoint import SINGLE_NAME
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import VENDORED
+from dsa_layers.io.directory import SINGLE_NAME
 from tests.layers.families.listings import parts
 
 SMALL = {

@@ -5,10 +5,10 @@ import torch
 
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.cache.sizes import CacheSizes
-from dsa_layers.checkpoint import memory
 from dsa_layers.generation import engine_cache as module
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io import memory
 from dsa_layers.parallel.process_group import least
 from dsa_layers.parallel.ranks import Ranks
 from tests.layers.generation.remembering_model import RememberingModel

@@ -5,7 +5,6 @@ import torch
 
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.precision import Precision
@@ -13,6 +12,7 @@ from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draft_step import DraftInputs
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.loading import load_model
 from tests.layers.families import hf_models
 from tests.layers.generation.replay import capture_passes
 

@@ -7,9 +7,9 @@ import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import OutOfPages
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, sample, sample_drafted
+from dsa_layers.io.loading import load_model
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import RememberingModel

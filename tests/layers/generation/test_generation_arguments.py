@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dsa_layers.cache.kv_cache import OutOfPages
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.loading import load_model
+from dsa_layers.io.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_more_sequences_than_pages_take_no_room(model):
 def test_bad_options_of_a_model(checkpoint, monkeypatch, options, error, message):
     """Before any weight is read."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("dsa_layers.checkpoint.loading.load_weights", None)
+    monkeypatch.setattr("dsa_layers.io.loading.load_weights", None)
     with pytest.raises(error, match=message):
         load_model(checkpoint, progress=False, **options)
 

@@ -6,11 +6,11 @@ import threading
 import pytest
 import torch
 
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.token_stream import TokenStream
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.loading import load_model
+from dsa_layers.io.tokenizer import Tokenizer
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
 

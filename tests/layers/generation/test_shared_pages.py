@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.loading import load_model
 from tests.layers.generation.families import FAMILIES
 
 TEXT = [2 + i * i % 2000 for i in range(400)]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.loading import load_model
+from dsa_layers.io.tokenizer import Tokenizer
 from tests.ops.test_torch_defaults import default_dtype
 
 

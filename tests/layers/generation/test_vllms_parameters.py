@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 import torch
 
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.logprobs import logprobs_of
 from dsa_layers.generation.penalties import penalised
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.stop_strings import StopStrings
+from dsa_layers.io.loading import load_model
 from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.test_sampling import draw
 

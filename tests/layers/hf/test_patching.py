@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate, patching, register, unregister
 from dsa_layers.hf.paged_layer import CACHE
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS, set_score_accumulators
 from tests.layers.hf.pairs import MINOR, assert_same, load_model_reads_it, pair
 from tests.layers.layers.calls import record

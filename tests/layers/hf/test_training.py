@@ -8,9 +8,9 @@ from transformers import DynamicCache
 
 from dsa.testing import calc_diff
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate
 from dsa_layers.hf.paged_layer import CACHE
+from dsa_layers.io.loading import load_model
 from dsa_layers.training.indexer_stage import IndexerStage
 from tests.layers.hf.pairs import KINDS, Adapter, load_model_reads_it, padded, pair
 

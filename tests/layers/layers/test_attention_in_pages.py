@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers import attention
 from dsa_layers.layers.own_part import OwnPart
 from tests.layers.layers.calls import record

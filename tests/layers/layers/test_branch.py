@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers import attention, branch, compressed_attention, moe
 from dsa_layers.layers.branch import Branch, beside
 

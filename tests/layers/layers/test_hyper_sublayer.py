@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.hyper_connections import HyperConnection, _Mixing
 from dsa_layers.layers.hyper_decoder import HyperDecoderBlock, following

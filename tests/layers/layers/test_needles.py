@@ -7,10 +7,10 @@ import dsa
 from dsa_bench.e2e.stacks import stack
 from dsa_layers import SHIPPED_MODEL
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.evaluation.selections import latest_keys
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.loading import load_model
+from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.layers import key_selection
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.layers.layers.text_needles import indexers, mask, passes, planted_text, selected

@@ -5,7 +5,7 @@ import torch
 
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.io.loading import load_model
 from tests.layers.layers.calls import record
 
 NEW = [150, 30]

@@ -17,7 +17,7 @@ import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.layers.indexer import LightningIndexer
 
 NEEDLES = 6

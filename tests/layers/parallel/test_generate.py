@@ -16,7 +16,7 @@ import pytest
 
 from dsa_layers.command.main import main
 from tests.default_signals import reset_signals
-from tests.layers.checkpoint.stand_ins import changed
+from tests.layers.io.stand_ins import changed
 
 COMMAND = [sys.executable, "-m", "dsa_layers.command", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}

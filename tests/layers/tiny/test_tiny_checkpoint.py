@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
 from dsa_layers.families.config import read_config
 from dsa_layers.families.parts import QuantizationConfig, YarnConfig
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.directory import INDEX_NAME, Checkpoint
+from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.tiny import tokenizer as tiny_tokenizer
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.tiny.files import content, tensors

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from dsa import dequantize_per_block
-from dsa_layers.checkpoint import Checkpoint
-from dsa_layers.checkpoint.fp4 import dequantize_fp4
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.command import main as cli
 from dsa_layers.families.config import read_config
 from dsa_layers.families.parts import QuantizationConfig
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.io.directory import Checkpoint
+from dsa_layers.io.fp4 import dequantize_fp4
+from dsa_layers.io.loading import load_model
+from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.tiny.files import content, tensors
 

@@ -7,9 +7,9 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.loading import load_model
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention

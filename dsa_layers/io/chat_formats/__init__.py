@@ -1,0 +1,13 @@
+"""Chat formats of models whose releases hold no Jinja template but an encoder in Python: a module each."""
+
+from collections.abc import Callable
+
+from dsa_layers.io.chat_formats.deepseek_v4 import deepseek_v4
+from dsa_layers.io.chat_formats.deepseek_v32 import deepseek_v32
+from dsa_layers.io.chat_formats.tokens import NEEDED
+
+# Called by model_type: (messages, tools, options, *, add_generation_prompt) -> the prompt.
+ChatFormat = Callable[..., str]
+FORMATS: dict[str, ChatFormat] = {"deepseek_v32": deepseek_v32, "deepseek_v4": deepseek_v4}
+
+__all__ = ["FORMATS", "NEEDED", "ChatFormat"]

@@ -1,0 +1,95 @@
+"""What each of N GPUs would hold of a model, from its configuration alone."""
+
+import math
+from dataclasses import dataclass, replace
+
+from dsa_layers.cache.sizes import CacheSizes
+from dsa_layers.families.model import CheckpointModel, ModelConfig
+from dsa_layers.families.precision import Precision
+from dsa_layers.io.directory import Checkpoint, StoredNames
+from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
+from dsa_layers.io.memory import SHARE
+from dsa_layers.layers.own_part import OwnPart
+from dsa_layers.layers.shares import splits_tokens
+from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
+
+SEQUENCES = 64  # at a time, as `Generator` has them
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """weights: bytes on a GPU, with the copies of its part of layers that are whole there (`OwnPart`); whole: on a
+    single one; page: of a page of `page_size` tokens in the caches; slot: of a sequence's state slot there. A drafter's
+    weights and cache are among them. Every GPU has all of the caches: latents and index keys belong to no head."""
+
+    gpus: int
+    weights: int
+    whole: int
+    slot: int
+    page: int
+    page_size: int
+
+    def tokens(self, memory: int) -> int:
+        """How many tokens the cache can hold beside the weights, where a GPU has so much memory; 0 where these alone do
+        not fit."""
+        sizes = CacheSizes(self.page, self.slot, self.page_size)
+        return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
+
+    def bytes(self, cache_tokens: int) -> int:
+        """On a GPU, with caches for so many tokens: of as many sequences as have a page, and of the one that fills up
+        a batch, which with its drafts has a page of its own."""
+        pages = math.ceil(cache_tokens / self.page_size)
+        return self.weights + (pages + 1) * self.page + (min(pages, SEQUENCES) + 1) * self.slot
+
+
+def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
+    """ValueError where a GPU of so much memory cannot hold its part and a cache for so many tokens."""
+    if found.bytes(cache_tokens) > SHARE * memory:
+        raise ValueError(
+            f"gpus: each of {found.gpus} would hold {found.weights / 1e9:.1f} GB of weights, and with a cache for "
+            f"{cache_tokens} tokens {found.bytes(cache_tokens) / 1e9:.1f} GB; accepted: at most {SHARE:.0%} of the "
+            f"{memory / 1e9:.1f} GB that it has. `dsa plan` says which numbers of GPUs can"
+        )
+
+
+def precision_of(
+    config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: object
+) -> Precision:
+    """As `load_model` chooses it for a checkpoint: experts are stored as its files have them, or where these are not
+    here as config.json says. options: of `Precision.of`."""
+    precision = Precision.of(config, **options)
+    stored_in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
+    if files is not None:
+        stored_in_fp4 = holds_fp4_experts(files)
+    return replace(precision, fp4_experts=precision.fp8_linear and stored_in_fp4 and not widen_experts)
+
+
+def plan(
+    config: ModelConfig, precision: Precision, gpus: int, drafted: Checkpoint | StoredNames | None = None
+) -> GpuPlan:
+    """drafted: the checkpoint whose drafter is there too. ValueErrors of `check_drafter` for one that has none;
+    DoesNotDivide, which names the number of GPUs, for a model that does not come apart into so many equal parts."""
+    return _plan(unfilled_model(config, precision, drafted), gpus)
+
+
+def plans(
+    config: ModelConfig, precision: Precision, most: int, drafted: Checkpoint | StoredNames | None = None
+) -> dict[int, GpuPlan | DoesNotDivide]:
+    """Of every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
+    model, found = unfilled_model(config, precision, drafted), {}
+    for gpus in range(1, most + 1):
+        try:
+            found[gpus] = _plan(model, gpus)
+        except DoesNotDivide as error:
+            found[gpus] = error
+    return found
+
+
+def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
+    cuts = cuts_of(model, gpus, blocks=model.config.quantization is not None)
+    weights = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
+    part = sum(size // gpus if name in cuts else size for name, size in weights.items())
+    whole = [layer for _, layer, _ in shares_of(model) if splits_tokens(layer, gpus)]
+    part += sum(x.nbytes for layer in whole for x in OwnPart(0, gpus).copies(layer))
+    sizes = CacheSizes.of([model] if model.drafter is None else [model, model.drafter], model.page_size)
+    return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)

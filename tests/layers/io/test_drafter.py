@@ -1,0 +1,280 @@
+"""Checkpoints whose multi-token-prediction layer is loaded: in which precision, what is shared, and what stops it."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsa.testing import calc_diff
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.errors import CheckpointError
+from dsa_layers.families.registry import family
+from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
+from dsa_layers.io import loading as loading_module
+from dsa_layers.io.loading import load_model
+from tests.layers.generation.families import FAMILIES
+from tests.layers.io.stand_ins import changed, read_tensors
+
+PREFIX = {"deepseek_v32": "model.layers.4.", "glm_moe_dsa": "model.layers.5.", "deepseek_v4": "mtp.0."}
+EXPERTS = dict.fromkeys(PREFIX, "mlp.experts.down_proj") | {"deepseek_v4": "ffn.experts.down_proj"}
+TOKENS = torch.arange(3, 304)
+BATCH = SequenceBatch.without_cache([200, 100])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_type(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(model_type, tiny_checkpoint):
+    return tiny_checkpoint(model_type)
+
+
+def load(directory, **options):
+    return load_model(directory, drafter=True, progress=False, **options)
+
+
+@torch.no_grad()
+def draft(model, states=None):
+    """(states of the target, those of the drafter)"""
+    states = model.states(TOKENS[:-1], BATCH) if states is None else states
+    return states, values(model.drafter(TOKENS[1:], states, BATCH))
+
+
+def values(states):
+    return states.values if isinstance(states, DraftedStates) else states
+
+
+def test_it_is_loaded_when_it_is_asked_for(directory, caplog):
+    caplog.set_level("DEBUG", "dsa_layers")
+    note = "drafter=True drafts tokens with the multi-token-prediction layer"
+    model = load_model(directory)
+    assert model.drafter is None and not [name for name in model.state_dict() if name.startswith("drafter.")]
+    assert note in caplog.text
+    caplog.clear()
+    with_drafter = load_model(directory, drafter=True)
+    assert not caplog.text
+    state, other = model.state_dict(), with_drafter.state_dict()
+    assert state.keys() == {name for name in other if not name.startswith("drafter.")}
+    assert all(torch.equal(other[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in state.items())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS, SequenceBatch.without_cache([301])),
+                           with_drafter(TOKENS, SequenceBatch.without_cache([301])))  # fmt: skip
+
+
+def test_its_tensors_are_the_checkpoint_s(directory, model_type):
+    """All of them but the copies, of the values that are stored. The embedding and the head are the model's."""
+    model = load(directory, dtype=torch.float32, dequantize=True)
+    stored = read_tensors(directory)
+    copies = {name for name in stored if re.search(r"\.\d\.(embed_tokens|shared_head\.head)\.weight", name)}
+    assert len(copies) == (2 if model_type == "deepseek_v32" else 0)
+    state, read = model.state_dict(), set()
+    for name, tensor in stored.items():
+        if not name.startswith(PREFIX[model_type]):
+            continue
+        ours = model.name_of(name)
+        if name in copies:
+            assert model.skips(name) and torch.equal(state[ours], tensor.float())
+        elif tensor.dtype in (torch.bfloat16, torch.float32) and not name.endswith(("_scale_inv", ".scale")):
+            assert ours.startswith("drafter.") and torch.equal(state[ours], tensor.to(state[ours].dtype)), name
+            read.add(ours)
+    of_drafter = [name for name in state if name.startswith("drafter.")]
+    norms = {"drafter.enorm.weight", "drafter.hnorm.weight", "drafter.norm.weight"}
+    assert norms <= read and len(of_drafter) == len(model.drafter.state_dict())
+    assert not [name for name in of_drafter if state[name].shape[0] == model.config.vocab_size]
+
+
+def test_quantised_weights(directory, model_type):
+    """FP8 and FP4 as they are stored, beside their dequantised selves: apart by the rounding of activations."""
+    exact = load(directory, dtype=torch.float32, dequantize=True)
+    states, expected = draft(exact)
+    model = load(directory, dtype=torch.float32)
+    dtypes = {tensor.dtype for name, tensor in model.state_dict().items() if name.startswith("drafter.")}
+    assert torch.float8_e4m3fn in dtypes and (torch.int8 in dtypes) == (model_type == "deepseek_v4")
+    assert exact.drafter.state_dict()["norm.weight"].dtype == torch.float32
+    _, got = draft(model, states)
+    assert 1e-6 < calc_diff(got, expected) < 0.02
+    logits = [m.drafter.logits(s) for m, s in ((exact, expected), (model, got))]
+    assert (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean() > 0.7
+    # In bf16, for all of generation's passes: bytes in the cache, a prompt in two chunks, and a token.
+    model = load(directory)
+    states, expected = draft(model, states.bfloat16())
+    cache, done = model.drafter.make_cache(2, 256, state_slots=1), 0
+    assert {tensor.dtype for tensor in cache.tensors() if tensor.numel()} == {torch.uint8}
+    for n in (120, 79, 1):
+        rows = slice(done, done + n)
+        paged = SequenceBatch.paged([n], [done + n], [[1]], 256, state_slots=[0])
+        with torch.no_grad():
+            got = values(model.drafter(TOKENS[1:][rows], states[rows], paged, cache))
+        assert calc_diff(got.float(), expected[rows].float()) < 0.05
+        done += n
+
+
+def test_float_pages(directory):
+    model = load(directory, kv_cache="model")
+    assert torch.bfloat16 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
+    model = load(directory, dtype=torch.float32, dequantize=True, kv_cache="fp8")
+    assert torch.uint8 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
+
+
+def test_widened_experts_give_the_same_states(directory, model_type):
+    kept, widened = load(directory), load(directory, widen_experts=True)
+    dtypes = [model.drafter.block.get_parameter(EXPERTS[model_type]).dtype for model in (kept, widened)]
+    stored = torch.int8 if model_type == "deepseek_v4" else torch.float8_e4m3fn
+    assert dtypes == [stored, torch.float8_e4m3fn]
+    states, expected = draft(kept)
+    assert torch.equal(draft(widened, states)[1], expected)
+
+
+def test_joint_products_give_the_states_of_single_ones(directory, model_type, monkeypatch):
+    joined = load(directory)
+    monkeypatch.setattr(loading_module.joint_linear, "join", lambda model: None)
+    apart = load(directory)
+    storages = []
+    for model in (joined, apart):
+        attention = model.drafter.block.get_submodule("attn" if model_type == "deepseek_v4" else "self_attn")
+        storages.append(len({x.weight.untyped_storage().data_ptr() for x in attention.joint_layers()[-2:]}))
+    assert storages == [1, 2]
+    states, expected = draft(apart)
+    assert torch.equal(draft(joined, states)[1], expected)
+
+
+def test_it_trains(directory):
+    model = load(directory, dtype=torch.float32, dequantize=True, trainable=True)
+    batch = SequenceBatch.without_cache([40])
+    states = model.states(TOKENS[:40], batch)
+    logits = model.drafter.logits(model.drafter(TOKENS[1:41], states, batch))
+    torch.nn.functional.cross_entropy(logits, TOKENS[2:42]).backward()
+    for name, parameter in model.drafter.named_parameters():
+        learns = ".indexer." not in name and not name.endswith(("gate.e_score_correction_bias", "gate.bias"))
+        assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
+    assert next(model.parameters()).grad.any()  # the embedding, by way of the states and of the tokens
+
+
+@pytest.mark.slow
+def test_copies_are_not_read(directory, model_type, tmp_path):
+    """What they hold has no effect: the layer shares the model's embedding and head."""
+    head = {"deepseek_v4": ("emb.tok_emb.weight", "head.weight")}.get(
+        model_type, ("embed_tokens.weight", "shared_head.head.weight")
+    )
+
+    def add(tensors):
+        vocabulary, hidden = 2048, 512
+        for name in head:
+            tensors[PREFIX[model_type] + name] = torch.full((vocabulary, hidden), torch.nan, dtype=torch.bfloat16)
+
+    _, expected = draft(load(directory))
+    assert torch.equal(draft(load(changed(directory, tmp_path, add)))[1], expected)
+
+
+def fields_of(directory, layers):
+    """What config.json says of so many multi-token-prediction layers."""
+    fields = json.loads((directory / "config.json").read_text())
+    found = {"num_nextn_predict_layers": layers}
+    if "compress_ratios" in fields:
+        found["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]] + [0] * layers
+    return found
+
+
+def test_several_layers(directory, model_type, tmp_path):
+    """The first is taken."""
+    first = PREFIX[model_type]
+    second = re.sub(r"\d", lambda digit: str(int(digit[0]) + 1), first)
+
+    def repeat(tensors):
+        tensors |= {
+            name.replace(first, second, 1): torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype)
+            for name, tensor in tensors.items()
+            if name.startswith(first)
+        }
+
+    got = load(changed(directory, tmp_path, repeat, **fields_of(directory, 2))).state_dict()
+    for name, tensor in load(directory).state_dict().items():
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def without(beginning):
+    """A change that drops the tensors whose names begin so."""
+
+    def drop(tensors):
+        for name in [name for name in tensors if name.startswith(beginning)]:
+            del tensors[name]
+
+    return drop
+
+
+def test_a_checkpoint_without_the_layer(directory, model_type, tmp_path):
+    """By its configuration, or by its files alone."""
+    drop, fields = without(PREFIX[model_type]), fields_of(directory, 0)
+    told = rf"^drafter: {re.escape(str(tmp_path))}/config\.json has num_nextn_predict_layers=0; accepted: a checkpoint"
+    lacking = r"drafter: holds no tensor of multi-token-prediction layer 0; config\.json"
+    for change, error, message in ((fields, ValueError, told), ({}, CheckpointError, lacking)):
+        changed(directory, tmp_path, drop, **change)
+        with pytest.raises(error, match=message):
+            load(tmp_path)
+        assert load_model(tmp_path, progress=False).drafter is None
+
+
+def test_a_configuration_with_more_layers_than_the_files(directory, tmp_path):
+    changed(directory, tmp_path, lambda tensors: None, **fields_of(directory, 7))
+    told = r"drafter: holds no tensor of multi-token-prediction layer 1; config.json has num_nextn_predict_layers=7$"
+    with pytest.raises(CheckpointError, match=told):
+        load(tmp_path)
+    assert load_model(tmp_path, progress=False).drafter is None
+
+
+def test_a_configuration_with_fewer_layers_than_the_files(directory, model_type, tmp_path):
+    changed(directory, tmp_path, lambda tensors: None, **fields_of(directory, 0))
+    if model_type == "deepseek_v4":  # whose names tell the layers apart
+        assert load_model(tmp_path, progress=False).drafter is None
+        return
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    told = f"{tmp_path}: holds tensors of layer {layers}; config.json has num_hidden_layers={layers} and num_nextn_"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(told)}predict_layers=0$"):
+        load_model(tmp_path, progress=False)
+
+
+def of_another_shape(tensors):
+    tensors["mtp.0.hnorm.weight"] = tensors["mtp.0.hnorm.weight"][:256].clone()
+    tensors["mtp.0.e_proj.bias"] = torch.zeros(512)
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        (without("mtp.0.enorm"), ["1 problem, nothing was loaded:\n  drafter.enorm.weight: missing"]),
+        (
+            of_another_shape,
+            [
+                "2 problems, nothing was loaded",
+                "drafter.hnorm.weight (stored as mtp.0.hnorm.weight) has shape [256]; the model expects [512]",
+                "unexpected drafter.e_proj.bias (stored as mtp.0.e_proj.bias)",
+            ],
+        ),
+        # Of a drafter that compresses its keys the tensors would go unread.
+        (
+            lambda tensors: tensors.update({"mtp.0.attn.compressor.ape": torch.zeros(4, 1024)}),
+            ["unexpected drafter.block.attn.compressor.ape (stored as mtp.0"],
+        ),
+        (
+            lambda tensors: tensors.update({"mtp.0.main_proj.weight": torch.zeros(4, 4)}),
+            ["mtp.0.main_proj.weight: belongs to the DSpark drafter, which is not"],
+        ),
+    ],
+)
+def test_layers_of_another_kind(tiny_checkpoint, tmp_path, change, problems):
+    with pytest.raises(CheckpointError) as error:
+        load(changed(tiny_checkpoint("deepseek_v4"), tmp_path, change))
+    assert all(problem in str(error.value) for problem in problems), error.value
+
+
+def test_a_family_without_drafters(checkpoint, monkeypatch):
+    draftless = replace(family("deepseek_v32"), drafter=None)
+    monkeypatch.setattr(loading_module, "family", lambda model_type: draftless)
+    with pytest.raises(ValueError, match=r"^drafter: is not supported for model type 'deepseek_v32'$"):
+        load(checkpoint)
+    with pytest.raises(TypeError, match=r"^drafter: must be True or False, got 1"):
+        load_model(checkpoint, drafter=1)

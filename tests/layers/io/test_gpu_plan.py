@@ -1,0 +1,216 @@
+"""What each GPU would hold, beside what ranks do hold, and `dsa plan`."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dsa_layers
+from dsa_layers import Generator, load_model
+from dsa_layers.cache.drafts import DRAFTS
+from dsa_layers.command import on_gpus
+from dsa_layers.command.main import main
+from dsa_layers.families.config import read_config
+from dsa_layers.families.registry import family, model_types
+from dsa_layers.io.directory import INDEX_NAME, StoredNames
+from dsa_layers.io.gpu_plan import check_fits, plan, plans, precision_of
+from dsa_layers.io.loading import unfilled_model
+from dsa_layers.parallel.cuts import shares_of
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.tiny import write_tiny_checkpoint, writer
+from tests.layers.parallel.ways import split_by
+
+VENDORED = Path(dsa_layers.__file__).parent / "vendored"
+FLASH = VENDORED / "deepseek_v4_flash_config.json"
+
+
+@pytest.fixture(scope="module", params=model_types())
+def directory(request, tmp_path_factory):
+    """A tiny checkpoint, quantised, of which four ranks can have equal parts."""
+    of_family = family(request.param)
+    wider = {"moe_intermediate_size": 512, "num_attention_heads": 8}
+    wider |= {"o_groups": 4} if request.param == "deepseek_v4" else {"num_key_value_heads": 8}
+    of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | wider))
+    directory = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "family", lambda model_type: of_family)
+        write_tiny_checkpoint(directory, model=request.param)
+    return directory
+
+
+def held(tensors):
+    """Bytes of memory, in which a tensor may be a part."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("way", "gpus", "drafts"),
+    [
+        *(("queries", gpus, drafts) for gpus in (1, 2, 4) for drafts in (0, DRAFTS)),
+        ("heads", 2, 0),
+        ("heads", 4, DRAFTS),
+    ],
+)
+def test_it_is_what_a_rank_holds(directory, way, gpus, drafts):
+    """In its weights, and in a generator's caches: for fewer pages than there are sequences, and for more."""
+    with split_by(way):
+        check_what_a_rank_holds(directory, gpus, drafts)
+
+
+def check_what_a_rank_holds(directory, gpus, drafts):
+    config = read_config(directory)
+    drafted = StoredNames.of(directory) if drafts else None
+    found = plan(config, precision_of(config), gpus, drafted)
+    part = load_model(directory, mesh=Ranks(gpus - 1, gpus), drafter=drafts > 0, progress=False)
+    copies = [
+        x for _, layer, _ in shares_of(part) if getattr(layer, "own_part", None) for x in layer.own_part._parts.copies
+    ]
+    assert found.weights == held([*part.state_dict().values(), *copies])
+    assert found.whole == plan(config, precision_of(config), 1, drafted).weights
+    for pages in (3, 70):
+        tokens = pages * part.page_size
+        generator = Generator(part, cache_tokens=tokens, draft_tokens=drafts)
+        caches = generator.engine._cache.passes.caches
+        held_in_caches = held(tensor for cache in caches for tensor in cache.tensors())
+        assert found.bytes(tokens) == found.weights + held_in_caches == found.bytes(tokens - part.page_size + 1)
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("deepseek_v32", 8), ("deepseek_v4_flash", 2)])
+def test_context_is_what_is_left(name, gpus):
+    """Of more pages than there are sequences, whose state slots all count, and of fewer."""
+    config = read_config(VENDORED / f"{name}_config.json")
+    for drafted in (None, StoredNames(VENDORED, None)):
+        found = plan(config, precision_of(config), gpus, drafted)
+        for memory in (141 * 10**9, int(found.bytes(20 * found.page_size + 1) / 0.9) + 2):
+            tokens = found.tokens(memory)
+            assert tokens and found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + 1)
+        assert tokens == 21 * found.page_size
+        assert found.tokens(80 * 10**9) == 0
+
+
+def test_published_models():
+    """By the numbers of the published files: 671 GB of DeepSeek-V3.2, 155 GB of DeepSeek-V4-Flash with FP4 experts.
+    What every GPU has whole, of attention all heads, of shared experts all channels, is a twentieth of the model at
+    most."""
+    sizes = {}
+    for name in ("deepseek_v32", "deepseek_v4_flash"):
+        config = read_config(VENDORED / f"{name}_config.json")
+        every = plans(config, precision_of(config), 16)
+        found = {gpus: one for gpus, one in every.items() if not isinstance(one, ValueError)}
+        sizes[name] = found[1].whole / 1e9
+        assert [*found] == ([1, 2, 4, 8, 16] if name == "deepseek_v32" else [1, 2, 4, 8])
+        assert all(one.weights < (1 / gpus + 0.05) * one.whole for gpus, one in found.items())
+    assert 655 < sizes["deepseek_v32"] < 690 and 150 < sizes["deepseek_v4_flash"] < 160
+
+
+def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
+    """As `dsa generate` says it: of the configuration, and of the files' names where the index is here."""
+    fields = json.loads((directory / "config.json").read_text())
+    drafterless = {"num_nextn_predict_layers": 0}
+    if "compress_ratios" in fields:
+        drafterless["compress_ratios"] = fields["compress_ratios"][:-1]
+    alone = tmp_path / "other.json"
+    alone.write_text(json.dumps(fields | drafterless))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    index = json.loads((directory / INDEX_NAME).read_text())
+    config = read_config(directory)
+    skips = unfilled_model(config, precision_of(config)).skips
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if not skips(name)}
+    accepted = "has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer"
+    assert planned(capsys, alone, "--draft", "1") == (2, f"dsa plan: --draft: {alone} {accepted}\n")
+    assert planned(capsys, tmp_path, "--draft", "1", "--gpus", "2")[0] == 0
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    code, told = planned(capsys, tmp_path, "--draft", "1")
+    assert code == 2 and "drafter: holds no tensor of multi-token-prediction layer 0; config" in told
+    assert planned(capsys, tmp_path)[0] == 0
+
+
+def planned(capsys, *options):
+    """(exit code, what is written) of `dsa plan`."""
+    code = main(["plan", *map(str, options)])
+    return code, "".join(capsys.readouterr())
+
+
+def test_the_command(capsys, tmp_path):
+    code, table = planned(capsys, FLASH, "--memory", "141")
+    lines = table.splitlines()
+    assert code == 0 and "156.1 GB of weights" in lines[0] and "GPUs of 141 GB" in lines[0]
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4", "8", "16"]
+    assert lines[6].startswith("  16  do not evenly share the ")
+    assert lines[2].endswith("does not fit") and lines[3].split()[1:3] == ["81.8", "GB"]
+    for call, code, last in [
+        ([FLASH, "--gpus", "1", "--memory", "141"], 1, "does not fit"),
+        ([FLASH, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"], 0, "GB"),
+        ([FLASH, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"], 1, "GB, does not fit"),
+        ([FLASH, "--gpus", "2", "--memory", "81.5"], 1, "does not fit"),
+        ([FLASH, "--memory", "nan"], 2, "--memory: must be a finite number above 0, got nan"),
+        ([FLASH, "--cache-tokens", "9" * 20], 2, f"--cache-tokens: must be at most 2147483136, got {'9' * 20}"),
+        (
+            [FLASH, "--gpus", "3"],
+            2,
+            "--gpus: 3 do not evenly share the 129280 tokens of embed; accepted up to 16: 1, 2, 4, 8",
+        ),
+        ([tmp_path], 2, "config.json"),
+    ]:
+        found, told = planned(capsys, *call)
+        assert found == code and last in told.splitlines()[-1], (call, told)
+    assert "GPUs of 139.8 GB" in planned(capsys, FLASH, "--memory", "139.8")[1]
+
+
+def test_the_command_with_drafts(capsys):
+    """It counts the drafter's layer and its cache, and leaves room for drafts in the context."""
+    path = VENDORED / "deepseek_v32_config.json"
+    call = path, "--memory", "141", "--gpus", "8"
+    code, plain = planned(capsys, *call)
+    assert code == 0 and ": 674.0 GB of weights, a cache of 48.1 KB a token" in plain
+    code, drafted = planned(capsys, *call, "--draft", "3")
+    assert code == 0 and ": 685.8 GB of weights with the drafter's, a cache of 48.9 KB a token" in drafted
+    assert [told.splitlines()[-1].split()[1] for told in (plain, drafted)] == ["97.7", "99.5"]
+
+    config = read_config(path)
+    without, found = (plan(config, precision_of(config), 8, names) for names in (None, StoredNames(path, None)))
+    assert found.page - without.page == 64 * (656 + 132)
+    plain, drafted = (int(told.split()[-1]) for told in (plain, drafted))
+    assert drafted == found.tokens(141 * 10**9) - 3 < plain
+    assert planned(capsys, *call, "--draft", "3", "--cache-tokens", drafted)[0] == 0
+    assert planned(capsys, *call, "--draft", "3", "--cache-tokens", plain)[0] == 1
+
+
+def test_what_does_not_fit_is_refused(monkeypatch, capsys):
+    """Before anything is read: there are no weights beside the configuration."""
+    config = read_config(FLASH)
+    found, widened = (plan(config, precision_of(config, widen_experts=widen), 2) for widen in (False, True))
+    assert 1.7 < widened.weights / found.weights < 2
+    check_fits(found, 141 * 10**9, 10**6)
+    with pytest.raises(
+        ValueError, match=r"gpus: each of 2 would hold 81\.8 GB .* accepted: at most 90% of the 80\.0 GB"
+    ):
+        check_fits(found, 80 * 10**9, 1)
+    with pytest.raises(ValueError, match=r"a cache for 20000000 tokens 1\d\d\.\d GB"):
+        check_fits(found, 141 * 10**9, 2 * 10**7)
+
+    gpu = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: 0)
+
+    def refused(*options):
+        assert main(["generate", str(FLASH), "--prompt", "x", *options]) == 2
+        return capsys.readouterr().err
+
+    assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused("--gpus", "2")
+    assert "--gpus: must be at most the 2 that torch sees, got 4" in refused("--gpus", "4")
+    # A single GPU, and torchrun's ranks, of which each looks at its own.
+    assert "--gpus: each of 1 would hold 1" in refused()
+    with monkeypatch.context() as patch:
+        patch.setattr(on_gpus, "started_ranks", lambda: 2)
+        patch.setattr(on_gpus, "join_ranks", lambda args: Ranks(0, 2))
+        assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused()
+    # With a drafter it is more.
+    gpu.total_memory = 92 * 10**9
+    assert main(["generate", str(FLASH), "--gpus", "2", "--prompt", "x"]) == 0
+    assert "--gpus: each of 2 would hold 83.7 GB of weights" in refused("--gpus", "2", "--draft", "1")
