@@ -1,28 +1,29 @@
-"""Chat templates: programs that come with checkpoints, run where they can do no harm.
+"""Chat templates: programs that come with checkpoints, rendered in jinja2's sandbox.
 
-jinja2's sandbox keeps a template from the machine, not from its time and memory: loops within loops, strings that
-double, integers of a million digits and lists that hold each other are all inside it. So a template is compiled and
-rendered in a process of its own (`chat_template_process`) which the operating system limits.
+The sandbox keeps a template from files, modules and attributes of Python objects. It does not limit time and memory.
+The environment is the one that templates are written for, transformers' own.
 """
 
-import importlib.util
 import json
-import signal
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn
 
-from dsa_layers.io.chat_template_process import MAX_CPU_SECONDS
+import jinja2
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_PROCESS = Path(__file__).with_name("chat_template_process.py")
-_WALL_SECONDS = 20  # of a process that may compute for half a second: a busy machine is no hostile template
+# The longest prompt that a template may write. Each character can become a token, and a template may write its
+# variables several times.
+_MAX_CHARACTERS = 2**19
+_MAX_REPEATS = 8
+_MAX_ERROR = 500
 
 
 class ChatTemplateError(ValueError):
-    """A template that cannot be compiled or rendered, or that takes more than it may."""
+    """A template that cannot be compiled or rendered, or that writes too much."""
 
 
 class UnknownVariable(ValueError):
@@ -33,50 +34,72 @@ class UnknownVariable(ValueError):
         self.name, self.known = name, known
 
 
+class _Generation(Extension):
+    """{% generation %} marks what the assistant wrote, for training. A prompt has the block as it is."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
+
+    def _block(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
 class ChatTemplate:
-    """The template `source`. Whether it compiles turns out when it is rendered."""
+    """The template `source`. It is compiled when it is first rendered."""
 
     def __init__(self, source: str) -> None:
         self._source = source
 
     def render(self, variables: Mapping[str, Any], named: Sequence[str] = ()) -> str:
-        """What the template makes of `variables`: strings, numbers, None, and sequences and mappings of them.
+        """Return the text that the template makes of `variables`: strings, numbers, None, and sequences and mappings
+        of them.
 
-        Raises UnknownVariable for a name of `named` that it does not read, and ChatTemplateError if it does not
-        compile, refuses the variables or fails, and after half a second of computing, at 200 MB of memory, or when the
-        text has 2^19 characters more than 8 times what the variables have.
+        Raises UnknownVariable for a name in `named` that the template does not read. Raises ChatTemplateError if it
+        does not compile, refuses the variables or fails, and if the text has 2^19 characters more than 8 times what the
+        variables have.
         """
-        return _run({"source": self._source, "variables": variables, "named": [*named]})
+        given = _as_json(variables)
+        try:
+            if unknown := [name for name in named if name not in self._known]:
+                raise UnknownVariable(unknown[0], sorted(self._known))
+            text = _joined(self._template.generate(json.loads(given)), _MAX_CHARACTERS + _MAX_REPEATS * len(given))
+        except UnknownVariable:
+            raise
+        except Exception as error:  # a template can raise whatever Python does
+            raise ChatTemplateError(_problem(error)) from error
+        if _has_surrogates(text) and not _has_surrogates(given):
+            raise ChatTemplateError("writes surrogates, which are not Unicode text")
+        return text
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return _environment().from_string(self._source)
+
+    @cached_property
+    def _known(self) -> set[str]:
+        environment = _environment()
+        return find_undeclared_variables(environment.parse(self._source)) - environment.globals.keys()
 
 
-def _run(asked: Mapping[str, Any]) -> str:
+def _as_json(variables: Mapping[str, Any]) -> str:
+    """A template gets plain values only: those that JSON has."""
     try:
-        request = json.dumps(asked, ensure_ascii=False, default=_plain)
+        return json.dumps(dict(variables), ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatTemplateError(f"cannot be given its variables: {error}") from error
-    if not sys.executable:
-        raise ChatTemplateError("needs a process of its own, and sys.executable does not say which Python to start")
-    command = [sys.executable, "-I", "-S", str(_PROCESS), *_libraries()]
-    try:
-        process = subprocess.run(
-            command, input=request.encode("utf-8", "surrogatepass"), capture_output=True, timeout=_WALL_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise ChatTemplateError(f"takes more than {_WALL_SECONDS} seconds") from None
-    except OSError as error:
-        raise ChatTemplateError(f"needs a process of its own, and none can be started: {error}") from error
-    if process.returncode == -signal.SIGPROF:
-        raise ChatTemplateError(f"takes more than {MAX_CPU_SECONDS} s of computing")
-    try:
-        answer = json.loads(process.stdout.decode("utf-8", "surrogatepass"))
-    except ValueError:
-        last = process.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise ChatTemplateError(f"its process ended with {process.returncode}: {''.join(last)}") from None
-    if "error" in answer:
-        raise ChatTemplateError(answer["error"])
-    if "unknown" in answer:
-        raise UnknownVariable(answer["unknown"], answer["known"])
-    return answer["text"]
 
 
 def _plain(value: Any) -> Any:
@@ -88,8 +111,44 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"must be made of strings, numbers, None, sequences and mappings, got {type(value).__name__}")
 
 
-@lru_cache(maxsize=1)
-def _libraries() -> tuple[str, ...]:
-    """Where the process finds what it imports: nothing else of this process's path is for it."""
-    specs = (importlib.util.find_spec(name) for name in ("jinja2", "markupsafe"))
-    return tuple(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in specs))
+def _joined(pieces: Any, most: int) -> str:
+    found, characters = [], 0
+    for piece in pieces:
+        found.append(piece)
+        characters += len(piece)
+        if characters > most:
+            raise jinja2.TemplateError(f"writes more than {most} characters")
+    return "".join(found)
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is"
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        text = f"line {error.lineno}: {error.message}"
+    else:
+        text = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    return "".join(filter(str.isprintable, " ".join(text.split())))[:_MAX_ERROR]
+
+
+def _has_surrogates(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # jinja2's own escapes <, >, & and ' for HTML; a prompt is no HTML.
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

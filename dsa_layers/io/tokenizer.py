@@ -43,9 +43,8 @@ class Tokenizer:
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
     special_tokens: the texts of the tokens that `decode` leaves out.
     The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
-    a list of {"name", "template"} of which "default" is taken. It is a program that came with the checkpoint; it runs
-    in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`). It is compiled when it
-    is first used.
+    a list of {"name", "template"} of which "default" is taken. It is a program that comes with the checkpoint and
+    runs in jinja2's sandbox (`ChatTemplate`). It is compiled when it is first used.
     Without a template a checkpoint whose config.json has a `model_type` of `chat_formats.FORMATS` has that format,
     unless the tokenizer's vocabulary lacks the format's tokens.
     tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
@@ -189,7 +188,7 @@ class Tokenizer:
         variables: those of the template. Of a format they are options: for DeepSeek-V3.2 and V4 `thinking` or
         `enable_thinking`, and `drop_thinking`; for V4 `reasoning_effort` too (`chat_formats`).
         Raises TokenizerError if there is neither template nor format, if it refuses the messages, if it does not
-        know a variable, if a template takes more than it may, or if it writes nothing.
+        know a variable, if a template writes too much, or if it writes nothing.
         """
         if self._template is None and self._format is None:
             raise TokenizerError(

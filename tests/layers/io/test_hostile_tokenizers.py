@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 
 import pytest
 from hypothesis import given
@@ -164,23 +163,13 @@ def test_tokenizer_configs(tmp_path, config, expected):
     assert len(str(error.value)) < 2000
 
 
-DOUBLING = "{% set ns = namespace(x=START) %}{% for i in range(99) %}{% set ns.x = STEP %}{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.5 s"),
         ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
         ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "writes more than 524424 characters"),
         ("{{ 'ab ba' * 150000 }}", "writes more than 524424 characters"),
-        ("{{ 7 ** (7 ** 9) }}", "takes more than 0.5 s"),
-        ("{{ 'x' * 10**12 }}", "needs more than 200 MB"),
-        ("{{ 'x' | center(10000000000) }}", "needs more than 200 MB"),
-        ("{{ '%9999999999d' % 1 }}", "needs more than 200 MB"),
-        (DOUBLING.replace("START", "'x'").replace("STEP", "ns.x ~ ns.x") + "{{ ns.x }}", "needs more than 200 MB"),
-        # A list that holds one list twice, and so on: small, until it is written out.
-        (DOUBLING.replace("START", "[]").replace("STEP", "[ns.x, ns.x]") + "{{ ns.x }}", "takes more|needs more"),
+        ("{{ 'x' * 10**17 }}", "needs more memory than there is"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "is nested too deeply"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "is nested too deeply"),
         ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "is nested too deeply"),
@@ -216,22 +205,12 @@ def test_long_messages_are_no_endless_template():
     assert text == "é" * 6_000_000
 
 
-def test_templates_without_python(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(ChatTemplateError, match="none can be started"):
-        ChatTemplate("").render({})
-    monkeypatch.setattr(sys, "executable", None)
-    with pytest.raises(ChatTemplateError, match=r"sys\.executable does not say"):
-        ChatTemplate("").render({})
-
-
-def test_templates_find_only_their_own_modules(tmp_path, monkeypatch):
-    """The process starts in the user's folder, which may hold a json.py."""
-    for name in ("json", "jinja2", "signal", "datetime"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert ChatTemplate("{{ 1 + 1 }}").render({}) == "2"
+@pytest.mark.parametrize(
+    "reached", ["''.__class__.__mro__", "raise_exception.__globals__.json", "cycler.__init__.__globals__.os"]
+)
+def test_a_template_cannot_reach_python(reached):
+    with pytest.raises(ChatTemplateError, match="unsafe"):
+        ChatTemplate(f"{{{{ {reached} }}}}").render({})
 
 
 @examples
