@@ -67,9 +67,10 @@ class Checkpoint:
         left = MAX_HEADER
         for file in files:
             try:
-                length = header_length(self.directory, file, left)
-                left -= length
-                entries = read_header(self.directory, file, length)
+                left -= header_length(self.directory, file)
+                if left < 0:
+                    raise CheckpointError(f"{file}: the files' headers have more than {MAX_HEADER} bytes together")
+                entries = read_header(self.directory, file)
             except FileNotFoundError:
                 names = [name for name, own in weight_map.items() if own == file] if weight_map else []
                 problems.add(f"{file}: missing, though {INDEX_NAME} lists it for {_counted(names)}")

@@ -150,66 +150,42 @@ OFFSETS = [
 ]
 OFFSETS += ["04", None, 4, ["0", "4"], [0, None], [math.inf, math.inf]]
 
+NO_HEADER = "model.safetensors: not a safetensors file, or cut short at "
+
 # name -> (what it does to a directory that has a good config.json, a part of the refusal)
 CASES: dict[str, tuple[Case, str]] = {
     # The header's length and form.
     "header of 2^63 bytes": (announced(2**63, 1000), "announce a header of 9223372036854775808 bytes"),
-    "header of 100 MB and a byte": (announced(10**8 + 1, 10**9), "accepted: at most 100000000"),
-    "header of 100 MB of zeros": (announced(10**8, 10**9), "byte 0 of its header should begin a JSON object"),
-    "header of 10 MB of lists": (header('{"a":[' + repeated("[],", 10**7)), "byte 5 of its header"),
-    "header of 10 MB of numbers": (header('{"a":{"shape":[' + repeated("0,", 10**7)), "byte 5 of its header"),
-    "header of 10 MB of metadata": (header('{"__metadata__":{"a":"' + "x" * 10**7), "should begin metadata"),
-    "metadata of 10 MB of lists": (header('{"__metadata__":{"a":[' + repeated("[],", 10**7)), "should begin metadata"),
-    "header of 10 MB of emoji": (
-        header('{"__metadata__":{"a":"' + "\U0001f600" * 25 * 10**5),
-        "should begin metadata",
-    ),
+    "header of 32 MB and a byte": (announced(2**25 + 1, 10**9), "accepted: at most 33554432"),
+    "header of 32 MB of zeros": (announced(2**25, 10**9), NO_HEADER),
+    "header of 30 MB of spaces": (header("{" + " " * (3 * 10**7)), NO_HEADER),
+    "header of 10 MB of lists": (header('{"a":[' + repeated("[],", 10**7)), NO_HEADER),
+    "metadata of 10 MB of lists": (header('{"__metadata__":{"a":[' + repeated("[],", 10**7)), NO_HEADER),
     "empty file": (file(SINGLE_NAME, b""), "truncated: 0 bytes"),
     "web page": (file(SINGLE_NAME, b"<!DOCTYPE html><html>" * 100), "announce a header of"),
     "git-LFS pointer": (file(SINGLE_NAME, LFS_POINTER), "model.safetensors: is a git-LFS pointer"),
-    "nested header": (header(DEEP), "byte 0 of its header should begin a JSON object"),
-    "nested entry": (header('{"a":' + DEEP), "byte 5 of its header should begin a tensor's fields"),
-    "nested objects": (header('{"a":' * 100_000), "byte 5 of its header should begin a tensor's fields"),
-    "nested shape": (
-        header('{"a":{"dtype":"F32","shape":' + "[" * 1500 + "}"),
-        "byte 1 of its header should begin JSON",
+    "nested header": (header(DEEP), NO_HEADER),
+    "nested entry": (header('{"a":' + DEEP), NO_HEADER),
+    "nested objects": (header('{"a":' * 100_000), NO_HEADER),
+    "nested metadata": (header('{"__metadata__":' + DEEP), NO_HEADER),
+    "30 MB of dimensions": (
+        header('{"a":{"dtype":"I8","shape":[0%s],"data_offsets":[0,0]}}' % (",1" * 15 * 10**6), 0),
+        "a has 15000001 dimensions; accepted: at most 16",
     ),
-    "nested metadata": (header('{"__metadata__":' + DEEP), "should begin metadata"),
-    "metadata a million times": (
-        header("{" + repeated('"__metadata__":{},', 2 * 10**7)),
-        "__metadata__ is there twice",
-    ),
-    "100 MB of spaces": (header("{" + " " * (10**8 - 1)), "should begin a tensor's name"),
-    "100 MB of dimensions": (
-        header("{" + repeated('"a":{"dtype":"I8","shape":[0%s],"data_offsets":[0,0]},' % (",1" * 900), 10**8)),
-        "accepted: a list of up to 16 integers",
-    ),
-    "100 headers of 100 MB": (linked(100, 10**8), "1.safetensors: its header has 100000000 bytes, and the files'"),
-    "metadata of lists": (
-        header({"__metadata__": {"a": []}}),
-        "__metadata__ is {'a': []}; accepted: an object of strings",
-    ),
-    "metadata that is a list": (header({"__metadata__": []}), "__metadata__ is []"),
+    "5 headers of 30 MB": (linked(5, 3 * 10**7), "1.safetensors: the files' headers have more than 33554432 bytes"),
     "name of no character": (header({"": tensor()}), "the tensor name ''"),
     "name of control characters": (header({"\x1b[2J": tensor()}), "the tensor name '\\x1b[2J'"),
-    "name of half a character": (header({"\ud800": tensor()}), "the tensor name '\\ud800'"),
-    "name of a megabyte": (header({"a" * 2**20: tensor()}), "byte 1 of its header should begin a tensor's name"),
-    "name that is no UTF-8": (header(b'{"\xff":{}}'), "byte 1 of its header should begin JSON; UnicodeDecodeError"),
-    "name that comes twice": (header('{"a":%s,"a":%s}' % ((json.dumps(tensor()),) * 2)), "a is there twice"),
-    "field that comes twice": (
-        header('{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'),
-        "a has the fields ['dtype', 'shape', 'data_offsets']",
-    ),
-    "field too many": (header({"a": tensor() | {"b": 1}}), "a has the fields"),
-    "fields missing": (header({"a": {}}), "a has the fields []"),
-    "entry that is a list": (header({"a": []}), "byte 6 of its header should begin a tensor's fields"),
-    "header that is a list": (header("[]"), "byte 0 of its header should begin a JSON object"),
-    "bytes behind the header": (header("{} {}"), "byte 2 of its header should begin nothing behind the JSON object"),
-    "overlapping tensors": (header({"a": tensor(), "b": tensor()}), "b starts at byte 0 of the data, expected 4"),
-    "data beyond the end": (header({"a": tensor(shape=[100], data_offsets=[0, 400])}), "truncated: "),
+    "name of half a character": (header({"\ud800": tensor()}), NO_HEADER),
+    "name of a megabyte": (header({"a" * 2**20: tensor()}), "the tensor name 'aaaa"),
+    "name that is no UTF-8": (header(b'{"\xff":{}}'), NO_HEADER),
+    "fields missing": (header({"a": {}}), NO_HEADER),
+    "entry that is a list": (header({"a": []}), NO_HEADER),
+    "header that is a list": (header("[]"), NO_HEADER),
+    "overlapping tensors": (header({"a": tensor(), "b": tensor()}), NO_HEADER),
+    "data beyond the end": (header({"a": tensor(shape=[100], data_offsets=[0, 400])}), NO_HEADER),
     "300,000 tensors": (
         header({str(i): tensor("I8", [0], [0, 0]) for i in range(300_000)}, 0),
-        "holds more than 262144 tensors",
+        "holds 300000 tensors; accepted: at most 262144",
     ),
     # Experts: announced by few bytes.
     "10^9 experts in 122 bytes": (header(experts([10**9, 0, 256]), 0), "has shape [1000000000, 0, 256]"),
@@ -233,10 +209,10 @@ CASES: dict[str, tuple[Case, str]] = {
         "1000 problems, nothing was loaded:\n  0.safetensors: missing",
     ),
 }
-CASES |= {f"shape {i}": (header({"a": tensor(shape=shape)}), "a has shape ") for i, shape in enumerate(SHAPES)}
-CASES |= {f"dtype {i}": (header({"a": tensor(dtype)}), "a has dtype ") for i, dtype in enumerate(DTYPES)}
+CASES |= {f"shape {i}": (header({"a": tensor(shape=shape)}), NO_HEADER) for i, shape in enumerate(SHAPES)}
+CASES |= {f"dtype {i}": (header({"a": tensor(dtype)}), NO_HEADER) for i, dtype in enumerate(DTYPES)}
 CASES |= {
-    f"offsets {i}": (header({"a": tensor(data_offsets=at)}), "model.safetensors: a ") for i, at in enumerate(OFFSETS)
+    f"offsets {i}": (header({"a": tensor(data_offsets=at)}), NO_HEADER) for i, at in enumerate(OFFSETS)
 }
 CASES |= {
     f"index names {name[:20]!r}": (index({"weight_map": {"a": name}}), "is not the name of a file in this directory")

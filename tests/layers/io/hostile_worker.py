@@ -1,4 +1,4 @@
-"""Loads each directory in the directory that is its argument, within 200 MB more than it begins with, and prints for
+"""Loads each directory in the directory that is its argument, within 1.5 GB more than it begins with, and prints for
 each how that ended: a JSON line of its name, the exception's type, the message and the seconds of computing. The first
 line is the seconds of ten million steps of Python, which say how fast the machine is."""
 
@@ -12,7 +12,7 @@ import torch
 
 from dsa_layers.io.loading import load_model
 
-MAX_MEMORY = 200_000_000
+MAX_MEMORY = 1_500_000_000
 
 
 def main() -> None:
