@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.results import Completion, TokenEvent
     from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.io.export import save_fp8_checkpoint
+    from dsa_layers.io.convert import convert_checkpoint
     from dsa_layers.io.loading import load_model
+    from dsa_layers.io.save import save_model
     from dsa_layers.io.tokenizer import Tokenizer
     from dsa_layers.layers.attention import DSAAttention
     from dsa_layers.layers.indexer import LightningIndexer
@@ -49,11 +50,12 @@ __all__ = [
     "TokenEvent",
     "Tokenizer",
     "TrainedAttention",
+    "convert_checkpoint",
     "load_model",
     "next_tokens",
     "read_config",
     "rope_frequencies",
-    "save_fp8_checkpoint",
+    "save_model",
     "write_tiny_checkpoint",
 ]
 
@@ -82,7 +84,8 @@ _MODULES = {
     "next_tokens": "dsa_layers.training.next_tokens",
     "read_config": "dsa_layers.families.config",
     "rope_frequencies": "dsa_layers.layers.rope",
-    "save_fp8_checkpoint": "dsa_layers.io.export",
+    "convert_checkpoint": "dsa_layers.io.convert",
+    "save_model": "dsa_layers.io.save",
     "write_tiny_checkpoint": "dsa_layers.tiny.writer",
 }
 

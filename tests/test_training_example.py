@@ -24,8 +24,7 @@ from indexer_training.vocabulary import BEGIN, train_tokenizer  # noqa: E402
 
 from dsa_layers.batch.sequence_batch import SequenceBatch  # noqa: E402
 from dsa_layers.command.main import main  # noqa: E402
-from dsa_layers.io import SINGLE_NAME  # noqa: E402
-from dsa_layers.io.export import save_fp8_checkpoint  # noqa: E402
+from dsa_layers.io.directory import SINGLE_NAME  # noqa: E402
 from dsa_layers.layers.moe import MoE  # noqa: E402
 from tests.tiny_training import measure_little, text_of, write_corpus  # noqa: E402
 
@@ -328,13 +327,6 @@ def test_selecting_is_undone(model):
     with selecting(model, 7):
         assert {layer.self_attn.indexer.top_k for layer in layers} == {7}
     assert {layer.self_attn.indexer.top_k for layer in layers} == {32}
-
-
-def test_export_refuses(model, tmp_path):
-    with pytest.raises(ValueError, match="fields: must have a quantization_config"):
-        save_fp8_checkpoint(model, tmp_path, fields(WITH_VOCAB, quantized=False))
-    with pytest.raises(ValueError, match=r"fields: model.layers.0.mlp.gate_proj.weight has shape \[256, 128\], the mo"):
-        save_fp8_checkpoint(model, tmp_path, fields(WITH_VOCAB | {"intermediate_size": 256}, quantized=True))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The `dsa` command: generate, chat, compare, check, verify, compile, plan, bench, tune, tiny."""
+"""The `dsa` command: generate, chat, compare, check, verify, compile, plan, convert, bench, tune, tiny."""
 
 # Nothing here is slow to import: torch comes in when a command runs, so that Ctrl-C is caught from the beginning.
 import argparse
@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from dsa_layers.command import chat, check, compare, compile, generate, plan, tiny, verify
+from dsa_layers.command import chat, check, compare, compile, convert, generate, plan, tiny, verify
 from dsa_layers.command.parser import Parser, WrongCall
 from dsa_layers.command.streams import drop_unwritten, messages_to_stderr, on_interrupt, prepare_streams, say, say_json
 from dsa_layers.parallel.environment import note_failure
@@ -111,7 +111,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    for command in (generate, chat, compare, check, verify, compile, plan):
+    for command in (generate, chat, compare, check, verify, compile, plan, convert):
         command.add_parser(commands)
     bench.add_parsers(commands)
     tiny.add_parser(commands)

@@ -1,19 +1,87 @@
-"""Values as a family's manifest has them: in a float dtype, or quantised, with their scale beside them."""
+"""Checkpoints in a family's published format: which dtype each tensor has, and its bytes."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from dsa import per_block_cast_to_fp8
+from dsa_layers.errors import ConfigError
+from dsa_layers.families.config import config_of, read_config
 from dsa_layers.families.family import Manifest
-from dsa_layers.io.fp4 import quantize_fp4
+from dsa_layers.families.fields import MAX_CONFIG_BYTES, Fields
+from dsa_layers.families.model import ModelConfig
+from dsa_layers.families.precision import Precision
+from dsa_layers.families.published import published_config
+from dsa_layers.families.registry import family
+from dsa_layers.io.checks import check_quantised_sizes
+from dsa_layers.io.fp4 import GROUP, quantize_fp4
 from dsa_layers.io.plan import SCALE_SUFFIX
+from dsa_layers.untrusted_files import read_json_object
+
+Storage = Literal["bf16", "fp8", "fp4"]
+STORAGES: tuple[Storage, ...] = ("bf16", "fp8", "fp4")
 
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64, "F8_E8M0": torch.float8_e8m0fnu}
 _QUANTIZED = ("F8_E4M3", "I8")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+# What a published multi-token-prediction layer holds copies of.
+_COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+_COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})")
+ORIGINALS = frozenset(_COPIED.values())
+
+
+def copied_from(name: str) -> str | None:
+    """The tensor that the tensor `name` is a copy of, if it is one."""
+    match = _COPY.fullmatch(name)
+    return None if match is None else _COPIED[match[1]]
+
+
+def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str, Any], ModelConfig]:
+    """config.json's fields for weights that are stored so, and the configuration that they describe.
+
+    like: a directory with the model's config.json. A quantization_config that it has stays; otherwise it becomes that
+    of the family's published release. drafter: whether the files have the multi-token-prediction layers.
+    Raises ConfigError for fields that `load_model` would refuse.
+    """
+    read_config(like)
+    fields = read_json_object(like / "config.json", ConfigError, MAX_CONFIG_BYTES)
+    tiny = family(fields["model_type"]).tiny
+    published = published_config(tiny.published) | tiny.changes
+    found = {name: value for name, value in fields.items() if name not in ("quantization_config", "expert_dtype")}
+    if storage == "bf16":
+        found |= {name: "bfloat16" for name in ("dtype", "torch_dtype") if name in fields}
+    else:
+        quantization = fields.get("quantization_config") or published["quantization_config"]
+        found["quantization_config"] = {name: value for name, value in quantization.items() if name != "expert_dtype"}
+        if "expert_dtype" in published:
+            found["expert_dtype"] = storage
+    if not drafter:
+        found["num_nextn_predict_layers"] = 0
+        if "compress_ratios" in found:  # those of the multi-token-prediction layers are at the end
+            found["compress_ratios"] = found["compress_ratios"][: found["num_hidden_layers"]]
+    config = config_of(Fields(found, like / "config.json"))
+    check_quantised_sizes(config, Precision.of(config, kv_cache="model"), like / "config.json")
+    return found, config
+
+
+def storage_manifest(config: ModelConfig, storage: Storage) -> Manifest:
+    """The tensors of a checkpoint whose configuration is `stored_as` this. With "fp4" the routed experts are FP4, and
+    the other quantised weights FP8."""
+    manifest = family(config.model_type).manifest(config)
+    if storage != "fp4":
+        return manifest
+    found = dict(manifest)
+    for name, scale in scales_of(manifest).items():
+        shape, dtype = manifest[name]
+        if dtype == "F8_E4M3" and _EXPERT.search(name):
+            found[name] = (shape[0], shape[1] // 2), "I8"
+            found[scale] = (shape[0], shape[1] // GROUP), "F8_E8M0"
+    return found
 
 
 def scales_of(manifest: Manifest) -> dict[str, str]:
@@ -46,12 +114,3 @@ def as_published(
         accepted = ", ".join((*_TORCH_DTYPE, *_QUANTIZED))
         raise ValueError(f"manifest: {name} is {dtype}; tensors that can be written are {accepted}")
     return {name: values.to(_TORCH_DTYPE[dtype]).contiguous()}
-
-
-def save_tensors(path: Path, tensors: dict[str, torch.Tensor], *, like: Path) -> None:
-    """Write a safetensors file with the permissions of the file `like`. The library's own ignore the umask."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from None
-    path.chmod(like.stat().st_mode)

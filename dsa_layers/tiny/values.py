@@ -7,17 +7,6 @@ import torch
 from dsa_layers.families.family import Manifest
 from dsa_layers.io.published_format import as_published, scales_of, shape_of_values
 
-# What a published multi-token-prediction layer holds copies of.
-_COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-_COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})")
-ORIGINALS = frozenset(_COPIED.values())
-
-
-def copied_from(name: str) -> str | None:
-    """The tensor that the tensor `name` is a copy of, if it is one."""
-    match = _COPY.fullmatch(name)
-    return None if match is None else _COPIED[match[1]]
-
 
 def random_tensors(
     names: list[str], manifest: Manifest, generator: torch.Generator, *, experts: int, use_ue8m0: bool

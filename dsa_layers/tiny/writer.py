@@ -1,7 +1,6 @@
 """Writes a tiny checkpoint: its files, and the order in which they come."""
 
 import json
-import math
 import tempfile
 from os import PathLike
 from pathlib import Path
@@ -11,18 +10,17 @@ import torch
 
 from dsa_layers.arguments import flag, integer, path_of
 from dsa_layers.families.config import read_config
-from dsa_layers.families.family import Manifest
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.io.directory import INDEX_NAME
-from dsa_layers.io.published_format import save_tensors, scales_of
+from dsa_layers.io.published_format import ORIGINALS, copied_from
+from dsa_layers.io.shards import PART, Shards, save_tensors, write_json
 from dsa_layers.output_files import naming
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
-from dsa_layers.tiny.values import ORIGINALS, copied_from, random_tensors
+from dsa_layers.tiny.values import random_tensors
 
 _SHARD_BYTES = 12 * 2**20
 _WRITER = "dsa tiny checkpoint"
-_ITEM_SIZE = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
 _GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
 
@@ -53,25 +51,25 @@ def write_tiny_checkpoint(
     fields = family(model).tiny.fields(quantized=quantized)
     config = _parsed(fields)
     manifest = family(model).manifest(config)
-    shards = _shards(manifest)
-    size = sum(_size(*entry) for entry in manifest.values())
-    weight_map = {name: file for file, names in shards.items() for name in names}
+    shards = Shards.of(manifest, _SHARD_BYTES)
+    weight_map = {name: file for file, names in shards.files.items() for name in names}
     # The index carries our mark, so it comes first: what an interrupted run leaves can be replaced by the next.
     # config.json comes last: where it is, the checkpoint is complete.
-    _write_json(directory / INDEX_NAME, {"metadata": {"total_size": size, "writer": _WRITER}, "weight_map": weight_map})
+    metadata = {"total_size": shards.total, "writer": _WRITER}
+    write_json(directory / INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
     _write(directory / "tokenizer.json", train_tokenizer(config.vocab_size).to_str(pretty=True))
-    _write_json(directory / "tokenizer_config.json", tokenizer_config(model, config.max_position_embeddings))
-    _write_json(directory / "generation_config.json", _GENERATION_CONFIG)
+    write_json(directory / "tokenizer_config.json", tokenizer_config(model, config.max_position_embeddings))
+    write_json(directory / "generation_config.json", _GENERATION_CONFIG)
     generator = torch.Generator().manual_seed(seed)
     use_ue8m0 = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     originals: dict[str, torch.Tensor] = {}
-    for file, names in shards.items():
+    for file, names in shards.files.items():
         tensors = random_tensors(names, manifest, generator, experts=config.n_routed_experts, use_ue8m0=use_ue8m0)
         copies = {name: original for name in names if (original := copied_from(name)) is not None}
         originals |= {name: tensors[name] for name in ORIGINALS & tensors.keys()}
         tensors |= {name: originals[original].clone() for name, original in copies.items()}
-        save_tensors(directory / file, tensors, like=directory / INDEX_NAME)
-    _write_json(directory / "config.json", fields)
+        save_tensors(directory / file, tensors)
+    write_json(directory / "config.json", fields)
 
 
 def _previous_files(directory: Path) -> list[Path]:
@@ -81,7 +79,8 @@ def _previous_files(directory: Path) -> list[Path]:
         return []
     try:
         index = json.loads((directory / INDEX_NAME).read_bytes())
-        ours = {*_METADATA_FILES, *index["weight_map"].values()} if index["metadata"]["writer"] == _WRITER else set()
+        weights = set(index["weight_map"].values()) if index["metadata"]["writer"] == _WRITER else None
+        ours = set() if weights is None else {*_METADATA_FILES, *weights, *(name + PART for name in weights)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ours = set()
     others = [path.name for path in present if path.name not in ours]
@@ -96,30 +95,8 @@ def _previous_files(directory: Path) -> list[Path]:
 def _parsed(fields: dict[str, Any]) -> ModelConfig:
     # Through a file, so that what is written is what was parsed.
     with tempfile.TemporaryDirectory() as scratch:
-        _write_json(Path(scratch) / "config.json", fields)
+        write_json(Path(scratch) / "config.json", fields)
         return read_config(scratch)
-
-
-def _shards(manifest: Manifest) -> dict[str, list[str]]:
-    """File name -> the tensors in it: consecutive ones, a weight always together with its scale."""
-    scales = set(scales_of(manifest).values())
-    groups: list[list[str]] = []
-    filled = _SHARD_BYTES
-    for name, entry in manifest.items():
-        if filled >= _SHARD_BYTES and name not in scales:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += _size(*entry)
-    return {f"model-{i:05d}-of-{len(groups):06d}.safetensors": group for i, group in enumerate(groups, start=1)}
-
-
-def _size(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * _ITEM_SIZE[dtype]
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dsa_layers import Precision, read_config, save_fp8_checkpoint
+from dsa_layers import Precision, read_config, save_model
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.published import published_config
 from dsa_layers.families.sparse_mla.drafter import SparseMLADrafter
@@ -91,7 +91,10 @@ def build(changes: dict[str, object], dtype: torch.dtype) -> DeepseekV32ForCausa
 
 def save(model: DeepseekV32ForCausalLM, directory: Path, config: dict[str, object]) -> None:
     """The checkpoint in the published format, without the copies of embedding and head: they would be a seventh."""
-    save_fp8_checkpoint(model, directory, config)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SINGLE_NAME).unlink(missing_ok=True)  # of the stage before
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_model(model, directory, like=directory, progress=False)
     prefix = f"model.layers.{model.config.num_hidden_layers}."
     copies = tuple(prefix + name for name in _COPIES)
     tensors = {name: x for name, x in load_file(directory / SINGLE_NAME).items() if not name.startswith(copies)}

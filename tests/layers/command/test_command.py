@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 import dsa
 from dsa_layers.command import health
 from dsa_layers.command.main import main
-from dsa_layers.io import published_format
+from dsa_layers.io import shards
 
 MANY_JOBS = f"--jobs: must be at most {4 * os.cpu_count()}, 4 for each of {os.cpu_count()} CPUs, got 100000"
 
@@ -103,7 +103,7 @@ def test_tiny_names_the_file_that_a_full_disk_does_not_take(tmp_path, monkeypatc
         patch.setattr(Path, "write_text", Mock(side_effect=full))
         assert main(["tiny", str(tmp_path)]) == 2
     assert error().endswith("/config.json: No space left on device")
-    monkeypatch.setattr(published_format, "save_file", Mock(side_effect=SafetensorError("No space left")))
+    monkeypatch.setattr(shards, "save_file", Mock(side_effect=SafetensorError("No space left")))
     assert main(["tiny", str(tmp_path)]) == 2
     assert error().startswith(f"dsa tiny: {tmp_path}/model-00001-of-") and not (tmp_path / "config.json").exists()
 

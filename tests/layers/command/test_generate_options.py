@@ -375,7 +375,7 @@ def test_a_truncated_shard(damaged, capsys):
     assert captured.out == "" and "Traceback" not in captured.err
     *_, summary, problem = captured.err.splitlines()
     assert summary == f"dsa generate: {damaged}: 1 problem, nothing was loaded:"
-    assert problem.startswith(f"  {shard.name}: truncated: ")
+    assert problem.startswith(f"  {shard.name}: not a safetensors file, or cut short at ")
 
 
 def test_a_cache_that_cannot_hold_a_prompt(checkpoint, tmp_path, error):

@@ -17,7 +17,7 @@ try:
 except SystemExit:
     sys.exit(bool({"torch", "numpy", "tokenizers", "dsa", "tqdm", "jinja2"} & sys.modules.keys()))
 """
-COMMANDS = ["generate", "chat", "compare", "check", "verify", "compile", "plan", "bench", "tune", "tiny"]
+COMMANDS = ["generate", "chat", "compare", "check", "verify", "compile", "plan", "convert", "bench", "tune", "tiny"]
 
 
 (_COMMANDS,) = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
@@ -39,7 +39,7 @@ def test_every_option_names_its_default(command):
     for action in parser._actions:
         if action.help == argparse.SUPPRESS:  # of a process that another one starts
             continue
-        if action.dest == "help" or (not action.option_strings and action.nargs != "?"):
+        if action.dest == "help" or action.required or (not action.option_strings and action.nargs != "?"):
             continue
         text = formatter._expand_help(action)
         found = re.search(r"\(default: ([^)]+)\)$", text)

@@ -211,9 +211,7 @@ CASES: dict[str, tuple[Case, str]] = {
 }
 CASES |= {f"shape {i}": (header({"a": tensor(shape=shape)}), NO_HEADER) for i, shape in enumerate(SHAPES)}
 CASES |= {f"dtype {i}": (header({"a": tensor(dtype)}), NO_HEADER) for i, dtype in enumerate(DTYPES)}
-CASES |= {
-    f"offsets {i}": (header({"a": tensor(data_offsets=at)}), NO_HEADER) for i, at in enumerate(OFFSETS)
-}
+CASES |= {f"offsets {i}": (header({"a": tensor(data_offsets=at)}), NO_HEADER) for i, at in enumerate(OFFSETS)}
 CASES |= {
     f"index names {name[:20]!r}": (index({"weight_map": {"a": name}}), "is not the name of a file in this directory")
     for name in ("", ".", "..", "../a", "/etc/passwd", "a/b", "a\\b", "a\0b", "\x1b[2J", "\ud800", "a" * 256)

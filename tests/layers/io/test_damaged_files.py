@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io import directory as directory_module
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint, StoredNames
 from tests.layers.io.stand_ins import failure, like, stand_in, write
 

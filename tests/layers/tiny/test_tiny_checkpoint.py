@@ -45,7 +45,7 @@ def test_shards(tiny):
     files = sorted(path.name for path in tiny.glob("*.safetensors"))
     count = len(files)
     assert count > 1
-    assert files == [f"model-{i:05d}-of-{count:06d}.safetensors" for i in range(1, count + 1)]
+    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     index = json.loads((tiny / INDEX_NAME).read_text())
     sizes = [info.size for info in Checkpoint(tiny).tensors.values()]
     assert index["metadata"]["total_size"] == sum(sizes) < 50e6

@@ -1,0 +1,277 @@
+"""Models and checkpoints, written as checkpoints that `load_model` reads."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsa_layers.command.main import main
+from dsa_layers.errors import CheckpointError, ConfigError
+from dsa_layers.io import shards
+from dsa_layers.io.convert import convert_checkpoint
+from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
+from dsa_layers.io.fp4 import dequantize_fp4, quantize_fp4
+from dsa_layers.io.loading import load_model
+from dsa_layers.io.published_format import as_published
+from dsa_layers.io.save import save_model
+from tests.layers.generation.families import FAMILIES
+
+FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
+SMALL = 2**21  # bytes of a file
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param)
+
+
+def described(directory):
+    return {name: (info.dtype, info.shape) for name, info in Checkpoint(directory).tensors.items()}
+
+
+def values(directory):
+    checkpoint = Checkpoint(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def is_same(a, b):
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def assert_same_model(a, b, **options):
+    a, b = (load_model(path, **FLOAT, **options).state_dict() for path in (a, b))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def fields_of(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
+# Models.
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+def test_a_saved_model_is_as_published(directory, tmp_path, drafter):
+    """What was quantised before is so again, without loss: FP8 blocks, and DeepSeek-V4's experts in FP4."""
+    model = load_model(directory, **FLOAT, drafter=drafter)
+    is_v4 = model.config.model_type == "deepseek_v4"
+    save_model(model, tmp_path, like=directory, dtype="fp4" if is_v4 else "fp8", shard_bytes=SMALL, progress=False)
+    before, after = described(directory), described(tmp_path)
+    assert after and after.items() <= before.items()
+    assert after.keys() == before.keys() or not drafter
+    assert_same_model(directory, tmp_path, drafter=drafter)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    if drafter:
+        assert fields_of(tmp_path) == fields_of(directory)
+
+
+def test_a_saved_model_in_one_file_has_no_index(checkpoint, tmp_path):
+    model = load_model(checkpoint, **FLOAT)
+    save_model(model, tmp_path, like=checkpoint, dtype="bf16", progress=False)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {SINGLE_NAME, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert_same_model(checkpoint, tmp_path)
+
+
+def test_a_refused_save_writes_nothing(checkpoint, tmp_path):
+    model = load_model(checkpoint, **FLOAT)
+    like, out = tmp_path / "like", tmp_path / "out"
+    like.mkdir()
+    for changes, problem in (
+        ({"vocab_size": 17, "eos_token_id": 1, "bos_token_id": 0}, "like: by its config.json .* has shape"),
+        ({"hidden_act": "relu"}, f"{like / 'config.json'}: field 'hidden_act' is 'relu'"),
+    ):
+        (like / "config.json").write_text(json.dumps(fields_of(checkpoint) | changes))
+        with pytest.raises(ValueError, match=f"^{problem}"):
+            save_model(model, out, like=like, progress=False)
+    with pytest.raises(ConfigError, match="no such file"):
+        save_model(model, out, like=tmp_path, progress=False)
+    with pytest.raises(ValueError, match="dtype: must be 'bf16', 'fp8' or 'fp4', got 'int8'"):
+        save_model(model, out, like=checkpoint, dtype="int8", progress=False)
+    with pytest.raises(ValueError, match=f"^directory: must be new, empty or .*, got {checkpoint} with 'model-"):
+        save_model(model, checkpoint, like=checkpoint, progress=False)
+    with pytest.raises(TypeError, match="shard_bytes: must be an integer"):
+        save_model(model, out, like=checkpoint, shard_bytes=1.5, progress=False)
+    assert not out.exists()
+
+
+def test_dtypes_that_are_not_written():
+    manifest = {"a": ((2,), "F64")}
+    with pytest.raises(ValueError, match="manifest: a is F64; tensors that can be written are BF16, F32, I64"):
+        as_published("a", torch.zeros(2), manifest, {}, use_ue8m0=True)
+
+
+# Checkpoints.
+
+
+def test_bf16_and_back(directory, tmp_path):
+    """No value changes: scales are powers of two, or with GLM's fp32 scales the same are found again."""
+    floats, again = tmp_path / "floats", tmp_path / "again"
+    convert_checkpoint(directory, floats, "bf16", shard_bytes=SMALL, progress=False)
+    assert {dtype for dtype, _ in described(floats).values()} <= {"BF16", "F32", "I64"}
+    assert not {"quantization_config", "expert_dtype"} & fields_of(floats).keys()
+    assert not load_model(floats, progress=False).precision.fp8_linear
+    if fields_of(directory)["model_type"] == "glm_moe_dsa":
+        return  # its scales are no powers of two, so that BF16 rounds
+    assert_same_model(directory, floats, drafter=True)
+    is_v4 = "expert_dtype" in fields_of(directory)
+    convert_checkpoint(floats, again, "fp4" if is_v4 else "fp8", progress=False)
+    assert fields_of(again) == fields_of(directory)
+    assert described(again) == described(directory)
+    assert_same_model(directory, again, drafter=True)
+
+
+def test_the_same_dtype_is_a_copy(directory, tmp_path):
+    storage = "fp4" if "expert_dtype" in fields_of(directory) else "fp8"
+    convert_checkpoint(directory, tmp_path, storage, shard_bytes=SMALL, progress=False)
+    before, after = values(directory), values(tmp_path)
+    assert before.keys() == after.keys() and all(is_same(before[name], after[name]) for name in before)
+    assert fields_of(tmp_path) == fields_of(directory)
+    assert len([*tmp_path.glob("*.safetensors")]) > 3
+
+
+def test_experts_in_fp4(directory, tmp_path):
+    convert_checkpoint(directory, tmp_path, "fp4", progress=False)
+    model = load_model(tmp_path, progress=False)
+    assert model.precision.fp4_experts
+    before, after = (load_model(path, **FLOAT).state_dict() for path in (directory, tmp_path))
+    for name, weight in before.items():
+        if ".experts." in name and weight.dim() == 3:
+            for own, matrix in zip(after[name], weight):
+                assert torch.equal(own, dequantize_fp4(*quantize_fp4(matrix)))
+        else:
+            assert torch.equal(after[name], weight), name
+
+
+def test_experts_from_fp4_to_fp8(tiny_checkpoint, tmp_path):
+    directory = tiny_checkpoint("deepseek_v4")
+    convert_checkpoint(directory, tmp_path, "fp8", progress=False)
+    assert fields_of(tmp_path)["expert_dtype"] == "fp8"
+    assert not load_model(tmp_path, progress=False).precision.fp4_experts
+    assert_same_model(directory, tmp_path)
+
+
+def changed(directory, to, change, **fields):
+    """Writes the checkpoint in one file after `change` of its tensors, and with other fields."""
+    to.mkdir()
+    tensors = values(directory)
+    change(tensors)
+    save_file(tensors, to / SINGLE_NAME)
+    (to / "config.json").write_text(json.dumps(fields_of(directory) | fields))
+    return to
+
+
+def test_experts_in_one_tensor(tiny_checkpoint, tmp_path):
+    directory = tiny_checkpoint("deepseek_v32", quantized=False)
+
+    def fuse(tensors):
+        prefix, config = "model.layers.3.mlp.experts.", fields_of(directory)
+        of = [{p: tensors.pop(f"{prefix}{e}.{p}.weight") for p in ("gate_proj", "up_proj", "down_proj")}
+              for e in range(config["n_routed_experts"])]  # fmt: skip
+        tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((x["gate_proj"], x["up_proj"])) for x in of])
+        tensors[f"{prefix}down_proj"] = torch.stack([x["down_proj"] for x in of])
+
+    source = changed(directory, tmp_path / "fused", fuse)
+    convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
+    assert described(tmp_path / "out") == described(directory)
+    assert_same_model(directory, tmp_path / "out")
+
+
+def test_without_multi_token_prediction_layers(directory, tmp_path):
+    def drop(tensors):
+        last = f"model.layers.{fields_of(directory)['num_hidden_layers']}."
+        for name in [name for name in tensors if name.startswith(("mtp.", last))]:
+            del tensors[name]
+
+    source = changed(directory, tmp_path / "source", drop)
+    convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
+    assert fields_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    load_model(tmp_path / "out", progress=False)
+
+
+def test_wider_floats(tiny_checkpoint, tmp_path):
+    """Matrices become BF16, norms stay as they are."""
+    directory = tiny_checkpoint("glm_moe_dsa", quantized=False)
+    source = changed(directory, tmp_path / "wide", lambda x: x.update({n: t.float() for n, t in x.items()}))
+    convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
+    found = load_file(tmp_path / "out" / SINGLE_NAME)
+    assert found["model.norm.weight"].dtype == torch.float32
+    assert found["lm_head.weight"].dtype == torch.bfloat16
+    assert_same_model(directory, tmp_path / "out")
+
+
+def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    held = []
+
+    def save(path, tensors, metadata, save=shards.save_tensors):
+        held.append(sum(tensor.nbytes for tensor in tensors.values()))
+        if cut in path.parents and len(held) == most:
+            path.with_name(path.name + shards.PART).write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(path, tensors, metadata)
+
+    monkeypatch.setattr(shards, "save_tensors", save)
+    most = None
+    convert_checkpoint(checkpoint, whole, "bf16", shard_bytes=SMALL, progress=False)
+    largest = max(info.size for info in Checkpoint(whole).tensors.values())
+    assert len(held) > 4 and max(held) <= max(SMALL, largest)  # bytes in memory at a time
+    held.clear()
+    most = 3
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(checkpoint, cut, "bf16", shard_bytes=SMALL, progress=False)
+    done = {path: path.stat().st_mtime_ns for path in cut.glob("*.safetensors")}
+    assert len(done) == 2 and not (cut / "config.json").exists()
+    with pytest.raises(ValueError, match="directory: must be new, empty or one in which the same call was interrupted"):
+        convert_checkpoint(checkpoint, cut, "fp8", shard_bytes=SMALL, progress=False)
+    most = None
+    convert_checkpoint(checkpoint, cut, "bf16", shard_bytes=SMALL, progress=False)
+    assert all(path.stat().st_mtime_ns == time for path, time in done.items())
+    names = [{path.name for path in out.iterdir()} for out in (whole, cut)]
+    assert names[0] == names[1] and INDEX_NAME in names[0]
+    assert_same_model(whole, cut)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda x: x.pop("model.norm.weight"), "model.norm.weight: missing"),
+        (lambda x: x.update(extra=torch.ones(1)), "unexpected extra (F32 [1])"),
+        (lambda x: x.update({"lm_head.weight": torch.ones(3, 2)}), "lm_head.weight has shape [3, 2]; expected ["),
+        (lambda x: x.pop("model.layers.0.self_attn.o_proj.weight_scale_inv"), "is F8_E4M3 and its scale is missing"),
+        (lambda x: x.update({"model.norm.weight": x["model.norm.weight"].int()}), "is I32; expected F32"),
+    ],
+)
+def test_checkpoints_that_are_not_whole(checkpoint, tmp_path, change, problem):
+    source = changed(checkpoint, tmp_path / "source", change)
+    with pytest.raises(CheckpointError) as error:
+        convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
+    assert "1 problem" in str(error.value) and problem in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_refused_conversions(checkpoint, tiny_checkpoint, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="directory: must be another one than the checkpoint's"):
+        convert_checkpoint(checkpoint, checkpoint, "bf16")
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(ValueError, match=r"directory: must be new, empty or .* with 'mine\.txt'"):
+        convert_checkpoint(checkpoint, tmp_path, "bf16", progress=False)
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+    with pytest.raises(OSError, match=r"out: needs \d+\.\d GB, and 0\.0 GB are free"):
+        convert_checkpoint(checkpoint, tmp_path / "out", "bf16", progress=False)
+    source = tmp_path / "source"
+    source.mkdir()
+    fields = fields_of(tiny_checkpoint("deepseek_v32", quantized=False)) | {"hidden_size": 100}
+    (source / "config.json").write_text(json.dumps(fields))
+    save_file({"a": torch.ones(1)}, source / SINGLE_NAME)
+    with pytest.raises(ConfigError, match="'hidden_size' is 100; accepted: a multiple of 128"):
+        convert_checkpoint(source, tmp_path / "other", "fp8", progress=False)
+
+
+def test_the_command(checkpoint, tmp_path, capsys):
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16", "--shard-gb", "0.01"]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'out'}: 0.")
+    assert_same_model(checkpoint, tmp_path / "out")
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
+    assert "directory: must be new" in capsys.readouterr().err
