@@ -34,7 +34,8 @@ from dsa_bench.harness.calls import Loadable, reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, topk
 from dsa_bench.peers.package import Library
 from dsa_layers.batch.group_rows import GroupRows
-from dsa_layers.layers import attention, key_selection
+from dsa_layers.engine import paged_attention
+from dsa_layers.layers import key_selection
 from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
@@ -103,7 +104,7 @@ def replacement() -> Replaced:
         found.values += [
             (dsa, "topk_indices", partial(_select, theirs, dsa.topk_indices)),
             (dsa, "mha_varlen_fwd", _multi_head),
-            (attention, "multi_head_is_faster", lambda *lengths: False),
+            (paged_attention, "multi_head_is_faster", lambda *lengths: False),
         ]
     if {"fp8_mqa_logits", "topk_indices"} & found.ops.keys():
         found.values.append((key_selection, "FUSED_KEYS", _NEVER))

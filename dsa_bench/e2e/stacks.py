@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsa_layers.engine.fuse import fuse
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision
@@ -72,7 +73,7 @@ def model_of(fields: dict[str, Any], widen_experts: bool = False, drafter: bool 
         model = of_family.model(config, replace(Precision.of(config), fp4_experts=fp4))
         if drafter:
             model.drafter = of_family.drafter(model)
-        return model
+        return fuse(model)
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from torch import nn
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
+from dsa_layers.engine.fuse import fuse
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family
@@ -49,6 +50,7 @@ def without_memory(
         model = of_family.model(config, precision)
         if drafter:
             model.drafter = of_family.drafter(model)
+    fuse(model)
     split(model, SilentRanks(0, gpus), blocks=config.quantization is not None)
     model.init_buffers(META)
     joint_linear.join(model)

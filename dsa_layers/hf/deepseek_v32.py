@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 import torch
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs
 
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import cache_of
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.selection import Selection
 
@@ -27,7 +27,7 @@ class FP8DeepseekV32Indexer(SparseDeepseekV32Indexer):
     quantize = True
 
 
-class SparseDeepseekV32Attention(SparseMLAInPlace, theirs.DeepseekV32Attention, DSAAttention):
+class SparseDeepseekV32Attention(SparseMLAInPlace, theirs.DeepseekV32Attention, PagedAttention):
     original = theirs.DeepseekV32Attention
 
     def forward(

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 import torch
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
 
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import cache_of
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.selection import Selection
 
@@ -27,7 +27,7 @@ class FP8GlmMoeDsaIndexer(SparseGlmMoeDsaIndexer):
     quantize = True
 
 
-class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, DSAAttention):
+class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, PagedAttention):
     """Passes the Selection of the last layer with an indexer where transformers passes top-k indices."""
 
     original = theirs.GlmMoeDsaAttention

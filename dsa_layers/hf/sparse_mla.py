@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, weight_of
@@ -94,8 +95,10 @@ class SparseMLAInPlace(AttentionInPlace):
         else:
             x, angles = packed.pack(hidden_states), packed.angles(position_embeddings, self.rope_dim)
             layer_cache = None if layer is None or with_gradients else self._cache(layer)
+            plain = with_gradients or self.indexer_stage is not None
             with torch.set_grad_enabled(with_gradients):
-                y = DSAAttention.forward(self, x, *angles, packed.batch, layer_cache, selection)
+                forward = DSAAttention.forward if plain else PagedAttention.forward
+                y = forward(self, x, *angles, packed.batch, layer_cache, selection)
             y = packed.unpack(y)
         if layer is not None:
             layer.advance(lengths.counts(layer), lengths.new, [0] * len(hidden_states))

@@ -12,6 +12,7 @@ import torch
 
 import dsa
 from dsa_layers.arguments import flag
+from dsa_layers.engine.fuse import fuse
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel, ModelConfig
@@ -105,6 +106,9 @@ def load_model(
         if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
             precision = replace(precision, fp4_experts=True)
         model = unfilled_model(config, precision, checkpoint if drafter else None)
+        learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
+        if not trainable:
+            fuse(model)
         names = {"skip": model.skips, "name_of": model.name_of}
         names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
         if ranks.size > 1:
@@ -115,7 +119,6 @@ def load_model(
     progress = progress and ranks.rank == 0
     if config.num_nextn_predict_layers and progress and not drafter:
         _LOGGER.debug("drafter=True drafts tokens with the multi-token-prediction layer, which is not loaded now.")
-    learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
     with together(ranks, CheckpointError):
         load_weights(model, checkpoint, device=device, progress=progress, **names)
         check_values(model, checkpoint.directory)

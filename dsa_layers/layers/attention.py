@@ -1,48 +1,27 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
-import inspect
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 import dsa
-import dsa.runtime.backends
-from dsa.kernels.mla.limits import GROUP_SIZES
 from dsa.runtime.checks import check_number
 from dsa_layers.arguments import integer
 from dsa_layers.batch import packing
-from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
+from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers import joint_linear
-from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
-from dsa_layers.layers.batch_invariance import is_batch_invariant, of_attention
-from dsa_layers.layers.branch import Branch, beside
-from dsa_layers.layers.fp8_up_projection import stored_up_projection
-from dsa_layers.layers.indexer import Indexer, LightningIndexer, check_indexer
-from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Linear, make_linear
+from dsa_layers.layers.causal_attention import causal_attention
+from dsa_layers.layers.indexer import Indexer, check_indexer
+from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.norm_and_cast import norm_and_cast
-from dsa_layers.layers.own_part import SplitByTokens
-from dsa_layers.layers.pass_checks import check_batch, check_cache, check_pages, check_rows, check_stored_keys
-from dsa_layers.layers.selecting_attention import KeyCounter
-from dsa_layers.layers.selection import CountedIn, Selection
+from dsa_layers.layers.pass_checks import check_batch, check_rows
+from dsa_layers.layers.selection import Selection
 from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
 
-LIGHTNING_SELECT = inspect.unwrap(LightningIndexer.select)
-MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
-# Bytes of latents that a sparse pass reads from FP8 pages beforehand, of 174762 keys. Measured with 64 heads: of 131072
-# keys that takes 0.83 of the time of attending to bytes, of 262144 1.29.
-MOST_READ = 192 << 20
-
-
-def most_read(heads: int) -> int:
-    """The same of so many heads: twice as much of so few that neighbouring queries share the keys that they select,
-    which they do in 16 bits alone. Derived from measured parts and not measured (docs/explanation/kernels.md,
-    "Sparse MLA, FP8 caches")."""
-    return 2 * MOST_READ if heads <= max(GROUP_SIZES) else MOST_READ
+Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
 
 
 class TrainingStage(Protocol):
@@ -54,58 +33,19 @@ class TrainingStage(Protocol):
         """kl fp32 [T]: a layer's loss of every token."""
 
 
-class Form(NamedTuple):
-    """How a pass attends: to the cache, for decoding; to selected keys; with every head's keys and values."""
-
-    decode: bool
-    sparse: bool
-    multi_head: bool
-
-    def counted_in(self, in_pages: bool) -> CountedIn:
-        """What the selected keys are counted in, with keys that stay in the pages and with others."""
-        if in_pages:
-            return "slots"
-        return "positions" if self.multi_head else "rows"
-
-
-class Latents(NamedTuple):
-    """What is made of x. queries [T, q_lora_rank]: the queries' latents, and a cast of them for those that read it, or
-    None; keys [T, latent + rope]: the keys' latents and rope channels before their norm; index_keys: wk(x) of the
-    lightning indexer, where its `select` is to get it, and index_weights: its `head_weights`, where the cache has these
-    keys by now."""
-
-    queries: torch.Tensor
-    cast: joint_linear.Cast | None
-    keys: torch.Tensor
-    index_keys: torch.Tensor | None
-    index_weights: torch.Tensor | None
-
-    def read(self) -> tuple[torch.Tensor | None, ...]:
-        """Those that the selection of keys reads."""
-        return self.queries, *(self.cast or ()), self.index_keys, self.index_weights
-
-
-class DSAAttention(SplitByTokens):
+class DSAAttention(nn.Module):
     """MLA over all keys while every sequence has at most the indexer's top_k, over the selected ones beyond.
 
-    Latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim] a token; per head
+    A token has the latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
-    Passes over several new tokens compute k_h and v_h (multi-head form) while that is faster, sparse ones with a bit a
-    key that says which are selected (attention_form.py); other sparse passes and decoding absorb W_UK into the query
-    and W_UV into the output and attend to the latents themselves (multi-query form, one kv head). The multi-head form
-    of a sparse pass is one kernel's, for inference; NaN in a value reaches all queries of the sequence there.
-
+    Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents: W_UK is absorbed into the
+    queries and W_UV into the outputs, so that all heads share one key.
     Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
 
-    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None, cast=None, rows=...)
-    -> [T, hidden]
-    cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`). rows: where several processes compute the
-    layer; x, its cast and the result are this process's own rows then. Each has a part of the heads, for all rows, and
-    their results are summed; or where heads are few and rows many, all heads for its own queries (`splits_tokens`).
-    With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
-    the pages hold them, rounded if these are FP8, and without gradients: where keys need these a cache is refused.
-    Without a cache, `batch` must hold whole sequences. A layer with an indexer sets `selection`, if it is given; a
-    layer without one reads it, as the layers before it in the same pass have set it.
+    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None) -> [T, hidden].
+    batch: packed sequences, whole ones without a cache. A layer with an indexer sets `selection`, if it is given; a
+    layer without one reads it. This class has gradients and takes no cache. `dsa_layers.engine.fuse` turns it into
+    `PagedAttention`, which takes a cache and has no gradients.
     Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
     Raises TypeError or ValueError that names the argument, in passes without a look at what tensors hold.
@@ -160,8 +100,6 @@ class DSAAttention(SplitByTokens):
         self.indexer = indexer
         # Set while the indexer is trained.
         self.indexer_stage: TrainingStage | None = None
-        # Set while the keys that tokens read are counted.
-        self.key_counter: KeyCounter | None = None
 
     def forward(
         self,
@@ -171,417 +109,93 @@ class DSAAttention(SplitByTokens):
         batch: TokenBatch,
         cache: LayerCache | None = None,
         selection: Selection | None = None,
-        *,
-        cast: joint_linear.Cast | None = None,
-        rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
+        self.check_pass(x, batch, selection)
+        if cache is not None:
+            raise ValueError("cache: must be None before dsa_layers.engine.fuse, which prepares a layer for inference")
+        if batch.query_lens != batch.key_lens:
+            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
+        rope = cos, sin
+        qr = self.q_a_layernorm(self.q_a_proj(x))
+        q = self._rotate(self.q_b_proj(qr).unflatten(-1, (self.n_heads, -1)), rope)
+        latent, k_pe = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), -1)
+        kv = self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
+        if self.indexer_stage is None:
+            values = self._attend(q, kv, self._select(x, qr, rope, batch, selection), batch)
+        else:
+            values = self._train(x, qr, rope, q, gather_keys(kv, batch), batch)
+        return self.o_proj(values.flatten(-2))
+
+    def check_pass(self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None) -> None:
+        """Raises TypeError or ValueError for arguments that no pass takes."""
         if self.indexer is None and selection is None:
             raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
         check_rows("x", x, self.q_a_proj)
         check_batch(batch)
-        if self.indexer_stage is not None and rows.parts:
-            raise ValueError(
-                "mesh: a part of a model trains no indexer, which follows the attention of all heads; accepted: a "
-                "model that was loaded without mesh. Ranks share the tokens of a step by IndexerStage.share"
-            )
-        if cache is not None:
-            check_cache(cache, LayerCache)
-            check_pages(batch, cache.page_size)
-            makers = {"kv_a_proj_with_mqa": self.kv_a_proj_with_mqa, "kv_a_layernorm": self.kv_a_layernorm}
-            check_stored_keys(x, **makers)
-        elif batch.query_lens != batch.key_lens:
-            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        decode = cache is not None and batch.is_decode
-        if self.indexer is None:
-            sparse = selection.topk_indices is not None
-        else:
-            # FP8 pages are attended to by index only. A batch-invariant pass does not ask how long others are.
-            always = decode and (cache.latent_is_fp8 or is_batch_invariant())
-            sparse = always or batch.max_key_len > self.indexer.top_k
-        heads = self.n_heads if self.own_part is None else self.own_part.share(self.n_heads)
-        multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection, heads, rows))
-        form = Form(decode, sparse, multi_head)
-        if self.own_part is not None and rows.shared and not multi_head:
-            return self._attend(x, cos, sin, batch, cache, selection, cast, form, rows, queries=rows)
-        part = self.part()
-        return rows.sum(part._attend(x, cos, sin, batch, cache, selection, cast, form, rows, queries=ALL_ROWS))
-
-    def _attend(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None,
-        selection: Selection | None,
-        cast: joint_linear.Cast | None,
-        form: Form,
-        rows: Rows,
-        queries: Rows,
-    ) -> torch.Tensor:
-        """y of `queries`: of all rows, or of `rows`, a process's own, as x is."""
-        decode, sparse, multi_head = form
-        latents = self._latents(x, cos, sin, batch, cache, cast, form, rows)
-        if self.indexer_stage is not None:
-            return self._train(x, latents, self._queries(latents, rows, queries), cos, sin, batch, cache)
-        # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
-        # would dequantise a key again for every query that selects it; unless all keys would take too much memory.
-        # Multi-head attention has all of them in a row.
-        in_pages = decode or (not multi_head and cache is not None and self._stay_in_pages(x, batch, cache))
-        counted_in = form.counted_in(in_pages)
-        if cache is None:
-            kv = self._norm_and_rotate(latents.keys, cos, sin)
-        else:
-            kv = self._store(latents.keys, cos, sin, batch, cache, in_pages)
-        branch = Branch()
-        if self.indexer is None:
-            topk_indices = selection.indices(counted_in, batch, queries)
-            bits = selection.bits.to(x.device) if sparse and multi_head else None
-        else:
-            # Which keys are selected and what is asked of them follow from the same latents, each without the other.
-            with beside(x, *latents.read()) as branch:
-                topk_indices = self._select(x, latents, cos, sin, batch, cache, form, in_pages, rows, queries)
-                bits = dsa.selection_bits(topk_indices, None, batch.max_key_len) if sparse and multi_head else None
-            if selection is not None:
-                selection.topk_indices, selection.bits = topk_indices, bits
-                selection.rows, selection.counted_in, selection.batch = queries, counted_in, batch
-        q = self._queries(latents, rows, queries)
-        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
-        stored = stored_up_projection(self, q) if decode else None
-        if stored is not None:
-            q = dsa.mla_absorb_queries(q_nope, q_pe, queries.own_kept(cos), queries.own_kept(sin), stored)
-        elif not multi_head:
-            w_uk, w_uv = self._up_projections(x.dtype)
-            q = self._absorbed_queries(q_nope, q_pe, w_uk, queries.own_kept(cos), queries.own_kept(sin))
-        branch.join()
-        if kv is None:  # behind the selection: of a long context both take memory
-            kv = self._stored_keys(batch, cache, x.dtype, in_pages)
-        if self.key_counter is not None:
-            read = visible = batch.visible_keys
-            if topk_indices is not None:
-                (read,) = queries.gather((topk_indices >= 0).sum(-1))
-            self.key_counter.add(read, visible, visible)
-
-        if multi_head and (sparse or self._has_multi_head_kernel(x)):
-            return self.o_proj(self._multi_head(q, kv, cos, sin, batch, bits).flatten(-2))
-        if multi_head:
-            q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-            return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
-        if decode:
-            attended = self._decode(q, topk_indices, batch, cache)
-        elif in_pages and cache.latent_is_fp8:
-            attended = self._attend_to_bytes(q, topk_indices, self._counts(topk_indices, batch, queries), cache)
-        else:
-            arguments = (kv[:, None], topk_indices[:, None], self.softmax_scale, self.kv_lora_rank)
-            if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad):
-                attended, _ = dsa.sparse_mla_attention(q, *arguments)  # the same, with gradients
-            else:
-                counts = self._counts(topk_indices, batch, queries)
-                attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts, **of_attention())
-        if stored is not None:
-            cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
-            return self.o_proj.multiply(cast, x.dtype)
-        return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
         """The keys among which the indexer selects: tokens."""
         return batch
 
-    def _train(
-        self,
-        x: torch.Tensor,
-        latents: Latents,
-        q: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None,
-    ) -> torch.Tensor:
-        """A pass that trains the indexer: the indexer gets detached inputs, and its loss goes to `indexer_stage`."""
-        if cache is not None:
-            raise ValueError("cache: a pass that trains the indexer takes none")
-        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
-        q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-        kv = gather_keys(self._norm_and_rotate(latents.keys, cos, sin), batch)
-        inputs = x.detach(), latents.queries.detach(), cos, sin
-        if self.indexer_stage.name == "warmup":
-            q = torch.cat((q_nope, q_pe), -1)
-            attention = WarmupAttention(q, *self._expand(kv), self.softmax_scale, batch)
-            self.indexer_stage.add(weighed(self.indexer.loss(*inputs, attention), batch))
-            out = attention.out
-        else:
-            w_uk, w_uv = self._up_projections(x.dtype)
-            q = torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
-            arguments = self.softmax_scale, self.kv_lora_rank, self.indexer.top_k, batch
-            attention = SparseAttention(q, kv, *arguments)
-            self.indexer_stage.add(weighed(self.indexer.loss(*inputs, attention), batch))
-            out = torch.einsum("thc,hvc->thv", attention.out, w_uv)
-        return self.o_proj(out.flatten(-2))
-
-    def _latents(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None,
-        cast: joint_linear.Cast | None,
-        form: Form,
-        rows: Rows,
-    ) -> Latents:
-        """Of shared rows what goes from process to process are the keys', and the queries' where a process has not all
-        heads (`_queries`)."""
-        given = (form.sparse or cache is not None) and self._gives_products()
-        weights = None
-        # What the indexer does with x and its keys is beside the kernels here: behind them the product of the queries
-        # keeps all multiprocessors. The branch that selects comes last, and joins these.
-        early = given and form.decode and form.sparse
-        if early:
-            _ = batch.slots  # which both chains read: made before
-            with beside(x):
-                weights = self.indexer.head_weights(x)
-        layers = self.joint_layers() if given else self.joint_layers()[-2:]
-        *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
-        if early:
-            with beside(x, *keys):
-                self.indexer.store(*keys, cos, sin, batch, cache)
-        readers = (self.q_b_proj, self.indexer.wq_b) if given and form.sparse else (self.q_b_proj,)
-        _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
-        kv, *keys = rows.begin_gather_joined(kv, *keys)()
-        return Latents(qr, cast, kv, keys[0] if keys else None, weights)
-
-    def _queries(self, latents: Latents, rows: Rows, queries: Rows) -> torch.Tensor:
-        """q [T, heads, nope + rope] of `queries` before rope."""
-        if rows.shared and not queries.shared:
-            q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, rows)
-        else:
-            (q,) = joint_linear.multiply(latents.queries, self.q_b_proj, cast=latents.cast)
-        return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
-
-    def _gives_products(self) -> bool:
-        """Whether `select` is the lightning indexer's, which takes them, without gradients and not under torch.compile:
-        another one, also in a subclass or a context, may take none."""
-        asked = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return asked and inspect.unwrap(getattr(self.indexer, "select", None)) is LIGHTNING_SELECT
-
-    def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
-        """Those that read x as one product, the indexer's first, the one that may have a part of a block of rows
-        last."""
-        own = (self.indexer.wk,) if isinstance(self.indexer, LightningIndexer) else ()
-        return *own, self.q_a_proj, self.kv_a_proj_with_mqa
+    def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """x with its last rope_dim channels rotated."""
+        return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
     def _select(
-        self,
-        x: torch.Tensor,
-        latents: Latents,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None,
-        form: Form,
-        in_pages: bool,
-        rows: Rows,
-        queries: Rows,
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, selection: Selection | None
     ) -> torch.Tensor | None:
-        """The rows that `queries` attend to, of the pages if in_pages, else of all keys packed, or of the sequence's in
-        the multi-head form; None if not sparse. The new tokens' index keys are written to the cache in either case.
-        x and the queries' latents are needed whole where somebody else's indexer selects."""
-        if not form.sparse and cache is None:
-            return None
-        qr, of_index = latents.queries, {}
-        if latents.index_keys is not None:
-            weights = latents.index_weights
-            of_index = {"keys": latents.index_keys, "weights": weights, "stored": weights is not None, "rows": rows}
-            if form.sparse:
-                (of_index["queries"],) = joint_linear.multiply(qr, self.indexer.wq_b, cast=latents.cast)
-        elif rows.shared:
-            x, qr = rows.gather(x, qr)
-        if not form.sparse:
-            self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **of_index)
-            return None
-        topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages, **of_index)
-        topk_indices = moved(topk_indices, of_index.get("rows", ALL_ROWS), queries)
-        if in_pages or form.multi_head:
-            return topk_indices
-        return packing.packed_rows(topk_indices, queries.own_kept(batch.key_starts), len(batch.key_lens))
-
-    def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """kv [T, latent + rope], as projected -> the rows that `dsa.write_mla_cache` would write, differentiable."""
-        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
-        return torch.cat((self.kv_a_layernorm(latent), dsa.apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
-
-    def _store(
-        self,
-        kv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache,
-        in_pages: bool,
-    ) -> torch.Tensor | None:
-        """Writes the new tokens' kv [T, latent + rope], as projected, to the pages. Returns what these hold of all
-        keys, [sum(key_lens), latent + rope] in kv's dtype, if it is at hand and not in_pages."""
-        norm = self.kv_a_layernorm
-        # Where every key is new, what the pages hold need not be read back: `out` gets it, unless they are of another
-        # float dtype.
-        as_stored = cache.latent_is_fp8 or cache.latent.dtype == kv.dtype
-        keep = not in_pages and as_stored and batch.query_lens == batch.key_lens
-        rows = torch.empty_like(kv) if keep else None
-        dsa.write_mla_cache(kv, norm.weight.float(), cos, sin, cache.latent, batch.slots, eps=norm.eps, out=rows)
+        """int32 [T, top_k]: the rows of kv that each token attends to, then -1; None for all that it sees."""
+        if self.indexer is None:
+            return selection.indices("rows", batch, ALL_ROWS)
+        rows = None
+        if batch.max_key_len > self.indexer.top_k:
+            positions = self.indexer.select(x, qr, *rope, batch)
+            rows = packing.packed_rows(positions, batch.key_starts, len(batch.key_lens))
+        if selection is not None:
+            selection.topk_indices, selection.bits = rows, None
+            selection.rows, selection.counted_in, selection.batch = ALL_ROWS, "rows", batch
         return rows
 
-    def _stay_in_pages(self, x: torch.Tensor, batch: TokenBatch, cache: LayerCache) -> bool:
-        """Whether a sparse prefill attends to keys where they are: those of x's dtype, and bytes where all keys of x's
-        dtype would take more than `most_read` says."""
-        if cache.latent.dtype == x.dtype:
-            return True
-        read = sum(batch.key_lens) * (self.kv_lora_rank + self.rope_dim) * x.itemsize
-        return cache.latent_is_fp8 and read > most_read(self.n_heads) and not torch.is_grad_enabled()
-
-    def _stored_keys(self, batch: TokenBatch, cache: LayerCache, dtype: torch.dtype, in_pages: bool) -> torch.Tensor:
-        """The pages, a row a slot, if in_pages; else what they hold of all keys, [sum(key_lens), latent + rope]."""
-        if in_pages:
-            return cache.latent.view(-1, cache.latent.shape[-1])
-        return dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=dtype)
-
-    def _counts(self, topk_indices: torch.Tensor, batch: TokenBatch, queries: Rows) -> torch.Tensor | None:
-        """How many columns of topk_indices count, for each of `queries`; None if all do."""
-        counts = batch.selected_counts(topk_indices.shape[1])
-        return None if counts is None else queries.own_kept(counts)
-
-    def _absorbed_queries(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    def _attend(
+        self, q: torch.Tensor, kv: torch.Tensor, selected: torch.Tensor | None, batch: TokenBatch
     ) -> torch.Tensor:
-        """[T, heads, latent + rope]: the queries of the latents and rope keys."""
-        if torch.is_grad_enabled():
-            q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-            return torch.cat((_by_head(q_nope, w_uk), q_pe), -1)
-        # Both parts are written where they belong.
-        q = q_nope.new_empty(*q_nope.shape[:2], self.kv_lora_rank + self.rope_dim)
-        _by_head(q_nope, w_uk, q[..., : self.kv_lora_rank])
-        dsa.apply_rotary(q_pe, cos, sin, interleaved=True, out=q[..., self.kv_lora_rank :])
-        return q
+        """q [T, heads, nope + rope], kv [T, latent + rope] -> o [T, heads, v_dim]."""
+        if selected is None:
+            return causal_attention(q, *self._keys_and_values(kv), batch, self.softmax_scale)
+        arguments = self._absorb(q), kv[:, None], selected[:, None], self.softmax_scale, self.kv_lora_rank
+        out, _ = dsa.sparse_mla_attention(*arguments)
+        return self._values(out)
+
+    def _train(
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch
+    ) -> torch.Tensor:
+        """`_attend` in a pass that trains the indexer. The indexer gets detached inputs; its loss goes to the stage."""
+        if self.indexer_stage.name == "warmup":
+            attention = WarmupAttention(q, *self._keys_and_values(kv), self.softmax_scale, batch)
+        else:
+            sizes = self.softmax_scale, self.kv_lora_rank, self.indexer.top_k
+            attention = SparseAttention(self._absorb(q), kv, *sizes, batch)
+        loss = self.indexer.loss(x.detach(), qr.detach(), *rope, attention)
+        self.indexer_stage.add(weighed(loss, batch))
+        return attention.out if self.indexer_stage.name == "warmup" else self._values(attention.out)
+
+    def _keys_and_values(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv [T, latent + rope] -> every head's k [T, heads, nope + rope] and v [T, heads, v_dim]."""
+        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
+        k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, -1)).split((self.nope_dim, self.v_dim), -1)
+        return torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1), v
+
+    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """q [T, heads, nope + rope] -> the queries of the latents, [T, heads, latent + rope]."""
+        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
+        w_uk, _ = self._up_projections(q.dtype)
+        return torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
+
+    def _values(self, latents: torch.Tensor) -> torch.Tensor:
+        """Sums of latents [T, heads, latent] -> those of the values, [T, heads, v_dim]."""
+        return torch.einsum("thc,hvc->thv", latents, self._up_projections(latents.dtype)[1])
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
         weight = self.kv_b_proj.float_weight(dtype).unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
         return weight.split((self.nope_dim, self.v_dim), 1)
-
-    def _decode(
-        self, q: torch.Tensor, topk_indices: torch.Tensor | None, batch: TokenBatch, cache: LayerCache
-    ) -> torch.Tensor:
-        # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
-        dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
-        by_sequence = (-1, batch.next_n)
-        options = {"softmax_scale": self.softmax_scale, "is_fp8_kvcache": cache.latent_is_fp8}
-        if topk_indices is None:
-            keys = batch.block_table, batch.key_lens_tensor, self.kv_lora_rank, batch.mla_schedule
-            options["causal"] = batch.next_n > 1
-        else:
-            keys = None, None, self.kv_lora_rank, None
-            options["indices"] = topk_indices.unflatten(0, by_sequence)
-            options |= {"topk_length": batch.most_selected(topk_indices.shape[1])} | of_attention()
-        out, _ = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
-        return out.flatten(0, 1).to(q.dtype)
-
-    def _attend_to_bytes(
-        self, q: torch.Tensor, topk_indices: torch.Tensor, counts: torch.Tensor | None, cache: LayerCache
-    ) -> torch.Tensor:
-        """[T, heads, latent]: a prefill's queries, as if each were a sequence's only one, to slots of FP8 pages."""
-        dtype = torch.bfloat16 if q.is_cuda else q.dtype
-        options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
-        options |= of_attention()
-        keys = cache.latent, None, None, self.kv_lora_rank, None
-        out, _ = dsa.flash_mla_with_kvcache(q[:, None].to(dtype), *keys, softmax_scale=self.softmax_scale, **options)
-        return out.squeeze(1).to(q.dtype)
-
-    def _expand(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv [T, latent + rope] -> every head's k [T, heads, nope + rope] and v [T, heads, v_dim]."""
-        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
-        expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
-        k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
-        return torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1), v
-
-    def _takes_multi_head_form(
-        self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None, heads: int, rows: Rows
-    ) -> bool:
-        """Of a sparse pass, with so many heads. Layers without an indexer take it where the layer that selected took it
-        and this pass has the kernel, which it lacks with gradients."""
-        if self.indexer is None:
-            return selection.bits is not None and self._has_multi_head_kernel(x)
-        sizes = HeadSizes(heads, self.nope_dim, self.rope_dim, self.v_dim, self.kv_lora_rank)
-        return self._has_multi_head_kernel(x) and multi_head_is_faster(
-            batch.query_lens, batch.key_lens, self.indexer.top_k, sizes, self._communication(x, rows)
-        )
-
-    def _communication(self, x: torch.Tensor, rows: Rows) -> Communication | None:
-        """What the multi-head form says beyond the absorbed one: queries' latents and results, and what is selected,
-        unless the indexer selects for all rows in either form. Layers without one get this with it: what they say is
-        counted as if it were theirs, too."""
-        if self.own_part is None or not rows.shared:
-            return None
-        latents = self.q_lora_rank * x.element_size()
-        if isinstance(self.q_b_proj, BlockFP8Linear):
-            latents = self.q_lora_rank + 4 * (self.q_lora_rank // BLOCK)  # and scales
-        picks = 4 * self.indexer.top_k if self._gives_products() else 0
-        result = x.shape[1] * x.element_size()
-        return Communication(self.own_part.processes, latents + picks + result, 3 if picks else 2)
-
-    def _has_multi_head_kernel(self, x: torch.Tensor) -> bool:
-        """Whether attention runs as one kernel, whatever the lengths, and not as PyTorch: for inference alone."""
-        channels = max(self.nope_dim + self.rope_dim, self.v_dim)
-        taken = x.dtype in (torch.bfloat16, torch.float16) and channels <= MOST_CHANNELS
-        return taken and not torch.is_grad_enabled() and dsa.runtime.backends.runs_kernel("mha_varlen_fwd", x)
-
-    def _multi_head(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        bits: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """q [T, heads, nope + rope] before rope, which is overwritten, kv [sum(key_lens), latent + rope] -> [T, heads,
-        v_dim], causal per sequence; bits: of the keys that are selected. Without gradients."""
-        q_pe = q[..., self.nope_dim :]
-        dsa.apply_rotary(q_pe, cos, sin, interleaved=True, out=q_pe)
-        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
-        expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
-        k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
-        sequences = batch.cu_query_lens, batch.cu_key_lens, batch.max_key_len
-        # A layer without an indexer reads the bits of all queries, which are those of all keys where they are few.
-        dense_keys = 0 if self.indexer is None else self.indexer.top_k
-        options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys}
-        out, _ = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
-        return out
-
-    def _dense_prefill(self, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """q [T, heads, nope + rope], kv [sum(key_lens), latent + rope] -> [T, heads, v_dim], causal per sequence."""
-        k, v = self._expand(kv)
-        if q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
-            # Training batches: one call for all sequences, which needs no mask, so that flash attention may take it.
-            of_sequences = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
-            attended = nn.functional.scaled_dot_product_attention(
-                *of_sequences, is_causal=True, scale=self.softmax_scale
-            )
-            return attended.transpose(1, 2).flatten(0, 1)
-        out = []
-        parts = zip(q.split(batch.query_lens), k.split(batch.key_lens), v.split(batch.key_lens))
-        for q_i, k_i, v_i in parts:
-            new, total = len(q_i), len(k_i)
-            visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-            by_head = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
-            options = {"attn_mask": visible, "scale": self.softmax_scale}
-            out.append(nn.functional.scaled_dot_product_attention(*by_head, **options)[0].transpose(0, 1))
-        return torch.cat(out) if out else v[:0]
-
-
-def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, heads, I] times weights [heads, I, O] -> [T, heads, O], by head; into `out`, if given."""
-    if torch.is_grad_enabled():
-        return torch.einsum("thi,hio->tho", x, weights)
-    if out is None:
-        out = x.new_empty(*x.shape[:2], weights.shape[-1])
-    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
-    return out

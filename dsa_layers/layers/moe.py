@@ -1,6 +1,7 @@
 """SwiGLU MLP, the routers and the mixture of experts."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.experts import Experts, gated
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm_and_cast import given, takes
-from dsa_layers.layers.own_part import SplitByTokens
+from dsa_layers.layers.own_part import SplitByTokens, follow_layer
 from dsa_layers.layers.routing import Routed, choose, joins, may_join, route, route_by_table
 from dsa_layers.layers.shares import Shares
 
@@ -77,6 +78,10 @@ class SharedExpert(SwiGLU, SplitByTokens):
     """
 
     shares = replace(SwiGLU.shares, tokens=True)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        follow_layer(self)
 
     def forward(self, x: torch.Tensor, *, cast: joint_linear.Cast | None = None, rows: Rows = ALL_ROWS) -> torch.Tensor:
         return SwiGLU.forward(self if rows.shared else self.part(), x, cast=cast)

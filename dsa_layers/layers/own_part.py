@@ -134,10 +134,6 @@ class SplitByTokens(nn.Module):
 
     own_part: OwnPart | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_post_hook(_update)  # once submodules are loaded, too
-
     def part(self) -> Self:
         """What a process uses where the tokens are not split: its part, and the layer itself where that is one."""
         return self if self.own_part is None else self.own_part.of(self)
@@ -146,6 +142,12 @@ class SplitByTokens(nn.Module):
         moved = super()._apply(fn, recurse)
         _update(self)
         return moved
+
+
+def follow_layer(layer: nn.Module) -> None:
+    """Makes the part of a layer that is `SplitByTokens` follow what the layer loads, with its submodules."""
+    if isinstance(layer, SplitByTokens) and _update not in layer._load_state_dict_post_hooks.values():
+        layer.register_load_state_dict_post_hook(_update)
 
 
 def _update(layer: SplitByTokens, *_: Any) -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from dsa_layers.arguments import flag, instance
+from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.parallel.context import ContextBatch
-from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.ranks import ALONE, Ranks
 
 STAGES = ("warmup", "sparse")
 
@@ -44,8 +46,8 @@ class IndexerStage:
 
     An indexer's inputs and its target are detached: the loss has gradients for the indexers' parameters alone, and the
     language model's loss has gradients for all other parameters. Scores are not quantised. Models in which layers share
-    an indexer (IndexShare) are refused. Passes of a part of a model (`load_model(..., mesh=)`), which has not all
-    heads, raise ValueError. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False), if the
+    an indexer (IndexShare) are refused. A part of a model (`load_model(..., mesh=)`), which has not all heads, is
+    refused. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False), if the
     backward pass runs inside of the `with`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
@@ -55,6 +57,11 @@ class IndexerStage:
             raise ValueError(f"name: must be one of {', '.join(STAGES)}, got {name!r}")
         instance("model", model, nn.Module, "a torch.nn.Module")
         flag("drafter", drafter)
+        if any(getattr(module, "ranks", ALONE).size > 1 for module in model.modules()):
+            raise ValueError(
+                "mesh: a part of a model trains no indexer, which follows the attention of all heads; accepted: a "
+                "model that was loaded without mesh. Ranks share the tokens of a step by IndexerStage.share"
+            )
         self.name = name
         self._layers = _trained_layers(model, drafter)
         self._kls: list[torch.Tensor] = []
@@ -64,16 +71,20 @@ class IndexerStage:
     def __enter__(self) -> Self:
         if not self._before:  # passes that validated may have had nobody who took their losses
             self._kls, self._without_gradients = [kl for kl in self._kls if kl.requires_grad], False
-        self._before.append([layer.indexer_stage for layer in self._layers])
+        self._before.append([(layer.indexer_stage, type(layer)) for layer in self._layers])
         for layer in self._layers:
             layer.indexer_stage = self
+            if type(layer) is PagedAttention:  # for inference alone
+                layer.__class__ = DSAAttention
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for layer, before in zip(self._layers, self._before.pop()):
-            layer.indexer_stage = before
+        for layer, (stage, kind) in zip(self._layers, self._before.pop()):
+            layer.indexer_stage = stage
+            if type(layer) is not kind:
+                layer.__class__ = kind
         if error is not None:
             self._forget()
 

@@ -15,7 +15,8 @@ from dsa_bench.e2e.peer_experts import Slots, padded, weight_of
 from dsa_bench.e2e.runs import decode, prefill
 from dsa_bench.peers import marlin
 from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.layers import attention, key_selection
+from dsa_layers.engine import paged_attention
+from dsa_layers.layers import key_selection
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
 from dsa_layers.layers.experts import Experts
@@ -28,15 +29,15 @@ NEWEST = ("vllm.third_party.deep_gemm", "flash_mla")
 
 def current():
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in peer_ops._GROUPS for name in ops))
-    ops = {name: getattr(dsa, name) for name in names} | {"form": attention.multi_head_is_faster}
+    ops = {name: getattr(dsa, name) for name in names} | {"form": paged_attention.multi_head_is_faster}
     return ops | {"Experts": Experts.forward, "many keys": key_selection.FUSED_KEYS}
 
 
 def test_peers_replace_our_ops_within_the_block(peers):
     ours, lengths = current(), ([4096], [4096], 2048, HeadSizes(128, 128, 64, 128, 512))
-    assert attention.multi_head_is_faster(*lengths)
+    assert paged_attention.multi_head_is_faster(*lengths)
     with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
-        assert not attention.multi_head_is_faster(*lengths)  # attention to selected keys runs in the absorbed form
+        assert not paged_attention.multi_head_is_faster(*lengths)  # attention runs in the absorbed form
         assert {*replaced.ops, "form", "many keys"} == ours.keys() | {"FP4 experts"} and replaced.failed == {}
         assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "torch", "vllm"]
         assert all(op is not ours[name] for name, op in current().items())

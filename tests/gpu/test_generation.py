@@ -15,14 +15,15 @@ from dsa.testing import assert_close, calc_diff
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.generation import passes as generation
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, sample_drafted
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers import attention, branch
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers import branch
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
@@ -229,7 +230,7 @@ def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch
 
     launched = launched_ops(monkeypatch)
     monkeypatch.setattr(topk_indices_sm90, "compile_topk_indices", topk_spy)
-    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: multi_head)
+    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: multi_head)
     model = load_model(checkpoint, device="cuda", progress=False)
     completions = Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
     assert all(len(c.tokens) == 8 for c in completions)
@@ -429,12 +430,12 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
     with torch.device("cuda"):
         indexer = LightningIndexer(256, 128, n_heads=64, top_k=128, quantize=True, fp8=True, dtype=torch.bfloat16)
         options = {"q_lora_rank": 128, "nope_dim": nope, "rope_dim": rope, "v_dim": value}
-        layer = DSAAttention(256, 16, indexer, fp8=True, dtype=torch.bfloat16, **options)
+        layer = PagedAttention(256, 16, indexer, fp8=True, dtype=torch.bfloat16, **options)
     x, lengths = torch.randn(760, 256, device="cuda").bfloat16(), [700, 60]
     rotary = RotaryEmbedding(rope_frequencies(rope, 1e4)).cuda()
     results = []
     for multi_head in (True, False):
-        monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_, form=multi_head: form)
+        monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_, form=multi_head: form)
         batch, cache, selection = SequenceBatch.without_cache(lengths, "cuda"), None, Selection()
         if pages is not None:
             batch = SequenceBatch.paged(lengths, lengths, [[*range(11)], [11]], 64, "cuda")

@@ -21,6 +21,8 @@ import dsa
 from dsa import reference
 from dsa.cases.attention import PREFILL_TOLERANCES, SPARSE_TOLERANCES
 from dsa.testing import assert_close, calc_diff
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.fuse import fuse
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.precision import Precision
@@ -29,7 +31,6 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.weights import load_weights
-from dsa_layers.layers import attention
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu.launched_ops import launched_ops
@@ -89,7 +90,7 @@ def load(kv_cache: Literal["fp8", "model"]) -> DeepseekV32ForCausalLM:
         write_tiny_checkpoint(directory)
         config = read_config(directory)
         with torch.device("meta"):
-            model = DeepseekV32ForCausalLM(config, precision)
+            model = fuse(DeepseekV32ForCausalLM(config, precision))
         parts_of = functools.partial(split_experts, experts=config.n_routed_experts)
         names = {"skip": model.skips, "name_of": model.name_of, "parts_of": parts_of}
         load_weights(model, directory, device="cuda", progress=False, **names)
@@ -114,7 +115,7 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
     with pytest.MonkeyPatch.context() as patch:
         run.launched = launched_ops(patch)
         # The references' run uses the absorbed form of attention. The kernels' run uses its selections call by call.
-        patch.setattr(attention, "multi_head_is_faster", lambda *_: False)
+        patch.setattr(paged_attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
         patch.setattr(GroupedSigmoidRouter, "forward", router)

@@ -6,9 +6,9 @@ import torch
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.engine import paged_attention
 from dsa_layers.families.sparse_mla.drafted_states import slots_of
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers import attention
 from dsa_layers.layers.selection import Selection
 
 # Of two sequences, which have more keys than are selected; their pages have other numbers than their order.
@@ -36,13 +36,13 @@ def positions(slots, pages):
 
 @pytest.mark.parametrize(
     ("kv_cache", "most_read"),
-    [("fp8", attention.MOST_READ), pytest.param("fp8", 0, marks=pytest.mark.slow), ("model", 0)],
+    [("fp8", paged_attention.MOST_READ), pytest.param("fp8", 0, marks=pytest.mark.slow), ("model", 0)],
 )
 @torch.inference_mode()
 def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
     """A prompt as a whole, its last token by itself, and its last three as a pass with drafts has them, over bytes,
     whose keys a prompt's pass has packed, or of many leaves in the pages, and over numbers, which it selects there."""
-    monkeypatch.setattr(attention, "MOST_READ", most_read)
+    monkeypatch.setattr(paged_attention, "MOST_READ", most_read)
     model = load_model(directory, kv_cache=kv_cache, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
     states = model.states(TOKENS[:-1], SequenceBatch.without_cache(LENS))

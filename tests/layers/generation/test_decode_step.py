@@ -5,6 +5,7 @@ import torch
 
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.fuse import fuse
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.precision import Precision
@@ -24,7 +25,8 @@ def model(request, checkpoint, tmp_path_factory):
     """Activations in fp32: were they rounded to FP8, a row's tokens would depend on how many rows a product has."""
     if request.param == "v32":
         torch.manual_seed(0)
-        return DeepseekV32ForCausalLM(read_config(checkpoint), Precision(torch.float32, False, True, "model")).eval()
+        precision = Precision(torch.float32, False, True, "model")
+        return fuse(DeepseekV32ForCausalLM(read_config(checkpoint), precision).eval())
     directory = tmp_path_factory.mktemp("v4")
     hf_models.deepseek_v4(directory)
     return load_model(directory, dtype=torch.float32, progress=False)

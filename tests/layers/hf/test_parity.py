@@ -8,8 +8,8 @@ from torch import nn
 from transformers import DynamicCache
 
 import dsa
+from dsa_layers.engine import paged_attention
 from dsa_layers.hf.paged_layer import CACHE, PagedLayer
-from dsa_layers.layers import attention
 from tests.layers.hf.pairs import MINOR, Adapter, assert_same
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
@@ -55,8 +55,10 @@ def test_the_form_of_attention_that_a_gpu_takes(models, tokens, monkeypatch):
         return attend(*arguments, **options)
 
     monkeypatch.setattr(dsa, "mha_varlen_fwd", noted)
-    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: True)
-    monkeypatch.setattr(attention.DSAAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled())
+    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
+    monkeypatch.setattr(
+        paged_attention.PagedAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled()
+    )
     cache, out = DynamicCache(config=models.ours.config), []
     for part in tokens.split([6, 30, 1, 33], dim=1):
         out.append(models.ours(part, **{CACHE: cache}).logits)

@@ -8,8 +8,8 @@ import torch
 
 from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.layers import attention
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers.selection import Selection
 from tests.layers.hf.pairs import Adapter, assert_same, padded, pair
 
@@ -134,10 +134,10 @@ def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens,
 def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, first, use_cache, monkeypatch):
     """A frozen layer that takes the form, which has a kernel on a GPU alone, hands bits and positions on."""
     used = []
-    multi_head = DSAAttention._multi_head
-    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled())
-    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: True)
-    monkeypatch.setattr(DSAAttention, "_multi_head", lambda self, *a: used.append(self) or multi_head(self, *a))
+    multi_head = PagedAttention._multi_head
+    monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
+    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
+    monkeypatch.setattr(PagedAttention, "_multi_head", lambda self, *a: used.append(self) or multi_head(self, *a))
     ours, theirs = copies(models, lambda name: name.startswith(f"model.layers.{first}."))
     assert_same_pass(ours, theirs, input_ids=tokens[:, :48], use_cache=use_cache)
     assert [layer.layer_idx for layer in used] == list(range(first))
@@ -145,8 +145,8 @@ def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, fi
 
 def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, monkeypatch):
     """The layers that share that selection compute the pass again with gradients."""
-    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled())
-    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: True)
+    monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
+    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
     ours, theirs = copies(models, lambda _: True)
     for model in (ours, theirs):
         checkpoint(model, LAYERS, use_reentrant=True)

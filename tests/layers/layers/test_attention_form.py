@@ -9,8 +9,9 @@ import torch
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.layers import attention, attention_form
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.layers import attention_form
 from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
@@ -98,14 +99,14 @@ def test_the_form_that_communicates_more_is_for_fewer_prompts(sizes, result, lat
 def test_both_forms_give_the_same(indexed, pages, monkeypatch):
     """With and without a cache, in chunks; of a layer with an indexer, and of one that shares its selection."""
     torch.manual_seed(3)
-    full = DSAAttention(128, 4, LightningIndexer(128, 128, n_heads=64, top_k=16, quantize=True), q_lora_rank=128)
-    shared = DSAAttention(128, 4, None, q_lora_rank=128)
+    full = PagedAttention(128, 4, LightningIndexer(128, 128, n_heads=64, top_k=16, quantize=True), q_lora_rank=128)
+    shared = PagedAttention(128, 4, None, q_lora_rank=128)
     chunks = [[50, 9, 33]] if pages is None else [[20, 4, 30], [30, 5, 3]]
     inputs = [torch.randn(sum(new), 128) for new in chunks]
-    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: True)
+    monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
 
     def run(multi_head):
-        monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: multi_head)
+        monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: multi_head)
         layers, total, out = [None, None], [0, 0, 0], []
         if pages is not None:
             cache = PagedKVCache(2, 8, 16, latent=pages, index="fp8", index_layers=[0])
@@ -125,21 +126,17 @@ def test_both_forms_give_the_same(indexed, pages, monkeypatch):
     assert (run(True) - absorbed).norm() < 1e-5 * absorbed.norm()
 
 
-def test_passes_with_gradients_and_without_a_kernel_take_pytorchs_attention(monkeypatch):
-    """One kernel is for inference; a reference in its place would take a matrix of all queries by all keys."""
-    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: True)
+@torch.no_grad()
+def test_passes_without_a_kernel_take_pytorchs_attention(monkeypatch):
+    """The kernel's reference would take a matrix of all queries by all keys."""
+    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
     monkeypatch.setattr(dsa, "mha_varlen_fwd", None)
-    layer = DSAAttention(128, 4, LightningIndexer(128, 128, n_heads=64, top_k=4, quantize=False), q_lora_rank=128)
+    layer = PagedAttention(128, 4, LightningIndexer(128, 128, n_heads=64, top_k=4, quantize=False), q_lora_rank=128)
     for lengths in ([9, 5], [3, 4]):
-        batch, x = SequenceBatch.without_cache(lengths), torch.randn(sum(lengths), 128, requires_grad=True)
-        with torch.no_grad():
-            layer(x, *ROTARY(batch.positions), batch)
-        layer(x, *ROTARY(batch.positions), batch).square().sum().backward()
-        assert x.grad.abs().sum() > 0 and layer.kv_b_proj.weight.grad.abs().sum() > 0
+        batch = SequenceBatch.without_cache(lengths)
+        layer(torch.randn(sum(lengths), 128), *ROTARY(batch.positions), batch)
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda *_: True)
-    with torch.no_grad():
-        assert layer._has_multi_head_kernel(x) and not layer._has_multi_head_kernel(x.float())
-        wide = DSAAttention(128, 4, None, q_lora_rank=128, nope_dim=200)
-        assert not wide._has_multi_head_kernel(x)
-    assert not layer._has_multi_head_kernel(x)
+    assert layer._has_multi_head_kernel(x) and not layer._has_multi_head_kernel(x.float())
+    wide = PagedAttention(128, 4, None, q_lora_rank=128, nope_dim=200)
+    assert not wide._has_multi_head_kernel(x)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.engine import paged_attention
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers import attention
 from dsa_layers.layers.own_part import OwnPart
 from tests.layers.layers.calls import record
 
@@ -17,7 +17,7 @@ def logits(model, monkeypatch, most):
     """Of the second chunks of two prompts, and what was done with pages of latents. most: the bytes that may be read,
     or `most_read`."""
     with monkeypatch.context() as patch, torch.inference_mode():
-        patch.setattr(attention, "most_read", most if callable(most) else lambda heads: most)
+        patch.setattr(paged_attention, "most_read", most if callable(most) else lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)
         attended = record(patch, "flash_mla_with_kvcache")
         cache = model.make_cache(8, state_slots=2)
@@ -65,7 +65,7 @@ def test_the_limit_is_of_the_heads_that_a_process_computes(model, monkeypatch):
         layer.self_attn.own_part = OwnPart(0, 2)
     logits(model, monkeypatch, most_read)
     assert {*seen} == {model.config.num_attention_heads // 2}
-    assert [attention.most_read(heads) >> 20 for heads in (1, 16, 17, 128)] == [384, 384, 192, 192]
+    assert [paged_attention.most_read(heads) >> 20 for heads in (1, 16, 17, 128)] == [384, 384, 192, 192]
 
 
 @pytest.mark.parametrize("model", ["model"], indirect=True)  # the cache's numbers are of the model's dtype

@@ -10,10 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dsa_layers.engine import paged_attention
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers import attention, branch, compressed_attention, moe
+from dsa_layers.layers import branch, compressed_attention, moe
 from dsa_layers.layers.branch import Branch, beside
 
 PROMPTS = [list(range(40, 180)), list(range(7, 60))]
@@ -86,7 +87,7 @@ def watched(monkeypatch):
         yield made
         accesses.into = made.behind
 
-    for module in (attention, compressed_attention, moe):
+    for module in (paged_attention, compressed_attention, moe):
         monkeypatch.setattr(module, "beside", watch)
     with accesses:
         yield found
@@ -126,12 +127,12 @@ def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
 
 def test_a_chain_that_reads_what_the_other_one_makes_is_found(watched):
     """By the judge above; a later branch may read it."""
-    with attention.beside(torch.zeros(1)):
+    with paged_attention.beside(torch.zeros(1)):
         made = torch.ones(2) + 1
-    with attention.beside(torch.zeros(1)) as last:
+    with paged_attention.beside(torch.zeros(1)) as last:
         made + 1
     last.join()
-    with attention.beside(torch.zeros(1)) as branch:
+    with paged_attention.beside(torch.zeros(1)) as branch:
         made = torch.ones(2) + 1
     made + 1
     with pytest.raises(AssertionError):

@@ -6,8 +6,8 @@ import torch
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers import fp8_up_projection
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.fp8_up_projection import MOST_TOKENS, stored_up_projection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear
@@ -30,7 +30,7 @@ def asked(monkeypatch):
 def make_layer(nope=128, value=128, top_k=16, **options):
     options = {"fp8": True, "dtype": torch.bfloat16} | options
     indexer = LightningIndexer(HIDDEN, 128, n_heads=2, head_dim=128, top_k=top_k, **options)
-    return DSAAttention(HIDDEN, HEADS, indexer, q_lora_rank=128, nope_dim=nope, v_dim=value, **options)
+    return PagedAttention(HIDDEN, HEADS, indexer, q_lora_rank=128, nope_dim=nope, v_dim=value, **options)
 
 
 def decode(layer, x, latent):

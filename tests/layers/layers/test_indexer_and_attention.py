@@ -5,7 +5,9 @@ import torch
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
+from dsa_layers.engine.fuse import fused
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
@@ -137,8 +139,14 @@ def test_sparse_attention_takes_gradients(monkeypatch):
     out = layer(given, *rope, batch)
     out.square().sum().backward()
     assert given.grad.abs().sum() > 0 and layer.kv_b_proj.weight.grad.abs().sum() > 0
-    with torch.no_grad():
+    with fused(layer):
+        assert type(layer) is PagedAttention and not layer.kv_b_proj.weight.requires_grad
         torch.testing.assert_close(layer(x, *rope, batch), out)
+        with pytest.raises(ValueError, match="x: a layer for inference has no gradients"):
+            layer(given, *rope, batch)
+    assert type(layer) is DSAAttention and layer.kv_b_proj.weight.requires_grad
+    with pytest.raises(ValueError, match=r"cache: must be None before dsa_layers\.engine\.fuse"):
+        layer(x, *rope, batch, LayerCache(torch.zeros(1, 64, 1, 656, dtype=torch.uint8), None))
     assert asked == ["sparse_mla_attention", "flash_mla_sparse_fwd"]
 
 
@@ -149,8 +157,8 @@ def test_layers_attend_to_the_selected_keys(length, pages):
     """A layer with an indexer, and one without, which attends to what the first one selected: by the formula, and over
     pages in prefill and in decode as without a cache. FP8 pages round the latents and nothing else."""
     torch.manual_seed(7)
-    full = DSAAttention(HIDDEN, HEADS, make_indexer(quantize=True), q_lora_rank=RANK, softmax_scale=0.11)
-    shared = DSAAttention(HIDDEN, HEADS, None, q_lora_rank=RANK)
+    full = PagedAttention(HIDDEN, HEADS, make_indexer(quantize=True), q_lora_rank=RANK, softmax_scale=0.11)
+    shared = PagedAttention(HIDDEN, HEADS, None, q_lora_rank=RANK)
     x, x_shared = torch.randn(2, length, HIDDEN)
 
     def run(n, done, batch, caches=(None, None)):
@@ -187,7 +195,7 @@ def test_float_pages_change_no_bit(length, dtype, monkeypatch):
     """Over all keys and over selected ones, as without a cache: also what norm and rope round is the same. All keys
     being new, none is read back."""
     torch.manual_seed(6)
-    layer = DSAAttention(HIDDEN, HEADS, make_indexer(quantize=True, dtype=dtype), q_lora_rank=RANK, dtype=dtype)
+    layer = PagedAttention(HIDDEN, HEADS, make_indexer(quantize=True, dtype=dtype), q_lora_rank=RANK, dtype=dtype)
     torch.nn.init.normal_(layer.kv_a_layernorm.weight, 1, 0.2)
     lengths = [length, 9]
     x = torch.randn(sum(lengths), HIDDEN).to(dtype)
@@ -206,7 +214,7 @@ def test_float_pages_change_no_bit(length, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_new_keys_of_fp8_pages_are_as_the_pages_give_them(dtype, monkeypatch):
     """Without being read back; where a sequence has earlier keys, all are."""
-    layer = DSAAttention(HIDDEN, HEADS, make_indexer(dtype=dtype), q_lora_rank=RANK, dtype=dtype)
+    layer = PagedAttention(HIDDEN, HEADS, make_indexer(dtype=dtype), q_lora_rank=RANK, dtype=dtype)
     cache = PagedKVCache(1, 6, 16, latent="fp8").layer(0)
     kv = torch.randn(29, 576).to(dtype)
     batch = SequenceBatch.paged([20, 9], [20, 9], [[4, 1], [3]], 16)

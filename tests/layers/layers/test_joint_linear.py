@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.layers import joint_linear
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.joint_linear import join, multiply
@@ -205,7 +205,7 @@ def test_the_last_layer_alone_may_have_a_scale(scales, columns, fp32_products):
 def test_attention_with_another_way_of_selecting(products):
     """A selection that takes no keys gets none, and no weight moves."""
     indexer = LightningIndexer(256, 256, n_heads=64, top_k=8, quantize=True, fp8=True, dtype=torch.bfloat16)
-    layer = DSAAttention(256, 2, indexer, q_lora_rank=256, fp8=True, dtype=torch.bfloat16)
+    layer = PagedAttention(256, 2, indexer, q_lora_rank=256, fp8=True, dtype=torch.bfloat16)
     join(layer)
     batch, columns = SequenceBatch.without_cache([20]), products[0]
     x, angles = torch.randn(20, 256).bfloat16(), RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)

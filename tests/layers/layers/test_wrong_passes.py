@@ -11,7 +11,7 @@ from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
@@ -28,7 +28,7 @@ def make_indexer(**options):
 
 
 def make_layer(indexer, **options):
-    return DSAAttention(HIDDEN, HEADS, indexer, **{"q_lora_rank": RANK} | options)
+    return PagedAttention(HIDDEN, HEADS, indexer, **{"q_lora_rank": RANK} | options)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_quantised_selection_is_of_128_channels():
 )
 def test_attention_that_is_not_made(options, message):
     arguments = {"hidden": HIDDEN, "n_heads": HEADS, "indexer": make_indexer(), "q_lora_rank": RANK}
-    refused(lambda: DSAAttention(**arguments | options), message)
+    refused(lambda: PagedAttention(**arguments | options), message)
 
 
 def test_indexers_of_ones_own_and_none_are_taken():
@@ -239,18 +239,12 @@ def test_a_pass_of_compressed_attention(compressed, change, message):
     refused(lambda: layer(arguments["x"], rope, rope, arguments["batch"], arguments["cache"]), message)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
-def test_keys_in_a_cache_have_no_gradients(layer, compressed, family):
+def test_keys_in_a_cache_have_no_gradients(compressed):
     """A pass that asks for some is refused before anything is stored, whichever part of the keys asks; one in which
     they are frozen, or the queries alone are trained, is not."""
-    if family == "deepseek_v32":
-        layer, cache, rope = copy.deepcopy(layer), pages(), ROTARY(torch.arange(5))
-        angles, held = rope, cache.latent
-        makers = ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight")
-    else:
-        (layer, cache), rope = copy.deepcopy(compressed), ROTARY(torch.arange(5))
-        angles, held = (rope, rope), cache.window
-        makers = ("wkv.weight", "kv_norm.weight", "compressor.wkv.weight", "compressor.ape", "compressor.norm.weight")
+    (layer, cache), rope = copy.deepcopy(compressed), ROTARY(torch.arange(5))
+    angles, held = (rope, rope), cache.window
+    makers = ("wkv.weight", "kv_norm.weight", "compressor.wkv.weight", "compressor.ape", "compressor.norm.weight")
     batch, x = SequenceBatch.paged([5], [5], [[0]], PAGE, state_slots=[0]), torch.randn(5, HIDDEN)
     layer.requires_grad_(False)
     before = held.zero_().clone()
@@ -270,7 +264,7 @@ def test_keys_in_a_cache_have_no_gradients(layer, compressed, family):
         layer.get_parameter(name).requires_grad_(False)
     assert torch.equal(held, before)
     assert not layer(x, *angles, batch, cache).requires_grad and not torch.equal(held, before)
-    queries = layer.q_b_proj.weight if family == "deepseek_v32" else layer.wq_b.weight
+    queries = layer.wq_b.weight
     queries.requires_grad_(True)
     grads = []
     for given in ((SequenceBatch.without_cache([5]),), (batch, cache)):

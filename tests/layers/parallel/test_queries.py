@@ -15,11 +15,11 @@ from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.rows import Rows
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.layers import attention as attention_layer
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.layers.selection import Selection
@@ -154,9 +154,9 @@ def test_the_choice_of_a_form_is_told_a_ranks_heads(tiny_checkpoint, multi_head,
     class Shared(Rows):
         parts = shared = True
 
-    monkeypatch.setattr(attention_layer, "multi_head_is_faster", is_faster)
-    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: True)
-    monkeypatch.setattr(DSAAttention, "_attend", lambda one, x, *_, queries: (one.n_heads, queries.shared))
+    monkeypatch.setattr(paged_attention, "multi_head_is_faster", is_faster)
+    monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
+    monkeypatch.setattr(PagedAttention, "_pass", lambda one, x, *_, queries: (one.n_heads, queries.shared))
     x = torch.zeros(len(batch.positions), part.config.hidden_size)
     expected = (layer.n_heads // 2, False) if multi_head else (layer.n_heads, True)
     assert layer(x, *part.model.rotary(batch.positions), batch, rows=Shared()) == expected
@@ -349,8 +349,8 @@ def of_forms(ranks, directory):
 
             with (
                 contextlib.nullcontext() if way == "selected" else latest_keys(part),
-                mock.patch.object(DSAAttention, "_has_multi_head_kernel", lambda *_: True),
-                mock.patch.object(attention_layer, "multi_head_is_faster", choose),
+                mock.patch.object(PagedAttention, "_has_multi_head_kernel", lambda *_: True),
+                mock.patch.object(paged_attention, "multi_head_is_faster", choose),
                 told(said),
             ):
                 attended(part, ranks)

@@ -9,8 +9,9 @@ import torch
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.engine import paged_attention
 from dsa_layers.families.registry import model_types
-from dsa_layers.layers import attention, moe
+from dsa_layers.layers import moe
 from dsa_layers.layers.norm_and_cast import takes
 from dsa_layers.parallel import rows
 from tests.layers.parallel.processes import in_ranks
@@ -39,8 +40,8 @@ def form(multi_head):
         yield
         return
     with (
-        mock.patch.object(attention.DSAAttention, "_has_multi_head_kernel", lambda *_: True),
-        mock.patch.object(attention, "multi_head_is_faster", lambda *_: True),
+        mock.patch.object(paged_attention.PagedAttention, "_has_multi_head_kernel", lambda *_: True),
+        mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True),
     ):
         yield
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.fuse import fused
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
@@ -71,7 +72,8 @@ def test_it_selects_with_a_cache(model):
     prompts = [torch.randint(model.config.vocab_size, (n,)).tolist() for n in (21, 3)]
     generator = Generator(model, cache_tokens=256, page_size=8, prefill_chunk=10)
     generator.engine.requests.eos = set()
-    completions = generator.generate(prompts, SamplingParams(max_tokens=6))
+    with fused(model):
+        completions = generator.generate(prompts, SamplingParams(max_tokens=6))
     for prompt, completion in zip(prompts, completions):
         tokens = list(prompt)
         with torch.no_grad():
