@@ -78,6 +78,8 @@ class CheckpointModel(Model, Protocol):
     which of a checkpoint's tensors are its own.
 
     name_of       the model's name of a checkpoint's tensor; CheckpointError for one of a variant that is not supported
+    stored_name   the checkpoint's name of a tensor of the model. For a tensor of the drafter, the name in the
+                  multi-token-prediction layer `mtp_layer`
     skips         whether a checkpoint's tensor is of a part that the model does not have
     init_buffers  computes on a device what no checkpoint stores
 
@@ -92,6 +94,8 @@ class CheckpointModel(Model, Protocol):
     drafter: Drafter | None
 
     def name_of(self, stored: str) -> str: ...
+
+    def stored_name(self, name: str, mtp_layer: int = 0) -> str: ...
 
     def skips(self, name: str) -> bool: ...
 

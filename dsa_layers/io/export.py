@@ -6,10 +6,12 @@ from pathlib import Path
 
 from dsa_layers.families.config import config_of
 from dsa_layers.families.fields import MAX_CONFIG_BYTES, Fields, read_object
+from dsa_layers.families.fused_experts import split_experts
 from dsa_layers.families.model import CheckpointModel
+from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family
+from dsa_layers.io.checks import check_quantised_sizes
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME
-from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.published_format import as_published, save_tensors, scales_of, shape_of_values
 from dsa_layers.output_files import naming
 from dsa_layers.untrusted_files import is_there
@@ -37,6 +39,7 @@ def save_fp8_checkpoint(model: CheckpointModel, directory: str | PathLike[str], 
     config = config_of(Fields(json.loads(written), directory / "config.json"), generation)
     if config.quantization is None:
         raise ValueError("fields: must have a quantization_config")
+    check_quantised_sizes(config, Precision.of(config, kv_cache="model"), directory / "config.json")
     use_ue8m0 = config.quantization.scale_fmt == "ue8m0"
     floats = {}
     for name, tensor in model.state_dict().items():

@@ -8,9 +8,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dsa import per_block_cast_to_fp8
-from dsa_layers.families.family import Manifest
+from dsa_layers.families.manifest import SCALE_SUFFIX, Manifest
 from dsa_layers.io.fp4 import quantize_fp4
-from dsa_layers.io.plan import SCALE_SUFFIX
 
 _TORCH_DTYPE = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64, "F8_E8M0": torch.float8_e8m0fnu}
 _QUANTIZED = ("F8_E4M3", "I8")

@@ -11,7 +11,7 @@ import torch
 
 from dsa_layers.arguments import flag, integer, path_of
 from dsa_layers.families.config import read_config
-from dsa_layers.families.family import Manifest
+from dsa_layers.families.manifest import Manifest
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.io.directory import INDEX_NAME
@@ -50,9 +50,10 @@ def write_tiny_checkpoint(
     for path in _previous_files(directory):
         path.unlink()
 
-    fields = family(model).tiny.fields(quantized=quantized)
+    tiny = family(model).tiny
+    fields = tiny.fields(quantized=quantized)
     config = _parsed(fields)
-    manifest = family(model).manifest(config)
+    manifest = tiny.drawing_order(family(model).manifest(config))
     shards = _shards(manifest)
     size = sum(_size(*entry) for entry in manifest.values())
     weight_map = {name: file for file, names in shards.items() for name in names}

@@ -7,11 +7,8 @@ import pytest
 
 from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
-from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
-from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
 from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
 from tests.layers.families import configs
-from tests.layers.families.listings import read_listing
 
 NAME = "deepseek_v32"
 
@@ -243,11 +240,3 @@ def test_malformed_file(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {problem}")):
         read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "manifest"),
-    [(NAME, deepseek_v32_tensor_manifest), ("deepseek_v4_pro", deepseek_v4_tensor_manifest)],
-)
-def test_manifest_is_the_published_listing(tmp_path, name, manifest):
-    assert manifest(configs.read(tmp_path, name)) == read_listing(f"{name}_tensors.json")
