@@ -24,7 +24,7 @@ from indexer_training.vocabulary import BEGIN, train_tokenizer  # noqa: E402
 
 from dsa_layers.batch.sequence_batch import SequenceBatch  # noqa: E402
 from dsa_layers.command.main import main  # noqa: E402
-from dsa_layers.io import SINGLE_NAME  # noqa: E402
+from dsa_layers.io.directory import SINGLE_NAME  # noqa: E402
 from dsa_layers.io.export import save_fp8_checkpoint  # noqa: E402
 from dsa_layers.layers.moe import MoE  # noqa: E402
 from tests.tiny_training import measure_little, text_of, write_corpus  # noqa: E402
