@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from dsa_layers.families.drafter import Drafter
-from dsa_layers.families.fields import Fields
 from dsa_layers.families.manifest import Manifest, PublishedFormat, manifest_of
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
@@ -53,7 +52,7 @@ class Family:
     """A family: a folder of `dsa_layers/families`, called by its `model_type`, whose module `family` has one of these
     as FAMILY.
 
-    read_config  (config.json's fields, generation_config.json's or None) -> the configuration
+    config       the dataclass of the configuration
     model        (configuration, precision or None) -> the model, with the parameters that its layers make
     format       how a published checkpoint stores the model's tensors
     tiny         config.json of the family's tiny checkpoint
@@ -61,7 +60,7 @@ class Family:
                  None: of checkpoints of this family it is not supported
     """
 
-    read_config: Callable[[Fields, Fields | None], ModelConfig]
+    config: type[ModelConfig]
     model: Callable[[Any, Precision | None], CheckpointModel]
     format: PublishedFormat
     tiny: TinyFields

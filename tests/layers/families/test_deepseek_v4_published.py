@@ -20,7 +20,7 @@ def test_configurations(tmp_path):
     assert pro.layer_types == (kinds[1],) * 2 + tuple(kinds * 29) + (kinds[0],)
     assert flash.rope == RopeConfig(1e4, None)
     assert flash.compress_rope == RopeConfig(1.6e5, YarnConfig(16.0, 65536, 32.0, 1.0, 0.0, 0.0))
-    assert flash.quantization == QuantizationConfig((128, 128), "ue8m0", "fp4")
+    assert flash.quantization == QuantizationConfig("ue8m0", "fp4")
     assert flash.hash_layers == (True,) * 3 + (False,) * 40
 
 

@@ -25,7 +25,7 @@ def test_every_family_goes_by_its_folder():
         assert names >= {"config.py", "family.py", "model.py", "tiny.py"}
         # Whatever its model, it comes from its own folder.
         own = family(model_type)
-        for part in (own.read_config, own.model):
+        for part in (own.config, own.model):
             assert part.__module__.startswith(f"dsa_layers.families.{model_type}.")
 
 
