@@ -7,9 +7,11 @@ unknown field of the rope and quantisation objects, where each one counts. Tools
 those that are known to have no influence, and null, are ignored silently, all others with one warning.
 """
 
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+from dsa_layers.families.declared import one_of, token_ids
 from dsa_layers.families.fields import Fields, read_object
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
@@ -37,4 +39,9 @@ def config_of(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     """The configuration in the fields of a config.json, and of a generation_config.json if there is one. Raises
     ConfigError and warns as `read_config` does."""
     fields.check_quantization()
-    return family(fields.one_of("model_type", model_types())).read_config(fields, generation)
+    config = family(fields.read("model_type", one_of(*model_types()))).config.read(fields)
+    fields.warn_unread()
+    if generation is not None:
+        eos = generation.read("eos_token_id", token_ids(config.vocab_size))
+        config = replace(config, eos_token_ids=eos or config.eos_token_ids)
+    return config

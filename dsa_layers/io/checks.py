@@ -83,7 +83,7 @@ def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path)
             )
             makes = "" if width == getattr(config, name) else f", which makes a projection's input {width} wide"
             raise _refused(config, name, path, accepted, makes)
-    for name, size in config.fp8_cache_sizes().items() if precision.kv_cache == "fp8" else ():
+    for name, size in config.fp8_cache_sizes.items() if precision.kv_cache == "fp8" else ():
         if getattr(config, name) != size:
             accepted = f"{size}, as latents in FP8 have. With kv_cache='model' others will do"
             raise _refused(config, name, path, accepted)

@@ -9,11 +9,11 @@ from dsa import dequantize_per_block, widen_fp4
 from dsa.runtime.checks import check_choice
 from dsa_layers.arguments import integer, path_of
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.family import Manifest
+from dsa_layers.families.fused_experts import split_experts
+from dsa_layers.families.manifest import Manifest
 from dsa_layers.families.precision import check_device
 from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.fp4 import dequantize_fp4
-from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.hub import checkpoint_directory
 from dsa_layers.io.plan import SCALE_SUFFIX, Part
 from dsa_layers.io.problems import Problems

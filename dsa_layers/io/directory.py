@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from dsa_layers.arguments import shown, shown_json
 from dsa_layers.errors import CheckpointError
+from dsa_layers.families.fused_experts import Index
 from dsa_layers.io.header import MAX_HEADER, MAX_TENSORS, TensorInfo, header_length, name_problem, read_header
 from dsa_layers.io.problems import Problems
 from dsa_layers.other_formats import found_instead
@@ -33,8 +34,6 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1024  # of a file, for a digest
 _LISTED_FILES = 3
 _SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{1,6})-of-(?P<of>\d{1,6})(?P<end>\.\w+)", re.ASCII)
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
-
-Index = tuple[int | slice, ...]
 
 
 class Checkpoint:

@@ -15,6 +15,8 @@ from dsa_layers.arguments import flag
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.config import read_config
+from dsa_layers.families.fused_experts import split_experts
+from dsa_layers.families.manifest import SCALE_SUFFIX
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision, check_device
 from dsa_layers.families.registry import family
@@ -27,9 +29,8 @@ from dsa_layers.io.checks import (
     check_values,
 )
 from dsa_layers.io.directory import Checkpoint, StoredNames
-from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.hub import checkpoint_directory
-from dsa_layers.io.plan import PACKED, SCALE_SUFFIX
+from dsa_layers.io.plan import PACKED
 from dsa_layers.io.stored_parts import Stored, parts_of_rank
 from dsa_layers.io.weights import load_weights
 from dsa_layers.layers import joint_linear

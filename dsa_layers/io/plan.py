@@ -8,13 +8,11 @@ from functools import partial
 import torch
 
 from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
-from dsa_layers.io.directory import Index
+from dsa_layers.families.fused_experts import Index, sliced
+from dsa_layers.families.manifest import BLOCK_SCALE_SUFFIX, SCALE_SUFFIX
 from dsa_layers.io.fp4 import GROUP, dequantize_fp4
 from dsa_layers.io.header import TensorInfo
 from dsa_layers.io.problems import Problems
-
-SCALE_SUFFIX = "_scale_inv"
-BLOCK_SCALE_SUFFIX = "_block_scale"  # of what a model has beside FP4 weights, and no checkpoint
 
 _BLOCK = 128
 
@@ -89,12 +87,6 @@ class Step:
 
     parts: tuple[Part, ...]
     make: Callable[..., dict[str, torch.Tensor]]
-
-
-def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """The shape of the slice `index` of a tensor."""
-    kept = (len(range(*place.indices(n))) for n, place in zip(shape, index) if isinstance(place, slice))
-    return (*kept, *shape[len(index) :])
 
 
 def make_plan(

@@ -10,15 +10,14 @@ import torch
 from dsa import per_block_cast_to_fp8
 from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import config_of, read_config
-from dsa_layers.families.family import Manifest
 from dsa_layers.families.fields import MAX_CONFIG_BYTES, Fields
+from dsa_layers.families.manifest import SCALE_SUFFIX, Manifest
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
 from dsa_layers.io.checks import check_quantised_sizes
 from dsa_layers.io.fp4 import GROUP, quantize_fp4
-from dsa_layers.io.plan import SCALE_SUFFIX
 from dsa_layers.untrusted_files import read_json_object
 
 Storage = Literal["bf16", "fp8", "fp4"]

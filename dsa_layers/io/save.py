@@ -6,8 +6,8 @@ import torch
 
 from dsa.runtime.checks import check_choice
 from dsa_layers.arguments import integer, path_of
+from dsa_layers.families.fused_experts import split_experts
 from dsa_layers.families.model import CheckpointModel
-from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.published_format import (
     STORAGES,
     Storage,

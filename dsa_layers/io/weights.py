@@ -7,10 +7,11 @@ import torch
 from tqdm import tqdm
 
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io.directory import Checkpoint, Index
+from dsa_layers.families.fused_experts import Index, sliced
+from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.header import MAX_TENSORS
 from dsa_layers.io.memory import memory_of
-from dsa_layers.io.plan import Part, Target, make_plan, sliced
+from dsa_layers.io.plan import Part, Target, make_plan
 from dsa_layers.io.problems import Problems
 
 # A model that needs so many tensors, and four times what the files hold, is not compared with them one by one.

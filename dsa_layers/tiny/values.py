@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from dsa_layers.families.family import Manifest
+from dsa_layers.families.manifest import Manifest
 from dsa_layers.io.published_format import as_published, scales_of, shape_of_values
 
 

@@ -48,9 +48,10 @@ def write_tiny_checkpoint(
     for path in _previous_files(directory):
         path.unlink()
 
-    fields = family(model).tiny.fields(quantized=quantized)
+    tiny = family(model).tiny
+    fields = tiny.fields(quantized=quantized)
     config = _parsed(fields)
-    manifest = family(model).manifest(config)
+    manifest = tiny.drawing_order(family(model).manifest(config))
     shards = Shards.of(manifest, _SHARD_BYTES)
     weight_map = {name: file for file, names in shards.files.items() for name in names}
     # The index carries our mark, so it comes first: what an interrupted run leaves can be replaced by the next.

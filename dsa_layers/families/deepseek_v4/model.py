@@ -61,6 +61,18 @@ RENAMES = [
     (r"(?<!\bhc_head)(?<!hc_attn)(?<!hc_ffn)\.scale$", ".weight_scale_inv"),
 ]
 
+# The model's names -> the published ones, one after the other.
+PUBLISHED_NAMES = [
+    (r"^drafter\.(block\.)?", "mtp.0."),
+    (r"\bhc_head\.", "hc_head_"),
+    (r"\.hc_(attn|ffn)\.", r".hc_\1_"),
+    (r"\.wo_a\.matrices\.", ".wo_a."),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.down_proj\.", ".w2."),
+    (r"\.up_proj\.", ".w3."),
+    (r"\.weight_scale_inv$", ".scale"),
+]
+
 # What the multi-token-prediction layer shares with the model, of which some checkpoints have copies.
 COPIES = ("mtp.0.emb.", "mtp.0.embed.", "mtp.0.head.")
 
@@ -195,6 +207,13 @@ class DeepseekV4ForCausalLM(nn.Module):
         for pattern, name in RENAMES:
             stored = re.sub(pattern, name, stored)
         return stored
+
+    def stored_name(self, name: str, mtp_layer: int = 0) -> str:
+        """The published name of a tensor of the model: the inverse of `name_of`. mtp_layer: the
+        multi-token-prediction layer that the drafter's tensors are in."""
+        for pattern, stored in PUBLISHED_NAMES:
+            name = re.sub(pattern, stored, name)
+        return re.sub(r"^mtp\.0\.", f"mtp.{mtp_layer}.", name)
 
 
 def _variant(name: str) -> str | None:

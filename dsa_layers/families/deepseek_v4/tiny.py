@@ -2,6 +2,15 @@
 
 from dsa_layers.families.family import TinyFields
 
+# Parts of the tensors' names: outside of the layers, in a layer, in attention, in the mixture of experts, and of each
+# matrix or hyper-connection.
+_ORDER = (
+    *("embed", "layers", "e_proj", "h_proj", "attn", "attn_norm", "hc_attn_fn", "hc_attn_base", "hc_attn_scale"),
+    *("ffn_norm", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale", "ffn", "enorm", "hnorm"),
+    *("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "attn_sink", "wo_a", "wo_b", "wgate", "ape", "weights_proj"),
+    *("compressor", "indexer", "gate", "experts", "shared_experts", "w1", "w2", "w3", "weight", "scale", "bias"),
+    *("tid2eid", "norm", "head", "hc_head_fn", "hc_head_base", "hc_head_scale", "mtp"),
+)
 TINY = TinyFields(
     "deepseek_v4_flash_config.json",
     {
@@ -19,4 +28,5 @@ TINY = TinyFields(
         "q_lora_rank": 256,
         "vocab_size": 2048,
     },
+    _ORDER,
 )

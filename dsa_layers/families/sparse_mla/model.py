@@ -14,7 +14,7 @@ from dsa_layers.families.rotary import make_rotary
 from dsa_layers.families.sparse_mla.block import decoder_block
 from dsa_layers.families.sparse_mla.cache import paged_cache
 from dsa_layers.families.sparse_mla.config import SparseMLAConfig
-from dsa_layers.families.sparse_mla.mtp_names import drafter_name, is_read, mtp_part
+from dsa_layers.families.sparse_mla.mtp_names import drafter_name, is_read, mtp_part, stored_name
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.lm_head import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
@@ -117,6 +117,11 @@ class SparseMLAForCausalLM(nn.Module):
         """The model's name of a checkpoint's tensor: the same, but in the first multi-token-prediction layer."""
         part = mtp_part(self.config, stored)
         return drafter_name(part[1]) if part is not None and part[0] == 0 else stored
+
+    def stored_name(self, name: str, mtp_layer: int = 0) -> str:
+        """The checkpoint's name of a tensor of the model: the inverse of `name_of`. mtp_layer: the
+        multi-token-prediction layer that the drafter's tensors are in."""
+        return stored_name(self.config, name, mtp_layer)
 
     def skips(self, name: str) -> bool:
         """Whether a checkpoint tensor belongs to a multi-token-prediction layer, and no drafter reads it."""

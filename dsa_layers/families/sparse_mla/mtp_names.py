@@ -31,3 +31,14 @@ def drafter_name(name: str) -> str:
     if name.startswith("shared_head.norm."):
         return "drafter." + name.removeprefix("shared_head.")
     return f"drafter.{name}" if _BESIDE_BLOCK.match(name) else f"drafter.block.{name}"
+
+
+def stored_name(config: SparseMLAConfig, name: str, mtp_layer: int) -> str:
+    """The checkpoint's name of a tensor of the model. For a tensor of the drafter, the name in the
+    multi-token-prediction layer `mtp_layer`."""
+    if not name.startswith("drafter."):
+        return name
+    name = re.sub(r"^drafter\.(block\.)?", "", name)
+    if name.startswith("norm."):
+        name = f"shared_head.{name}"
+    return f"model.layers.{config.num_hidden_layers + mtp_layer}.{name}"

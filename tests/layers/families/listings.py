@@ -4,8 +4,8 @@ import json
 import math
 import re
 
+from dsa_layers.families.fused_experts import split_experts
 from dsa_layers.families.published import VENDORED
-from dsa_layers.io.fused_experts import split_experts
 
 
 def expand(name: str) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
+from dsa_layers.families.deepseek_v4.family import FAMILY
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
 from dsa_layers.families.precision import Precision
@@ -20,7 +20,7 @@ def test_configurations(tmp_path):
     assert pro.layer_types == (kinds[1],) * 2 + tuple(kinds * 29) + (kinds[0],)
     assert flash.rope == RopeConfig(1e4, None)
     assert flash.compress_rope == RopeConfig(1.6e5, YarnConfig(16.0, 65536, 32.0, 1.0, 0.0, 0.0))
-    assert flash.quantization == QuantizationConfig((128, 128), "ue8m0", "fp4")
+    assert flash.quantization == QuantizationConfig("ue8m0", "fp4")
     assert flash.hash_layers == (True,) * 3 + (False,) * 40
 
 
@@ -30,7 +30,7 @@ def test_fp4_experts_take_what_their_files_take(tmp_path):
     sizes = {"I8": 1, "F8_E8M0": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4, "I64": 8}
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config, replace(Precision.of(config), fp4_experts=True))
-    stored = {n: e for n, e in deepseek_v4_tensor_manifest(config).items() if not model.skips(n)}
+    stored = {n: e for n, e in FAMILY.manifest(config).items() if not model.skips(n)}
     tensors = parts(model)
     for word in (".experts.", ""):
         in_files = sum(math.prod(shape) * sizes[dtype] for n, (shape, dtype) in stored.items() if word in n)

@@ -236,12 +236,12 @@ def scheme(**changes):
         ),
         (
             {"num_nextn_predict_layers": 7},
-            "field 'compress_ratios' has 5 entries; accepted: 4 (num_hidden_layers) or 11 (with "
-            "num_nextn_predict_layers=7), each 0, 4 or 128",
+            "field 'compress_ratios' has 5 items; accepted: 4 (num_hidden_layers) or 11 (with "
+            "num_nextn_predict_layers=7) items, each one of 0, 4, 128",
         ),
         (
             {"num_nextn_predict_layers": 0, "compress_ratios": [0, 4, 5, 4]},
-            "field 'compress_ratios' holds 5; accepted: 4 (num_hidden_layers), each 0, 4 or 128",
+            "field 'compress_ratios' holds 5; accepted: 4 (num_hidden_layers) items, each one of 0, 4, 128",
         ),
         ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
     ],

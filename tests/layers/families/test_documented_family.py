@@ -40,7 +40,7 @@ def run(project, *command):
 
 
 def test_it_has_the_files_of_a_family():
-    names = ("__init__.py", "config.py", "family.py", "manifest.py", "model.py", "tiny.py")
+    names = ("__init__.py", "config.py", "family.py", "model.py", "tiny.py")
     assert FILES.keys() == {f"dsa_layers/families/dot_dsa/{name}" for name in names}
 
 

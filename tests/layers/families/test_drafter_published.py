@@ -9,10 +9,6 @@ from dsa_layers.families.registry import family
 from tests.layers.families.configs import read
 from tests.layers.families.listings import parts, read_listing
 
-# How the model holds what is stored; norms are in fp32.
-DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
-DTYPES |= {"F8_E8M0": torch.float32, "I64": torch.int64}
-
 
 def build(directory, name, **changes):
     """The model with its drafter, and the stored tensors that it skips without one."""
@@ -34,23 +30,17 @@ def build(directory, name, **changes):
         pytest.param("deepseek_v4_pro", 1.6e12, marks=pytest.mark.slow),
     ],
 )
-def test_names_shapes_and_dtypes(tmp_path, name, parameters):
-    """Experts of FP8, of which each weight has its shape. Of what a model without a drafter skips copies are left."""
-    changes = {"expert_dtype": "fp8"} if name.startswith("deepseek_v4") else {}
-    model, without = build(tmp_path, name, **changes)
+def test_the_model_reads_every_tensor_but_copies(tmp_path, name, parameters):
+    model, without = build(tmp_path, name)
     manifest = family(model.config.model_type).manifest(model.config)
-    expected = {}
-    for stored, (shape, dtype) in manifest.items():
-        if not model.skips(stored):
-            expected[model.name_of(stored)] = shape, torch.float32 if "norm." in stored else DTYPES[dtype]
-    ours = {name: (tuple(t.shape), t.dtype) for name, t in parts(model).items()}
-    assert ours == expected
+    ours = {name: tuple(tensor.shape) for name, tensor in parts(model).items()}
+    assert sorted(ours) == sorted(model.name_of(stored) for stored in manifest if not model.skips(stored))
     copies = {stored.rpartition(".")[0].rpartition(".")[2] for stored in manifest if model.skips(stored)}
     assert copies == ({"embed_tokens", "head"} if name == "deepseek_v32" else set())
     drafter = {name for name in ours if "drafter." in name}
     assert {model.name_of(stored) for stored in without if not model.skips(stored)} == drafter
     uncounted = ("_scale_inv", "tid2eid")
-    counted = {name: shape for name, (shape, _) in ours.items() if name not in drafter and not name.endswith(uncounted)}
+    counted = {name: shape for name, shape in ours.items() if name not in drafter and not name.endswith(uncounted)}
     assert sum(map(math.prod, counted.values())) == pytest.approx(parameters, rel=1e-12 if parameters % 1e9 else 0.02)
 
 

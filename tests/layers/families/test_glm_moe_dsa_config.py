@@ -56,9 +56,12 @@ def test_modules_that_fp8_checkpoints_leave_unconverted(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"indexer_types": ["full"] * 77}, ["'indexer_types' has 77 items", "78 items, each one of 'full', 'shared'"]),
+        (
+            {"indexer_types": ["full"] * 77},
+            ["'indexer_types' has 77 items", "78 (num_hidden_layers) items"],
+        ),
         ({"indexer_types": ["full"] * 77 + ["none"]}, ["'indexer_types' holds 'none'", "'full', 'shared'"]),
-        ({"indexer_types": 3}, ["'indexer_types' is 3", "78 items"]),
+        ({"indexer_types": 3}, ["'indexer_types' is 3", "78 (num_hidden_layers) items"]),
         ({"indexer_types": ["full"] * 78}, ["'index_topk_freq' makes layer 3 'shared'", "'full', as field 'indexer"]),
         ({"index_topk_freq": 3}, ["'index_topk_freq' makes layer 5 'full'", "'shared', as field 'indexer_types' says"]),
         ({"index_skip_topk_offset": 4}, ["'index_topk_freq' makes layer 3 'full'", "'shared', as field"]),

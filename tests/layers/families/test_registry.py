@@ -22,10 +22,10 @@ def test_every_family_goes_by_its_folder():
     assert list(model_types()) == sorted(model_types())
     for model_type in model_types():
         names = {path.name for path in (FOLDER / model_type).glob("*.py")}
-        assert names >= {"config.py", "family.py", "manifest.py", "model.py", "tiny.py"}
+        assert names >= {"config.py", "family.py", "model.py", "tiny.py"}
         # Whatever its model, it comes from its own folder.
         own = family(model_type)
-        for part in (own.read_config, own.model, own.manifest):
+        for part in (own.config, own.model):
             assert part.__module__.startswith(f"dsa_layers.families.{model_type}.")
 
 

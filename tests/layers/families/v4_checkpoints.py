@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from dsa_layers.families.config import read_config
-from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
+from dsa_layers.families.deepseek_v4.family import FAMILY
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import VENDORED
@@ -42,7 +42,7 @@ def write_published(directory: Path, *, expert_dtype: str = "fp4", scale_fmt: st
     state = parts(model)
 
     stored, worth = {}, {}
-    for name, (shape, dtype) in deepseek_v4_tensor_manifest(config).items():
+    for name, (shape, dtype) in FAMILY.manifest(config).items():
         if name.endswith(".scale"):
             continue  # made with its weight
         skipped = model.skips(name)

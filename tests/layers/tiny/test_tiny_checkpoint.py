@@ -35,7 +35,7 @@ def test_config(tiny, plain):
     assert config.rope.yarn == YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
     assert config.max_position_embeddings == 163840
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
-    assert config.quantization == QuantizationConfig((128, 128), "ue8m0")
+    assert config.quantization == QuantizationConfig("ue8m0", "fp8")
     assert read_config(plain).quantization is None
     fields = json.loads((tiny / "config.json").read_text())
     assert "rope_scaling" in fields and "torch_dtype" in fields and "rope_parameters" not in fields

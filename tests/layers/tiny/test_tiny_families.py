@@ -36,7 +36,7 @@ def test_glm_config(tiny_checkpoint):
     assert config.indexer_types == ("full", "full", "shared", "full", "shared")
     assert (config.first_k_dense_replace, config.num_nextn_predict_layers) == (1, 1)
     assert config.index_topk < len(PROMPT)
-    assert config.quantization == QuantizationConfig((128, 128), None)
+    assert config.quantization == QuantizationConfig(None, "fp8")
 
 
 def test_v4_config(tiny_checkpoint):
@@ -46,7 +46,7 @@ def test_v4_config(tiny_checkpoint):
     assert [config.compress_rates.get(kind, 0) for kind in config.layer_types] == [0, 4, 128, 4]
     assert config.hash_layers == (True, False, False, False) and config.num_nextn_predict_layers == 1
     assert config.num_attention_heads >= 8 and config.index_topk < len(PROMPT) // 4
-    assert config.quantization == QuantizationConfig((128, 128), "ue8m0", "fp4")
+    assert config.quantization == QuantizationConfig("ue8m0", "fp4")
 
 
 @pytest.mark.parametrize("quantized", [True, False])

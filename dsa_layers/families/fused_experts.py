@@ -1,10 +1,12 @@
-"""Checkpoints that hold all experts of a layer in one tensor, as transformers' module names have them."""
+"""Tensors that hold all experts of a layer: those of models, and of checkpoints that transformers writes."""
 
 import re
 
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.fields import MAX_EXPERTS
-from dsa_layers.io.directory import Index
+
+# A part of a tensor: an index or a slice per leading dimension. () is the whole tensor.
+Index = tuple[int | slice, ...]
 
 _FUSED = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<scale>_scale_inv|_block_scale)?"
@@ -12,13 +14,14 @@ _FUSED = re.compile(
 
 
 def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None) -> dict[str, Index]:
-    """The tensors that a checkpoint tensor holds, each with its slice; () is all of it.
+    """The tensors that the tensor `name` consists of, each with its slice; () is all of it.
 
-    `experts.gate_up_proj` [E, 2 I, H] holds `experts.e.gate_proj.weight` and below it `up_proj`, `experts.down_proj`
-    [E, H, I] `experts.e.down_proj.weight`; those with `_scale_inv` their scales, whatever block one is for, and those
-    with `_block_scale` what a model has beside FP4 weights. Any other tensor is itself. experts: how many E must be,
-    where that is known. Raises CheckpointError for another shape, before anything is made of it: a header of a few
-    bytes can speak of 10^9 experts.
+    `experts.gate_up_proj` [E, 2 I, H] holds `experts.e.gate_proj.weight` above `experts.e.up_proj.weight`.
+    `experts.down_proj` [E, H, I] holds `experts.e.down_proj.weight`. Tensors with `_scale_inv` hold the scales, for
+    blocks of any size. Tensors with `_block_scale` hold what a model has in addition to FP4 weights. Any other tensor
+    consists of itself.
+    experts: the required E, where it is known. Raises CheckpointError for another shape, before anything is allocated:
+    a header of a few bytes can claim 10^9 experts.
     """
     match = _FUSED.fullmatch(name)
     if match is None:
@@ -36,3 +39,9 @@ def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None)
     inner = shape[1] // 2
     halves = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
     return {f"{prefix}.{e}.{half}.{kind}": (e, rows) for e in range(shape[0]) for half, rows in halves.items()}
+
+
+def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """The shape of the slice `index` of a tensor."""
+    kept = (len(range(*place.indices(n))) for n, place in zip(shape, index) if isinstance(place, slice))
+    return (*kept, *shape[len(index) :])
