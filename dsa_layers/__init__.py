@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dsa_layers.batch.decode_batch import DecodeBatch
     from dsa_layers.batch.sequence_batch import SequenceBatch
     from dsa_layers.cache.kv_cache import LayerCache
+    from dsa_layers.engine.fuse import fuse, fused
     from dsa_layers.families.config import read_config
     from dsa_layers.families.precision import Precision
     from dsa_layers.generation.engine import Engine
@@ -51,6 +52,8 @@ __all__ = [
     "Tokenizer",
     "TrainedAttention",
     "convert_checkpoint",
+    "fuse",
+    "fused",
     "load_model",
     "next_tokens",
     "read_config",
@@ -80,11 +83,13 @@ _MODULES = {
     "TokenEvent": "dsa_layers.generation.results",
     "Tokenizer": "dsa_layers.io.tokenizer",
     "TrainedAttention": "dsa_layers.layers.trained_attention",
+    "convert_checkpoint": "dsa_layers.io.convert",
+    "fuse": "dsa_layers.engine.fuse",
+    "fused": "dsa_layers.engine.fuse",
     "load_model": "dsa_layers.io.loading",
     "next_tokens": "dsa_layers.training.next_tokens",
     "read_config": "dsa_layers.families.config",
     "rope_frequencies": "dsa_layers.layers.rope",
-    "convert_checkpoint": "dsa_layers.io.convert",
     "save_model": "dsa_layers.io.save",
     "write_tiny_checkpoint": "dsa_layers.tiny.writer",
 }
