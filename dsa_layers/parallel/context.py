@@ -49,9 +49,8 @@ class ContextBatch(SequenceBatch):
 
     @property
     def max_key_len(self) -> int:
-        """What attention with an indexer reads first. RuntimeError outside of a stage: it would see pieces there."""
-        if not self.in_stage():
-            raise RuntimeError("batch: a rank's share of tokens is for passes within the IndexerStage that made it")
+        """RuntimeError outside of a stage, where attention would see pieces of sequences."""
+        self._check_stage()
         return self.keyed.max_key_len
 
     @cached_property
@@ -77,7 +76,12 @@ class ContextBatch(SequenceBatch):
             raise ValueError(
                 f"x: must have a row for each of this rank's {sum(self.query_lens)} tokens, got shape {list(x.shape)}"
             )
+        self._check_stage()
         return x if self.ranks.size == 1 else gather_rows(x, self._plan, self.ranks)
+
+    def _check_stage(self) -> None:
+        if not self.in_stage():
+            raise RuntimeError("batch: a rank's share of tokens is for passes within the IndexerStage that made it")
 
     def mean(self, values: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """values [own tokens] -> size / count * their sum, whose mean over the ranks is the mean over `count` tokens of

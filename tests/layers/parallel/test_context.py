@@ -156,7 +156,8 @@ def gradients_of_rows(ranks):
     share = stage.share([9, 4], ranks)
     every = torch.arange(13.0)[:, None].expand(13, 3)
     x = share.own(every).bfloat16().requires_grad_()
-    keys = share.gather(x)
+    with stage:
+        keys = share.gather(x)
     begins = {0: 0, 1: 9}
     pieces = share.shares[ranks.rank].pieces
     assert torch.equal(keys.float(), torch.cat([every[begins[p.sequence] :][: p.end] for p in pieces]))

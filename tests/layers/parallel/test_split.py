@@ -277,13 +277,12 @@ def test_a_part_of_a_model_learns_nothing(checkpoints, tokens, monkeypatch):
     model = load_model(checkpoints["deepseek_v32", False], mesh=Ranks(0, 2), drafter=True, **OPTIONS)
     given = torch.tensor(TOKENS[:tokens]), SequenceBatch.without_cache([tokens])
     for stage in ("warmup", "sparse"):
-        refused = pytest.raises(ValueError, match=r"^mesh: a part of a model trains no indexer")
-        with torch.no_grad(), IndexerStage(model, stage), refused:
-            model(*given)
+        with pytest.raises(ValueError, match=r"^mesh: a part of a model trains no indexer"):
+            IndexerStage(model, stage)
     drafter, layer = model.drafter, model.model.layers[1]
     for part in (model.lm_head, model.model.embed_tokens, layer.input_layernorm, layer.mlp.experts, drafter.norm):
         part.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"^requires_grad: a part of a model takes no gradient"):
+        with pytest.raises(ValueError, match=r"(a part of a model takes|a layer for inference has) no gradient"):
             drafter.logits(drafter(given[0], model.states(*given), given[1])) + model(*given)
         part.requires_grad_(False)
     drafter(given[0], model.states(*given), given[1])
