@@ -1,8 +1,9 @@
-"""What a process is told as a rank."""
+"""What a process is told as a rank, and which rank failed first."""
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from dsa_layers.parallel.environment import NUMBERS, started_ranks
+from dsa_layers.parallel.environment import NUMBERS, first_failed, note_failure, started_ranks
 
 
 def set_numbers(monkeypatch, *values):
@@ -30,3 +31,34 @@ def test_a_rank_that_there_cannot_be(monkeypatch, rank, ranks, problem):
     set_numbers(monkeypatch, rank, "0", ranks)
     with pytest.raises(ValueError, match=f"^{problem}$"):
         started_ranks()
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        pytest.param({1: (3, 100, None), 0: (-15, 100, None)}, 1, id="the launcher's SIGTERM is no cause"),
+        pytest.param({1: (-15, 100, None), 0: (1, 100, 100.4)}, 1, id="the first SIGTERM is not the launcher's"),
+        pytest.param({0: (1, 100, 100.4), 1: (-9, 102, None)}, 1, id="a killed rank that took 2 s to end"),
+        pytest.param({1: (1, 100, 99.9), 0: (-9, 130, None)}, 1, id="the launcher's SIGKILL is no cause"),
+        pytest.param({0: (-6, 100, None), 1: (2, 101, None)}, 1, id="an abort follows from a lost connection"),
+        pytest.param(
+            {1: (-9, 100, None), 0: (-9, 130, 100.4)}, 1, id="the launcher's SIGKILL after a note is no cause"
+        ),
+        pytest.param({0: (1, 100, 100.5), 1: (-6, 100, 100.4)}, 1, id="an abort after a note"),
+        pytest.param({0: (1, 100, 100.5), 1: (1, 100, 100.4)}, 1, id="noted 0.1 s earlier"),
+        pytest.param({0: (1, 100, None), 1: (1, 101, 100.9)}, 1, id="noted beats not noted in the same second"),
+    ],
+)
+def test_first_failed_rank(monkeypatch, tmp_path, ends, first):
+    """ends: exit code, second in which the launcher found it, time in note_failure, per rank in the order found."""
+    failures = {}
+    for rank, (code, found, noted) in ends.items():
+        path = tmp_path / str(rank)
+        if noted is not None:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+            monkeypatch.setattr("signal.signal", lambda *_: None)
+            monkeypatch.setattr("time.time", lambda noted=noted: noted)
+            note_failure("wrong")
+        monkeypatch.setattr("time.time", lambda found=found: found)
+        failures[rank] = ProcessFailure(rank, 1, code, str(path))
+    assert first_failed(failures) == first
