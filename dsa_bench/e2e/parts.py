@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import dsa
 from dsa_bench.e2e.replacing import replaced
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.indexer import LightningIndexer
@@ -32,7 +32,7 @@ REST = "rest"
 GLUE = "glue"  # only in passes with the peers' kernels, so not in PARTS
 PARTS = ("indexer", "top-k", "attention", "MoE", REST)
 MODULES = {
-    DSAAttention: "attention",
+    PagedAttention: "attention",
     CompressedAttention: "attention",
     MoE: "MoE",
 }
