@@ -16,8 +16,8 @@ from dsa_bench.e2e.runs import decode, prefill
 from dsa_bench.peers import marlin
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.engine import paged_attention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers import key_selection
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
 from dsa_layers.layers.experts import Experts
 from tests.bench import peer_stubs
@@ -258,7 +258,7 @@ def test_dense_decoding_stays_ours(peers):
 def test_whole_passes_have_the_same_logits_up_to_ties(name, either_build, monkeypatch):
     """The stack has 64 heads, because every build of FlashMLA accepts 64."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
-    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
+    monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 100)
     heads = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
