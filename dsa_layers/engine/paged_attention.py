@@ -16,7 +16,7 @@ from dsa_layers.layers import joint_linear
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.layers.batch_invariance import is_batch_invariant, of_attention
-from dsa_layers.layers.branch import Branch, beside
+from dsa_layers.layers.branch import Branch, side_stream
 from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.fp8_up_projection import stored_up_projection
 from dsa_layers.layers.indexer import LightningIndexer
@@ -29,37 +29,42 @@ from dsa_layers.layers.selection import CountedIn, Selection
 
 LIGHTNING_SELECT = inspect.unwrap(LightningIndexer.select)
 MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
-# Bytes of latents that a sparse pass reads from FP8 pages beforehand, of 174762 keys. Measured with 64 heads: of 131072
-# keys that takes 0.83 of the time of attending to bytes, of 262144 1.29.
+# A sparse prefill first converts the latents in FP8 pages to 16 bits, if these take at most so many bytes (174762
+# keys). Otherwise it attends to the FP8 bytes. Measured with 64 heads: converting first takes 0.83 times as long with
+# 131072 keys, and 1.29 times with 262144.
 MOST_READ = 192 << 20
 
 
 def most_read(heads: int) -> int:
-    """The same of so many heads: twice as much of so few that neighbouring queries share the keys that they select,
-    which they do in 16 bits alone. Derived from measured parts and not measured (docs/explanation/kernels.md,
-    "Sparse MLA, FP8 caches")."""
+    """MOST_READ for a number of heads. It is twice as large for few heads, because the kernel for 16 bits then shares
+    keys between neighbouring queries. Derived from measured parts, not measured (docs/explanation/kernels.md, "Sparse
+    MLA, FP8 caches")."""
     return 2 * MOST_READ if heads <= max(GROUP_SIZES) else MOST_READ
 
 
 class Form(NamedTuple):
-    """How a pass attends: to the cache, for decoding; to selected keys; with every head's keys and values."""
+    """How a pass attends. decode: to the cache. sparse: to selected keys. multi_head: with keys and values per head."""
 
     decode: bool
     sparse: bool
     multi_head: bool
 
     def counted_in(self, in_pages: bool) -> CountedIn:
-        """What the selected keys are counted in, with keys that stay in the pages and with others."""
+        """What indices of selected keys count. in_pages: whether attention reads keys in the pages."""
         if in_pages:
             return "slots"
         return "positions" if self.multi_head else "rows"
 
 
 class Latents(NamedTuple):
-    """What is made of x. queries [T, q_lora_rank]: the queries' latents, and a cast of them for those that read it, or
-    None; keys [T, latent + rope]: the keys' latents and rope channels before their norm; index_keys: wk(x) of the
-    lightning indexer, where its `select` is to get it, and index_weights: its `head_weights`, where the cache has these
-    keys by now."""
+    """Projections of x.
+
+    queries        [T, q_lora_rank]: latents of the queries
+    cast           the same in FP8 with scales, for FP8 layers; else None
+    keys           [T, latent + rope]: latents and rope channels of the keys, before the norm
+    index_keys     wk(x) of the lightning indexer; None if its `select` computes them
+    index_weights  its `head_weights`; None unless the index keys are already in the cache
+    """
 
     queries: torch.Tensor
     cast: joint_linear.Cast | None
@@ -68,24 +73,24 @@ class Latents(NamedTuple):
     index_weights: torch.Tensor | None
 
     def read(self) -> tuple[torch.Tensor | None, ...]:
-        """Those that the selection of keys reads."""
+        """The tensors that `select` reads."""
         return self.queries, *(self.cast or ()), self.index_keys, self.index_weights
 
 
 class PagedAttention(SplitByTokens, DSAAttention):
     """`DSAAttention` for inference.
 
-    Passes over several new tokens compute k_h and v_h (multi-head form) while that is faster, sparse ones with a bit a
-    key that says which are selected (attention_form.py); other sparse passes and decoding absorb W_UK into the query
-    and W_UV into the output and attend to the latents themselves (multi-query form, one kv head). NaN in a value
-    reaches all queries of the sequence in the multi-head form of a sparse pass.
+    A prefill takes the multi-head form, with k_h and v_h of every head, while that is faster (attention_form.py). If
+    it is sparse, a bit per key says which keys are selected, and NaN in a value reaches all queries of the sequence.
+    Other sparse passes and decoding take the absorbed form, in which all heads attend to the latents.
 
     forward(x, cos, sin, batch, cache=None, selection=None, cast=None, rows=...) -> [T, hidden], without gradients.
-    cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`). rows: where several processes compute the
-    layer; x, its cast and the result are this process's own rows then. Each has a part of the heads, for all rows, and
-    their results are summed; or where heads are few and rows many, all heads for its own queries (`splits_tokens`).
-    With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
-    the pages hold them, rounded if these are FP8.
+    cast: x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has none.
+    rows: the rows of each process, if several compute the layer. x, cast and the result are then this process's rows.
+    A process computes its heads for all rows, and the results are summed. If it has few heads and there are many rows,
+    it computes all heads for its own rows (`splits_tokens`).
+    With a cache, latents and index keys of the new tokens are first written to its pages. Attention reads keys from the
+    pages, so FP8 pages round them.
     """
 
     # Set while the keys that tokens read are counted.
@@ -142,7 +147,7 @@ class PagedAttention(SplitByTokens, DSAAttention):
         rows: Rows,
         queries: Rows,
     ) -> torch.Tensor:
-        """y of `queries`: of all rows, or of `rows`, a process's own, as x is."""
+        """The result for `queries`, which are all rows or `rows`."""
         decode, sparse, multi_head = form
         latents = self._latents(x, cos, sin, batch, cache, cast, form, rows)
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
@@ -151,7 +156,7 @@ class PagedAttention(SplitByTokens, DSAAttention):
         in_pages = decode or (not multi_head and cache is not None and self._stay_in_pages(x, batch, cache))
         counted_in = form.counted_in(in_pages)
         if cache is None:
-            kv = self._norm_and_rotate(latents.keys, cos, sin)
+            kv = self._norm_and_rotate(latents.keys, (cos, sin))
         else:
             kv = self._store(latents.keys, cos, sin, batch, cache, in_pages)
         branch = Branch()
@@ -159,8 +164,8 @@ class PagedAttention(SplitByTokens, DSAAttention):
             topk_indices = selection.indices(counted_in, batch, queries)
             bits = selection.bits.to(x.device) if sparse and multi_head else None
         else:
-            # Which keys are selected and what is asked of them follow from the same latents, each without the other.
-            with beside(x, *latents.read()) as branch:
+            # Selection and the queries' projections depend on the same latents and not on each other.
+            with side_stream(x, *latents.read()) as branch:
                 topk_indices = self._selected(x, latents, cos, sin, batch, cache, form, in_pages, rows, queries)
                 bits = dsa.selection_bits(topk_indices, None, batch.max_key_len) if sparse and multi_head else None
             if selection is not None:
@@ -175,7 +180,7 @@ class PagedAttention(SplitByTokens, DSAAttention):
             w_uk, w_uv = self._up_projections(x.dtype)
             q = self._absorbed_queries(q_nope, q_pe, w_uk, queries.own_kept(cos), queries.own_kept(sin))
         branch.join()
-        if kv is None:  # behind the selection: of a long context both take memory
+        if kv is None:  # after the selection, because both take memory in a long context
             kv = self._stored_keys(batch, cache, x.dtype, in_pages)
         if self.key_counter is not None:
             read = visible = batch.visible_keys
@@ -213,21 +218,20 @@ class PagedAttention(SplitByTokens, DSAAttention):
         form: Form,
         rows: Rows,
     ) -> Latents:
-        """Of shared rows what goes from process to process are the keys', and the queries' where a process has not all
-        heads (`_queries`)."""
+        """Processes exchange the keys' latents here, and the queries' latents in `_queries`."""
         given = (form.sparse or cache is not None) and self._gives_products()
         weights = None
-        # What the indexer does with x and its keys is beside the kernels here: behind them the product of the queries
-        # keeps all multiprocessors. The branch that selects comes last, and joins these.
+        # Here the indexer's kernels run on a second stream during small kernels; later the queries' product occupies
+        # all multiprocessors. The selection's branch is the last one on this stream, and its `join` waits for all.
         early = given and form.decode and form.sparse
         if early:
-            _ = batch.slots  # which both chains read: made before
-            with beside(x):
+            _ = batch.slots  # computed before the fork, because both streams read it
+            with side_stream(x):
                 weights = self.indexer.head_weights(x)
         layers = self.joint_layers() if given else self.joint_layers()[-2:]
         *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
         if early:
-            with beside(x, *keys):
+            with side_stream(x, *keys):
                 self.indexer.store(*keys, cos, sin, batch, cache)
         readers = (self.q_b_proj, self.indexer.wq_b) if given and form.sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
@@ -243,16 +247,15 @@ class PagedAttention(SplitByTokens, DSAAttention):
         return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
 
     def _gives_products(self) -> bool:
-        """Whether `select` is the lightning indexer's, which takes them. Another one, also in a subclass or a context,
-        may take none. Not under torch.compile, which does not trace the question."""
+        """Whether `select` is the lightning indexer's own, which takes the products that it would otherwise compute.
+        False under torch.compile, which cannot trace this comparison."""
         return (
             not torch.compiler.is_compiling()
             and inspect.unwrap(getattr(self.indexer, "select", None)) is LIGHTNING_SELECT
         )
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
-        """Those that read x as one product, the indexer's first, the one that may have a part of a block of rows
-        last."""
+        """The layers whose products with x are one product. The last one may end within a block of 128 rows."""
         own = (self.indexer.wk,) if isinstance(self.indexer, LightningIndexer) else ()
         return *own, self.q_a_proj, self.kv_a_proj_with_mqa
 
@@ -269,9 +272,8 @@ class PagedAttention(SplitByTokens, DSAAttention):
         rows: Rows,
         queries: Rows,
     ) -> torch.Tensor | None:
-        """The rows that `queries` attend to, of the pages if in_pages, else of all keys packed, or of the sequence's in
-        the multi-head form; None if not sparse. The new tokens' index keys are written to the cache in either case.
-        x and the queries' latents are needed whole where somebody else's indexer selects."""
+        """The keys that `queries` attend to, counted as `Form.counted_in` says; None if the pass is not sparse. Writes
+        the new tokens' index keys to the cache in both cases."""
         if not form.sparse and cache is None:
             return None
         qr, of_index = latents.queries, {}
@@ -290,11 +292,6 @@ class PagedAttention(SplitByTokens, DSAAttention):
         if in_pages or form.multi_head:
             return topk_indices
         return packing.packed_rows(topk_indices, queries.own_kept(batch.key_starts), len(batch.key_lens))
-
-    def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """kv [T, latent + rope], as projected -> the rows that `dsa.write_mla_cache` would write."""
-        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
-        return torch.cat((self.kv_a_layernorm(latent), dsa.apply_rotary(k_pe, cos, sin, interleaved=True)), -1)
 
     def _store(
         self,

@@ -13,9 +13,9 @@ from dsa_layers.families.fused_experts import split_experts
 from dsa_layers.families.manifest import Manifest
 from dsa_layers.families.precision import check_device
 from dsa_layers.io.directory import Checkpoint
-from dsa_layers.io.fp4 import dequantize_fp4
+from dsa_layers.io.fp4 import GROUP, dequantize_fp4
 from dsa_layers.io.hub import checkpoint_directory
-from dsa_layers.io.plan import SCALE_SUFFIX, Part
+from dsa_layers.io.plan import SCALE_SUFFIX, Part, scale_problem
 from dsa_layers.io.problems import Problems
 from dsa_layers.io.published_format import (
     STORAGES,
@@ -28,6 +28,7 @@ from dsa_layers.io.published_format import (
     stored_as,
 )
 from dsa_layers.io.shards import SHARD_BYTES, Shards, write_shards
+from dsa_layers.layers.linear import BLOCK
 
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -114,8 +115,8 @@ class _Writer:
             shape, expected = part.shape, shape_of_values(name, self._manifest)
             if shape != expected:
                 problems.add(f"{part.info.file}: {part.label} has shape {list(shape)}; expected {list(expected)}")
-            elif (part.is_packed or part.info.dtype == "F8_E4M3") and self._scale_name(name) is None:
-                problems.add(f"{part.info.file}: {part.label} is {part.info.dtype} and its scale is missing")
+            elif problem := self._scale_problem(part):
+                problems.add(f"{part.info.file}: {problem}")
             elif not self._is_readable(part, self._manifest[name][1]):
                 problems.add(f"{part.info.file}: {part.label} is {part.info.dtype}; expected {self._manifest[name][1]}")
         for name, part in self._parts.items():
@@ -146,6 +147,15 @@ class _Writer:
             values = dequantise(weight, scale, torch.float32)
             made = as_published(name, values, self._manifest, self._scales, use_ue8m0=use_ue8m0)
         return {key: x.cpu() for key, x in made.items()}
+
+    def _scale_problem(self, part: Part) -> str | None:
+        """What is wrong with the scale of a quantised weight; None if nothing is."""
+        scale = self._parts.get(self._scale_name(part.name))
+        if part.is_packed:
+            return scale_problem(part, scale, ("F8_E8M0",), (1, GROUP))
+        if part.info.dtype == "F8_E4M3":
+            return scale_problem(part, scale, ("F32", "F8_E8M0"), (BLOCK, BLOCK))
+        return None
 
     @staticmethod
     def _is_readable(part: Part, dtype: str) -> bool:

@@ -111,11 +111,11 @@ def make_plan(
         problem = _mismatch(part, target, to_fp4)
         if to_float and part.info.dtype == "F8_E4M3":
             accounted.add(scale_name)
-            problem = problem or _scale_problem(part, scale, ("F32", "F8_E8M0"), (_BLOCK, _BLOCK))
+            problem = problem or scale_problem(part, scale, ("F32", "F8_E8M0"), (_BLOCK, _BLOCK))
             make = partial(_dequantize, name, target.dtype, dequantize_per_block)
         elif part.is_packed and (to_float or to_fp8 or to_fp4):
             accounted |= {scale_name, name + BLOCK_SCALE_SUFFIX} if to_fp4 else {scale_name}
-            problem = problem or _scale_problem(part, scale, ("F8_E8M0",), (1, GROUP))
+            problem = problem or scale_problem(part, scale, ("F8_E8M0",), (1, GROUP))
             if to_float:
                 make = partial(_dequantize, name, target.dtype, dequantize_fp4)
             else:
@@ -204,7 +204,7 @@ def _mismatch(part: Part, target: Target, to_fp4: bool) -> str | None:
     return f"{label} is {info.dtype}; the model's {target.dtype} accepts {', '.join(sorted(map(str, accepted)))}"
 
 
-def _scale_problem(part: Part, scale: Part | None, dtypes: tuple[str, ...], block: tuple[int, int]) -> str | None:
+def scale_problem(part: Part, scale: Part | None, dtypes: tuple[str, ...], block: tuple[int, int]) -> str | None:
     """block: the rows and columns of the weight that share a scale."""
     if len(part.info.shape) != 2:
         return f"{part.label} is {part.info}; only a matrix can be dequantised"

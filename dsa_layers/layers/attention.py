@@ -118,8 +118,7 @@ class DSAAttention(nn.Module):
         rope = cos, sin
         qr = self.q_a_layernorm(self.q_a_proj(x))
         q = self._rotate(self.q_b_proj(qr).unflatten(-1, (self.n_heads, -1)), rope)
-        latent, k_pe = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), -1)
-        kv = self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
+        kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), rope)
         if self.indexer_stage is None:
             values = self._attend(q, kv, self._select(x, qr, rope, batch, selection), batch)
         else:
@@ -140,6 +139,11 @@ class DSAAttention(nn.Module):
     def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """x with its last rope_dim channels rotated."""
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
+
+    def _norm_and_rotate(self, kv: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """kv [T, latent + rope] as projected -> the latents and rope keys that attention reads."""
+        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
+        return self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
 
     def _select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, selection: Selection | None

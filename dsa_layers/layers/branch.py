@@ -1,4 +1,4 @@
-"""A chain of kernels that a CUDA graph runs beside another one."""
+"""Kernels that a CUDA graph runs on a second stream."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 
 class Branch:
-    """What `beside` has set apart. join(): from here on others may read what it made."""
+    """What `side_stream` has set apart. join(): from here on others may read what it made."""
 
     def join(self) -> None:
         """Nothing, where all is launched in one order."""
@@ -24,7 +24,7 @@ class _Forked(Branch):
 
 
 @contextmanager
-def beside(*reads: torch.Tensor | None) -> Iterator[Branch]:
+def side_stream(*reads: torch.Tensor | None) -> Iterator[Branch]:
     """The launches inside depend on those before, and those behind do not depend on them until `join` of the branch
     that this gives. They are on a stream of their own where a CUDA graph is captured: a replayed graph runs both chains
     at once, while launches of Python would only have more to do. Elsewhere they are launched in their order.
@@ -44,7 +44,7 @@ def beside(*reads: torch.Tensor | None) -> Iterator[Branch]:
         yield Branch()
         return
     stream = torch.cuda.current_stream(x.device)
-    side = _beside(stream)
+    side = _second_stream(stream)
     side.wait_stream(stream)
     with torch.cuda.stream(side):
         yield _Forked(side, reads)
@@ -55,6 +55,6 @@ def _captures() -> bool:
 
 
 @cache
-def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One for all branches beside a stream."""
+def _second_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The second stream of a stream, for all of its branches."""
     return torch.cuda.Stream(stream.device)

@@ -16,7 +16,7 @@ from dsa_layers.batch.window_view import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.batch_invariance import is_batch_invariant, of_attention
-from dsa_layers.layers.branch import beside
+from dsa_layers.layers.branch import side_stream
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
@@ -469,7 +469,7 @@ class CompressedAttention(SplitByTokens):
         given, selects = self._gives_products(), self.indexer is not None
         # What compressors make of x goes beside the latents: behind these the product of the queries keeps all
         # multiprocessors. The branch that selects comes last, and joins this one.
-        with beside(x):
+        with side_stream(x):
             *products, weights = self._entry_products(x, given and selects, given and selects)
             if self.compressor is not None:
                 self.compressor.store(*products[:2], *entry_rope, batch, cache.entries)
@@ -478,7 +478,7 @@ class CompressedAttention(SplitByTokens):
         latents, kv = self._latents(x, cast, given and selects)
         projected = Projections.of(latents, kv, products, weights, given, selects)
         slots, extra = None, {}
-        with beside(x, *projected.read()) as branch:
+        with side_stream(x, *projected.read()) as branch:
             dsa.write_mla_cache(kv, norm.weight.float(), *rope, cache.window, slots_of_keys, eps=norm.eps)
             if self.indexer is not None:
                 stored = {"stored": True} if given else {}

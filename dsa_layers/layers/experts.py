@@ -24,7 +24,7 @@ class Experts(nn.Module):
     grouped GEMM a projection; what an expert computes for a token depends on no other token. cast: of x, with `fp8`,
     (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then. by_expert:
     what `dsa.sort_by_expert` gives of the experts, numbered from `first` on, where the caller has it. branch: the one
-    that makes `shared` (`beside`), if it is not joined. combine: what sums a token's outputs, with `shared`, in the
+    that makes `shared` (`side_stream`), if it is not joined. combine: what sums a token's outputs, with `shared`, in
     place of `dsa.combine_experts`, for several processes' parts (`Rows.sum_of_experts`).
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128

@@ -9,7 +9,7 @@ from torch import nn
 import dsa
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.layers import joint_linear
-from dsa_layers.layers.branch import Branch, beside
+from dsa_layers.layers.branch import Branch, side_stream
 from dsa_layers.layers.experts import Experts, gated
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm_and_cast import given, takes
@@ -231,7 +231,7 @@ class MoE(nn.Module):
             return self._of_own_rows(x, tokens, cast, residual, rows)
         shared, branch = None, Branch()
         if self.shared_experts is not None:
-            with beside(x, *(cast or ())) as branch:
+            with side_stream(x, *(cast or ())) as branch:
                 shared = self.shared_experts(x, **given(cast if takes(self.shared_experts, "cast") else None))
         routed = self._route(x, tokens)
         experts, weights = self._choice(x, tokens) if routed is None else routed[:2]

@@ -239,7 +239,11 @@ def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
         (lambda x: x.pop("model.norm.weight"), "model.norm.weight: missing"),
         (lambda x: x.update(extra=torch.ones(1)), "unexpected extra (F32 [1])"),
         (lambda x: x.update({"lm_head.weight": torch.ones(3, 2)}), "lm_head.weight has shape [3, 2]; expected ["),
-        (lambda x: x.pop("model.layers.0.self_attn.o_proj.weight_scale_inv"), "is F8_E4M3 and its scale is missing"),
+        (lambda x: x.pop("model.layers.0.self_attn.o_proj.weight_scale_inv"), "is F8_E4M3 and its scale model."),
+        (
+            lambda x: x.update({"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)}),
+            "o_proj.weight_scale_inv is F32 [1, 1]; expected F32 or F8_E8M0 [",
+        ),
         (lambda x: x.update({"model.norm.weight": x["model.norm.weight"].int()}), "is I32; expected F32"),
     ],
 )

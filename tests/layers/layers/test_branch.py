@@ -15,7 +15,7 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
 from dsa_layers.layers import branch, compressed_attention, moe
-from dsa_layers.layers.branch import Branch, beside
+from dsa_layers.layers.branch import Branch, side_stream
 
 PROMPTS = [list(range(40, 180)), list(range(7, 60))]
 
@@ -88,7 +88,7 @@ def watched(monkeypatch):
         accesses.into = made.behind
 
     for module in (paged_attention, compressed_attention, moe):
-        monkeypatch.setattr(module, "beside", watch)
+        monkeypatch.setattr(module, "side_stream", watch)
     with accesses:
         yield found
 
@@ -127,12 +127,12 @@ def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
 
 def test_a_chain_that_reads_what_the_other_one_makes_is_found(watched):
     """By the judge above; a later branch may read it."""
-    with paged_attention.beside(torch.zeros(1)):
+    with paged_attention.side_stream(torch.zeros(1)):
         made = torch.ones(2) + 1
-    with paged_attention.beside(torch.zeros(1)) as last:
+    with paged_attention.side_stream(torch.zeros(1)) as last:
         made + 1
     last.join()
-    with paged_attention.beside(torch.zeros(1)) as branch:
+    with paged_attention.side_stream(torch.zeros(1)) as branch:
         made = torch.ones(2) + 1
     made + 1
     with pytest.raises(AssertionError):
@@ -161,7 +161,7 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self.current, self.waits))
         monkeypatch.setattr(torch.cuda, "Stream", self.make)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
-        branch._beside.cache_clear()
+        branch._second_stream.cache_clear()
 
     def make(self, device):
         self.made += 1
@@ -182,7 +182,7 @@ def test_each_stream_has_one_side_stream_which_forks_and_joins(monkeypatch):
     streams = Streams(monkeypatch)
     for main in ("main", "main", "other"):
         streams.current = main
-        with beside(ON_GPU, None) as made:
+        with side_stream(ON_GPU, None) as made:
             assert streams.current.startswith("side")
         assert streams.current == main
         made.join()
@@ -197,6 +197,6 @@ def test_each_stream_has_one_side_stream_which_forks_and_joins(monkeypatch):
 )
 def test_there_is_one_order_elsewhere(x, gradients, backend, monkeypatch):
     Streams(monkeypatch, backend)
-    with torch.set_grad_enabled(gradients), beside(x) as made:
+    with torch.set_grad_enabled(gradients), side_stream(x) as made:
         assert type(made) is Branch
     made.join()
