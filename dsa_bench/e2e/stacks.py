@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.joint_linear import join
+from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
-from dsa_layers.layers import joint_linear
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.split import copy_own_parts, split
+from dsa_layers.parallel.split import split
 
 # The quantization_config that an FP8 release adds to the configuration of the bf16 release.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -78,7 +79,7 @@ def model_of(fields: dict[str, Any], widen_experts: bool = False, drafter: bool 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
     """Return the sorted (columns, channels) of the FP8 linear layers' products. One product can join several layers."""
-    joint = [layers for layers in map(joint_linear.joint_layers, model.modules()) if layers]
+    joint = [layers for m in model.modules() if hasattr(m, "joint_layers") and (layers := m.joint_layers())]
     every = {layer for layer in model.modules() if isinstance(layer, BlockFP8Linear)}
     single = every.difference(*joint)
     products = [[layer] for layer in single] + [layers for layers in joint if every.issuperset(layers)]
@@ -135,8 +136,8 @@ def stack(
         generator.manual_seed(zlib.crc32(f"{key} {ranks.rank if cut else 'whole'}".encode()))
         _fill(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
     model.init_buffers(device)
-    joint_linear.join(model)
-    copy_own_parts(model)
+    join(model)
+    make_parts(model)
     return model.eval()
 
 

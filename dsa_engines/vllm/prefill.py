@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import dsa
-from dsa_layers.layers.attention_form import EXPANDED_BYTES, HeadSizes, multi_head_is_faster
+from dsa_layers.engine.attention_form import EXPANDED_BYTES, HeadSizes, multi_head_is_faster
 
 BACKEND = "FLASHMLA_SPARSE"
 CACHES = ("auto", "bfloat16", "fp8_ds_mla")

@@ -10,14 +10,16 @@ from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.joint_linear import join
+from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family
 from dsa_layers.families.unfilled import unfilled
-from dsa_layers.layers import joint_linear
+from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.key_selection import FUSED_TOKENS
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.parallel.split import copy_own_parts, split
+from dsa_layers.parallel.split import split
 
 MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
 MOST_SEQUENCES = 1024
@@ -53,23 +55,29 @@ def without_memory(
     fuse(model)
     split(model, SilentRanks(0, gpus), blocks=config.quantization is not None)
     model.init_buffers(META)
-    joint_linear.join(model)
-    copy_own_parts(model)
+    join(model)
+    make_parts(model)
     pages = -(-config.max_position_embeddings // model.page_size)
     cache = model.make_cache(pages, model.page_size, META, state_slots=MOST_SEQUENCES)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
     kinds = set()
     for i, layer in enumerate(layers):
         kind = _kind(layer)
-        if kind in kinds:
-            layers[i] = _Same()
+        if kind in kinds and i + 1 < len(layers):  # the last layer returns something else
+            layers[i] = _Same(isinstance(layer, DecoderBlock))
         kinds.add(kind)
     return model.train(False), cache
 
 
 class _Same(nn.Module):
-    def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
-        return x
+    """In place of a layer that is like an earlier one. pair: whether it returns what was selected, too."""
+
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        self._pair = pair
+
+    def forward(self, x: torch.Tensor, *others: object) -> object:
+        return (x, others[-1]) if self._pair else x
 
 
 def _kind(layer: nn.Module) -> tuple:

@@ -2,16 +2,66 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TypeVar
 
 from torch import nn
 
+from dsa_layers.engine.fused_block import FusedDecoderBlock
+from dsa_layers.engine.fused_hyper_block import FusedHyperBlock, FusedHyperConnection, FusedHyperHead
+from dsa_layers.engine.fused_moe import FusedMoE, FusedSwiGLU
+from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
+from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor
+from dsa_layers.engine.paged_indexer import PagedIndexer
+from dsa_layers.engine.split_model import SplitDeepseekV4
+from dsa_layers.engine.vocabulary import FusedHead
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.joint_linear import join
-from dsa_layers.layers.own_part import follow_layer
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.decoder import DecoderBlock
+from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
+from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.lm_head import LanguageModelHead
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter, SwiGLU
 
-FUSED: dict[type[nn.Module], type[nn.Module]] = {DSAAttention: PagedAttention}
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    CompressedAttention: PagedCompressedAttention,
+    CompressedIndexer: PagedCompressedIndexer,
+    Compressor: PagedCompressor,
+    DSAAttention: PagedAttention,
+    DecoderBlock: FusedDecoderBlock,
+    DeepseekV4ForCausalLM: SplitDeepseekV4,
+    HyperConnection: FusedHyperConnection,
+    HyperDecoderBlock: FusedHyperBlock,
+    HyperHead: FusedHyperHead,
+    LanguageModelHead: FusedHead,
+    LightningIndexer: PagedIndexer,
+    MoE: FusedMoE,
+    SwiGLU: FusedSwiGLU,
+}
+# {class: {submodule: the classes that it must have}}. With another class there the module stays in plain form.
+_PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
+    CompressedAttention: {"compressor": (PagedCompressor, type(None))},
+    CompressedIndexer: {"compressor": (PagedCompressor,)},
+    DecoderBlock: {"self_attn": (PagedAttention,), "mlp": (FusedSwiGLU, FusedMoE)},
+    HyperDecoderBlock: {
+        "attn": (PagedCompressedAttention,),
+        "ffn": (FusedMoE,),
+        "hc_attn": (FusedHyperConnection,),
+        "hc_ffn": (FusedHyperConnection,),
+    },
+    MoE: {
+        "gate": (GroupedSigmoidRouter, SqrtSoftplusRouter),
+        "experts": (Experts,),
+        "shared_experts": (FusedSwiGLU, type(None)),
+    },
+}
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -19,15 +69,25 @@ Module = TypeVar("Module", bound=nn.Module)
 def fuse(module: Module) -> Module:
     """Prepares a model or a layer for inference, in place, and returns it.
 
-    Layers get other classes with the same parameters and submodules. Their passes take a cache and are faster.
-    Parameters take no gradient from then on, and weights that read the same input lie in one tensor. Subclasses of the
-    layers stay as they are. Call it once the weights are on their device and before a CUDA graph is captured.
-    `load_model` has called it, unless the model is trainable.
+    Layers get other classes with the same parameters and submodules. Their passes take a cache and are faster. They
+    call few of their submodules, so hooks on linear layers inside of them may not run. Parameters take no gradient from
+    then on, and weights that read the same input lie in one tensor. Subclasses of the layers stay as they are, and so
+    do layers with other classes inside. Call it once the weights are on their device and before a CUDA graph is
+    captured. `load_model` has called it, unless the model is trainable.
     """
+    for part in reversed([*module.modules()]):  # parts before the modules that hold them
+        kind = FUSED.get(type(part))
+        if kind is not None and all(
+            type(getattr(part, name)) in accepted for name, accepted in _PARTS.get(type(part), {}).items()
+        ):
+            part.__class__ = kind
+            if hasattr(part, "fuse"):
+                part.fuse()
     for part in module.modules():
-        if type(part) in FUSED:
-            part.__class__ = FUSED[type(part)]
-            follow_layer(part)
+        if isinstance(part, nn.ModuleList):
+            for block, after in pairwise(part):
+                if type(block) is type(after) is FusedHyperBlock:
+                    block.following = (after.hc_attn,)
     module.requires_grad_(False)
     if not any(parameter.is_meta for parameter in module.parameters()):
         join(module)
@@ -37,12 +97,12 @@ def fuse(module: Module) -> Module:
 @contextmanager
 def fused(module: Module) -> Iterator[Module]:
     """`fuse` for the time of a `with`: a model that is being trained generates text in it."""
-    classes = [(part, type(part)) for part in module.modules() if type(part) in FUSED]
+    plain = [(part, type(part)) for part in module.modules() if type(part) in FUSED]
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
         yield fuse(module)
     finally:
-        for part, kind in classes:
+        for part, kind in plain:
             part.__class__ = kind
         for parameter in learning:
             parameter.requires_grad_(True)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.layers.selecting_attention import SelectingAttention
+from dsa_layers.engine.layer_pass import LayerPass
+from dsa_layers.layers.selecting_attention import SelectingAttention, selecting_method
 
 
 @contextlib.contextmanager
@@ -34,22 +35,23 @@ def all_keys(model: nn.Module, longest: int) -> Iterator[None]:
 @contextlib.contextmanager
 def latest_keys(model: nn.Module) -> Iterator[None]:
     """Attention to a window: every token reads the latest keys, as many as its indexer would select. In DeepSeek-V4
-    these are the latest compressed entries. Indexers keep nothing in the cache.
+    these are the latest compressed entries.
 
     Raises ValueError for a model without indexers, and for one that lacks an attribute.
     """
     layers = _indexed(model)
-    before = [(layer.indexer, vars(layer.indexer).get("select")) for layer in layers]
-    for layer in layers:
-        layer.indexer.select = _select_latest(layer)
+    methods = [(layer.indexer, selecting_method(layer.indexer)) for layer in layers]
+    before = [vars(indexer).get(name) for indexer, name in methods]
+    for layer, (indexer, name) in zip(layers, methods):
+        setattr(indexer, name, _pick_latest(layer) if name == "pick" else _select_latest(layer))
     try:
         yield
     finally:
-        for indexer, own in before:
+        for (indexer, name), own in zip(methods, before):
             if own is None:
-                del indexer.select  # its class' method is there again
+                delattr(indexer, name)  # its class' method is there again
             else:
-                indexer.select = own
+                setattr(indexer, name, own)
 
 
 def _indexed(model: nn.Module) -> list[SelectingAttention]:
@@ -93,6 +95,18 @@ def _select_latest(layer: SelectingAttention) -> Callable[..., torch.Tensor | No
         return keys.slots_of(latest) if paged_slots else latest
 
     return select
+
+
+def _pick_latest(layer: SelectingAttention) -> Callable[..., torch.Tensor]:
+    """What takes the place of the `pick` of the layer's indexer."""
+    top_k, selectable = layer.indexer.top_k, layer.selectable
+
+    def pick(queries: torch.Tensor, keys: Any, weights: torch.Tensor, step: LayerPass, *_: Any) -> torch.Tensor:
+        selected_among = selectable(step.batch)
+        latest = _latest(selected_among.visible_keys, top_k)
+        return selected_among.slots_of(latest) if step.in_pages else latest
+
+    return pick
 
 
 def _latest(visible: torch.Tensor, count: int) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 
 from dsa_layers.batch.decode_inputs import DecodeInputs, Running
 from dsa_layers.cache.cache import Cache
+from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.families.model import Model
 from dsa_layers.generation.captured_step import GRAPHS, CapturedStep
-from dsa_layers.layers.batch_invariance import batch_invariant
 
 
 class Padding:

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from dsa.runtime import backends
+from dsa_layers.engine.fp8_up_projection import can_stay_stored
 from dsa_layers.families.model import Model
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.fp8_up_projection import can_stay_stored
 
 
 def check_invariant(model: Model) -> None:

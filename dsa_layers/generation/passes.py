@@ -7,6 +7,7 @@ import torch
 from dsa_layers.batch import packing
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
+from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.families.model import Model
 from dsa_layers.generation.captured_step import GRAPHS
 from dsa_layers.generation.decode_step import DecodeStep
@@ -16,7 +17,6 @@ from dsa_layers.generation.penalties import penalised
 from dsa_layers.generation.results import Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import sample, sample_drafted
-from dsa_layers.layers.batch_invariance import batch_invariant
 
 
 class Passes:

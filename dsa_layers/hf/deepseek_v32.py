@@ -6,19 +6,18 @@ import torch
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs
 
 from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import cache_of
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
-from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.selection import Selection
 
 
 class SparseDeepseekV32RMSNorm(RMSNormInPlace, theirs.DeepseekV32RMSNorm):
     original = theirs.DeepseekV32RMSNorm
 
 
-class SparseDeepseekV32Indexer(IndexerInPlace, theirs.DeepseekV32Indexer, LightningIndexer):
+class SparseDeepseekV32Indexer(IndexerInPlace, theirs.DeepseekV32Indexer, PagedIndexer):
     original = theirs.DeepseekV32Indexer
     rope: ClassVar[dict[str, Any]] = {"interleaved": False, "dims": "first"}
 
@@ -41,7 +40,8 @@ class SparseDeepseekV32Attention(SparseMLAInPlace, theirs.DeepseekV32Attention, 
     ) -> tuple[torch.Tensor, None]:
         self.check(attention_mask, position_ids, options)
         arguments = hidden_states, position_embeddings, attention_mask, cache_of(cache, options), position_ids
-        return self.attend(*arguments, Selection()), None
+        y, _ = self.attend(*arguments)
+        return y, None
 
 
 def classes(fp8_indexer: bool) -> dict[type, type]:

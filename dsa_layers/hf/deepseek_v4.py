@@ -9,14 +9,14 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
+from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
+from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, cache_of, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, RMSNormInPlace
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.key_selection import WORKSPACE
-from dsa_layers.layers.rope import RopeAngles, turn
+from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 PAGE_SIZE = 256  # tokens: 64 entries of a layer with an indexer, 2 of the others, as the published model has them
@@ -49,11 +49,11 @@ class CompressorInPlace(InPlaceOf):
         return self.kv_proj, self.gate_proj
 
 
-class SparseDeepseekV4HCACompressor(CompressorInPlace, theirs.DeepseekV4HCACompressor, Compressor):
+class SparseDeepseekV4HCACompressor(CompressorInPlace, theirs.DeepseekV4HCACompressor, PagedCompressor):
     original, overlap = theirs.DeepseekV4HCACompressor, False
 
 
-class SparseDeepseekV4CSACompressor(CompressorInPlace, theirs.DeepseekV4CSACompressor, Compressor):
+class SparseDeepseekV4CSACompressor(CompressorInPlace, theirs.DeepseekV4CSACompressor, PagedCompressor):
     original, overlap = theirs.DeepseekV4CSACompressor, True
 
 
@@ -61,7 +61,7 @@ COMPRESSORS = {kind.original: kind for kind in (SparseDeepseekV4HCACompressor, S
 
 
 class SparseDeepseekV4Indexer(
-    HeadWeightsInPlace, CompressorInPlace, theirs.DeepseekV4Indexer, CompressedIndexer, Compressor
+    HeadWeightsInPlace, CompressorInPlace, theirs.DeepseekV4Indexer, PagedCompressedIndexer, PagedCompressor
 ):
     """transformers' indexer, which is a compressor, too."""
 
@@ -93,7 +93,7 @@ class FP8DeepseekV4Indexer(SparseDeepseekV4Indexer):
     quantize = True
 
 
-class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, CompressedAttention):
+class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, PagedCompressedAttention):
     """A sequence's entries are made of its tokens, wherever padding is; transformers' are made of padding, too."""
 
     original = theirs.DeepseekV4Attention
@@ -155,7 +155,7 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
         return False  # transformers' grouped projection takes no cast
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
-        out = turn(out, *RopeAngles.of(rope).back, interleaved=True, dims="last")
+        out = self._rotate(out, RopeAngles.of(rope).back)
         groups = out.flatten(1).unflatten(-1, (self.config.o_groups, -1))
         return self.o_b_proj(self.o_a_proj(groups).flatten(1))
 
@@ -189,7 +189,8 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
             entry_rope = packed.entry_angles(self.compressor.rotary_emb, self.compressor.ratio, x)
         layer_cache = None if layer is None or with_gradients else self._cache(layer)
         with torch.set_grad_enabled(with_gradients):
-            y = CompressedAttention.forward(self, x, rope, entry_rope, packed.batch, layer_cache)
+            forward = CompressedAttention.forward if with_gradients else PagedCompressedAttention.forward
+            y = forward(self, x, rope, entry_rope, packed.batch, layer_cache)
         if layer is not None:
             layer.advance(lengths.counts(layer), lengths.new, packed.offsets)
         return packed.unpack(y), None

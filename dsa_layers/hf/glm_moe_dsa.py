@@ -6,19 +6,19 @@ import torch
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
 
 from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.engine.paged_indexer import PagedIndexer
+from dsa_layers.engine.selected import Selected
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import cache_of
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
-from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.selection import Selection
 
 
 class SparseGlmMoeDsaRMSNorm(RMSNormInPlace, theirs.GlmMoeDsaRMSNorm):
     original = theirs.GlmMoeDsaRMSNorm
 
 
-class SparseGlmMoeDsaIndexer(IndexerInPlace, theirs.GlmMoeDsaIndexer, LightningIndexer):
+class SparseGlmMoeDsaIndexer(IndexerInPlace, theirs.GlmMoeDsaIndexer, PagedIndexer):
     original = theirs.GlmMoeDsaIndexer
     rope: ClassVar[dict[str, Any]] = {"interleaved": True, "dims": "first"}
 
@@ -28,7 +28,7 @@ class FP8GlmMoeDsaIndexer(SparseGlmMoeDsaIndexer):
 
 
 class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, PagedAttention):
-    """Passes the Selection of the last layer with an indexer where transformers passes top-k indices."""
+    """Passes on what was `Selected`, in place of transformers' top-k indices."""
 
     original = theirs.GlmMoeDsaAttention
 
@@ -39,18 +39,19 @@ class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, Page
         attention_mask: TokenLengths,
         cache: Any = None,
         position_ids: torch.Tensor | None = None,
-        prev_topk_indices: Selection | None = None,
+        prev_topk_indices: Selected | None = None,
         **options: Any,
-    ) -> tuple[torch.Tensor, None, Selection]:
+    ) -> tuple[torch.Tensor, None, Selected | None]:
         self.check(attention_mask, position_ids, options)
-        selection = prev_topk_indices if self.indexer is None else Selection()
-        if not isinstance(selection, Selection):
+        selected = prev_topk_indices if self.indexer is None else None
+        if self.indexer is None and not isinstance(selected, Selected):
             raise ValueError(
                 "prev_topk_indices: a layer without an indexer needs what a layer before it selected, got "
-                f"{type(selection).__name__}"
+                f"{type(selected).__name__}"
             )
         arguments = hidden_states, position_embeddings, attention_mask, cache_of(cache, options), position_ids
-        return self.attend(*arguments, selection), None, selection
+        y, selected = self.attend(*arguments, selected)
+        return y, None, selected
 
 
 def classes(fp8_indexer: bool) -> dict[type, type]:

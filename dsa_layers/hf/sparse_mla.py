@@ -6,13 +6,13 @@ import torch
 
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.engine.selected import Selected
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, weight_of
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.key_selection import WORKSPACE
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
-from dsa_layers.layers.selection import Selection
 
 PAGE_SIZE = 64  # tokens, as the kernels of the byte layouts have them
 
@@ -76,9 +76,10 @@ class SparseMLAInPlace(AttentionInPlace):
         lengths: TokenLengths,
         cache: Any,
         position_ids: torch.Tensor,
-        selection: Selection,
-    ) -> torch.Tensor:
-        """[B, S, hidden] -> the same shape. A layer with an indexer sets `selection`, one without reads it."""
+        selected: Selected | None = None,
+    ) -> tuple[torch.Tensor, Selected | None]:
+        """[B, S, hidden] -> (the same shape, the keys that the layer attended to; None without tokens). selected: of the
+        layer before, for a layer without an indexer."""
         hidden_states = self.in_autocast(hidden_states)
         with_gradients = self.asks_for_gradients(hidden_states)
         layer = None
@@ -91,18 +92,22 @@ class SparseMLAInPlace(AttentionInPlace):
         options = {"consecutive": False, "separate": cache is None}
         packed = lengths.packed(position_ids, hidden_states.device, layer, **options)
         if packed is None:
-            y = torch.zeros_like(hidden_states)
+            y, selected = torch.zeros_like(hidden_states), None
         else:
             x, angles = packed.pack(hidden_states), packed.angles(position_embeddings, self.rope_dim)
             layer_cache = None if layer is None or with_gradients else self._cache(layer)
             plain = with_gradients or self.indexer_stage is not None
             with torch.set_grad_enabled(with_gradients):
-                forward = DSAAttention.forward if plain else PagedAttention.forward
-                y = forward(self, x, *angles, packed.batch, layer_cache, selection)
+                if plain:
+                    rows = None if selected is None else selected.indices("rows", packed.batch)
+                    y, rows = DSAAttention.forward(self, x, *angles, packed.batch, None, rows)
+                    selected = Selected(rows, packed.batch)
+                else:
+                    y, selected = PagedAttention.forward(self, x, *angles, packed.batch, layer_cache, selected)
             y = packed.unpack(y)
         if layer is not None:
             layer.advance(lengths.counts(layer), lengths.new, [0] * len(hidden_states))
-        return y
+        return y, selected
 
     def _storage(self, x: torch.Tensor) -> Storage:
         pages = {"latent": (1, self.kv_lora_rank + self.rope_dim, x.dtype)}

@@ -4,21 +4,22 @@ import math
 from dataclasses import dataclass, replace
 
 from dsa_layers.cache.sizes import CacheSizes
+from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.rank_part import copied, rank_part
+from dsa_layers.engine.shares import shares_of
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.io.directory import Checkpoint, StoredNames
 from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.io.memory import SHARE
-from dsa_layers.layers.own_part import OwnPart
-from dsa_layers.layers.shares import splits_tokens
-from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
+from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of
 
 SEQUENCES = 64  # at a time, as `Generator` has them
 
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """weights: bytes on a GPU, with the copies of its part of layers that are whole there (`OwnPart`); whole: on a
+    """weights: bytes on a GPU, with the copies of its part of layers that are whole there; whole: on a
     single one; page: of a page of `page_size` tokens in the caches; slot: of a sequence's state slot there. A drafter's
     weights and cache are among them. Every GPU has all of the caches: latents and index keys belong to no head."""
 
@@ -69,14 +70,14 @@ def plan(
 ) -> GpuPlan:
     """drafted: the checkpoint whose drafter is there too. ValueErrors of `check_drafter` for one that has none;
     DoesNotDivide, which names the number of GPUs, for a model that does not come apart into so many equal parts."""
-    return _plan(unfilled_model(config, precision, drafted), gpus)
+    return _plan(fuse(unfilled_model(config, precision, drafted)), gpus)
 
 
 def plans(
     config: ModelConfig, precision: Precision, most: int, drafted: Checkpoint | StoredNames | None = None
 ) -> dict[int, GpuPlan | DoesNotDivide]:
     """Of every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
-    model, found = unfilled_model(config, precision, drafted), {}
+    model, found = fuse(unfilled_model(config, precision, drafted)), {}
     for gpus in range(1, most + 1):
         try:
             found[gpus] = _plan(model, gpus)
@@ -89,7 +90,8 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     cuts = cuts_of(model, gpus, blocks=model.config.quantization is not None)
     weights = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
     part = sum(size // gpus if name in cuts else size for name, size in weights.items())
-    whole = [layer for _, layer, _ in shares_of(model) if splits_tokens(layer, gpus)]
-    part += sum(x.nbytes for layer in whole for x in OwnPart(0, gpus).copies(layer))
+    if gpus > 1:
+        whole = [layer for _, layer, shares in shares_of(model, gpus) if shares.whole]
+        part += sum(x.nbytes for layer in whole for x in copied(rank_part(layer, 0, gpus)))
     sizes = CacheSizes.of([model] if model.drafter is None else [model, model.drafter], model.page_size)
     return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)

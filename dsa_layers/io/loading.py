@@ -13,6 +13,8 @@ import torch
 import dsa
 from dsa_layers.arguments import flag
 from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.joint_linear import join
+from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.fused_experts import split_experts
@@ -33,9 +35,8 @@ from dsa_layers.io.hub import checkpoint_directory
 from dsa_layers.io.plan import PACKED
 from dsa_layers.io.stored_parts import Stored, parts_of_rank
 from dsa_layers.io.weights import load_weights
-from dsa_layers.layers import joint_linear
 from dsa_layers.parallel.ranks import Ranks, ranks_of
-from dsa_layers.parallel.split import copy_own_parts, split
+from dsa_layers.parallel.split import split
 from dsa_layers.parallel.together import together
 
 if TYPE_CHECKING:
@@ -124,8 +125,9 @@ def load_model(
         load_weights(model, checkpoint, device=device, progress=progress, **names)
         check_values(model, checkpoint.directory)
         model.init_buffers(device)
-        joint_linear.join(model)
-        copy_own_parts(model)
+        if not trainable:
+            join(model)
+            make_parts(model)
     for name in learned:
         model.get_parameter(name).requires_grad_(True)
     return model.train(trainable)

@@ -9,7 +9,6 @@ import dsa
 from dsa.runtime.checks import check_number
 from dsa_layers.arguments import integer
 from dsa_layers.batch import packing
-from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.causal_attention import causal_attention
@@ -17,8 +16,6 @@ from dsa_layers.layers.indexer import Indexer, check_indexer
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.pass_checks import check_batch, check_rows
-from dsa_layers.layers.selection import Selection
-from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
@@ -42,22 +39,17 @@ class DSAAttention(nn.Module):
     queries and W_UV into the outputs, so that all heads share one key.
     Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
 
-    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None) -> [T, hidden].
-    batch: packed sequences, whole ones without a cache. A layer with an indexer sets `selection`, if it is given; a
-    layer without one reads it. This class has gradients and takes no cache. `dsa_layers.engine.fuse` turns it into
-    `PagedAttention`, which takes a cache and has no gradients.
+    forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
+        -> (y [T, hidden], selected)
+    batch: packed sequences, whole ones without a cache. selected: int32 [T, top_k], the keys that the layer attended
+    to, as rows of x, then -1; None if it attended to all. A layer without an indexer takes it from the layer before.
+    This class has gradients and takes no cache. `dsa_layers.fuse` turns it into `PagedAttention`, which takes a cache
+    and has no gradients.
     Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
     Raises TypeError or ValueError that names the argument, in passes without a look at what tensors hold.
     Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1. IndexShare: arXiv 2603.12201.
     """
-
-    shares = Shares(
-        rows=("q_b_proj", "kv_b_proj"),
-        columns=("o_proj",),
-        counts={"n_heads": "attention heads"},
-        heads="n_heads",
-    )
 
     def __init__(
         self,
@@ -108,27 +100,26 @@ class DSAAttention(nn.Module):
         sin: torch.Tensor,
         batch: TokenBatch,
         cache: LayerCache | None = None,
-        selection: Selection | None = None,
-    ) -> torch.Tensor:
-        self.check_pass(x, batch, selection)
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.check_pass(x, batch)
         if cache is not None:
-            raise ValueError("cache: must be None before dsa_layers.engine.fuse, which prepares a layer for inference")
+            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares a layer for inference")
         if batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         rope = cos, sin
         qr = self.q_a_layernorm(self.q_a_proj(x))
         q = self._rotate(self.q_b_proj(qr).unflatten(-1, (self.n_heads, -1)), rope)
         kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), rope)
-        if self.indexer_stage is None:
-            values = self._attend(q, kv, self._select(x, qr, rope, batch, selection), batch)
-        else:
+        if self.indexer_stage is not None:
             values = self._train(x, qr, rope, q, gather_keys(kv, batch), batch)
-        return self.o_proj(values.flatten(-2))
+            return self.o_proj(values.flatten(-2)), None
+        if self.indexer is not None:
+            selected = self._select(x, qr, rope, batch)
+        return self.o_proj(self._attend(q, kv, selected, batch).flatten(-2)), selected
 
-    def check_pass(self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None) -> None:
+    def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
         """Raises TypeError or ValueError for arguments that no pass takes."""
-        if self.indexer is None and selection is None:
-            raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
         check_rows("x", x, self.q_a_proj)
         check_batch(batch)
 
@@ -145,20 +136,12 @@ class DSAAttention(nn.Module):
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         return self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
 
-    def _select(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, selection: Selection | None
-    ) -> torch.Tensor | None:
+    def _select(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch) -> torch.Tensor | None:
         """int32 [T, top_k]: the rows of kv that each token attends to, then -1; None for all that it sees."""
-        if self.indexer is None:
-            return selection.indices("rows", batch, ALL_ROWS)
-        rows = None
-        if batch.max_key_len > self.indexer.top_k:
-            positions = self.indexer.select(x, qr, *rope, batch)
-            rows = packing.packed_rows(positions, batch.key_starts, len(batch.key_lens))
-        if selection is not None:
-            selection.topk_indices, selection.bits = rows, None
-            selection.rows, selection.counted_in, selection.batch = ALL_ROWS, "rows", batch
-        return rows
+        if batch.max_key_len <= self.indexer.top_k:
+            return None
+        positions = self.indexer.select(x, qr, *rope, batch)
+        return packing.packed_rows(positions, batch.key_starts, len(batch.key_lens))
 
     def _attend(
         self, q: torch.Tensor, kv: torch.Tensor, selected: torch.Tensor | None, batch: TokenBatch

@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.key_selection import WORKSPACE, select_packed, select_paged
+from dsa_layers.layers.indexer import quantized_keys
+from dsa_layers.layers.key_selection import WORKSPACE, select_packed
 from dsa_layers.layers.linear import FP32Linear, linear_fp32, make_linear
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
@@ -72,50 +72,17 @@ class CompressedIndexer(nn.Module):
         cache: EntryCache | None = None,
         *,
         entry_rope: tuple[torch.Tensor, torch.Tensor],
-        paged_slots: bool = False,
-        store_only: bool = False,
-        keys: tuple[torch.Tensor, torch.Tensor] | None = None,
-        queries: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-        stored: bool = False,
-        rows: Rows = ALL_ROWS,
-    ) -> torch.Tensor | None:
-        """keys: what the compressor's `project` makes of x, queries: wq_b(qr), and weights: `head_weights` of x, where
-        the caller has them; stored: whether the compressor's `store` has had the keys already. rows: where x, qr,
-        queries and weights are a process's own rows, for which it selects; keys are all rows'."""
-        if store_only and cache is None:
-            return None
-        projected = self.compressor.project(x) if keys is None else keys
-        if cache is not None and not stored:
-            self.compressor.store(*projected, *entry_rope, batch, cache)
-        if store_only:
-            return None
-        q = (self.wq_b(qr) if queries is None else queries).unflatten(-1, (self.n_heads, self.head_dim))
-        weights = self.head_weights(x) if weights is None else weights
-        angles = rows.own_kept(cos), rows.own_kept(sin)
+    ) -> torch.Tensor:
+        if cache is not None:
+            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
+        q, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.head_weights(x)
+        keys = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
         if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, interleaved=True, dims="last")
+            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, interleaved=True, dims="last")
+            keys = quantized_keys(keys)
         else:
-            q = dsa.apply_rotary(q, *angles, interleaved=True, dims="last")
+            q = dsa.apply_rotary(q, cos, sin, interleaved=True, dims="last")
         entries = batch.entries(self.compressor.ratio)
-        page_size = entries.page_size if paged_slots else None
-        if self.quantize and batch.is_decode and cache is not None:
-            pages, lengths = (cache.pages, batch.block_table), entries.visible_by_sequence
-            return select_paged(q, *pages, weights, self.top_k, lengths, entries, max(entries.most, 1), page_size)
-        if cache is None:
-            keys = self.compressor.entries(*projected, *entry_rope, batch).to(x.dtype)
-            if self.quantize:
-                keys, scale = dsa.per_token_cast_to_fp8(keys, True, self.head_dim, hadamard=True)
-                keys = keys, scale.squeeze(-1)
-        else:
-            read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
-            keys = read(cache.pages, entries.all_slots)
-        paging = {}
-        if paged_slots:
-            sequences = rows.own_kept(batch.sequences)
-            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
-        starts, lengths, most = entries.visible_ranges
-        ranges = rows.own_kept(starts), rows.own_kept(lengths), most
         options = {"accumulators": self.accumulators, "workspace": self.workspace}
         options["key_lens"] = entries.lens if batch.is_decode else None
-        return select_packed(q, keys, weights, self.top_k, *ranges, **options, **paging)
+        return select_packed(q, keys, weights, self.top_k, *entries.visible_ranges, **options)

@@ -5,8 +5,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.cache.compressed_kv_cache import DRAFTS, EntryCache
-from dsa_layers.layers import joint_linear
+from dsa_layers.cache.compressed_kv_cache import DRAFTS
 from dsa_layers.layers.linear import FP32Linear
 from dsa_layers.layers.norm import RMSNorm
 
@@ -18,9 +17,7 @@ class Compressor(nn.Module):
     is made of the first half of block i - 1's and the second half of block i's tokens (`dsa.compress_kv`). Rope turns
     the last channels in interleaved pairs.
 
-    project(x [T, hidden]) -> KV, and Z without ape, [T, c]
-    entries(KV, Z, cos, sin fp32 [T, R / 2], batch) -> fp32 [N, dim], the entries of whole sequences, packed
-    store(KV, Z, cos, sin, batch, cache): the entries that the new tokens end go to the cache
+    compress(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> fp32 [N, dim]: the entries of whole sequences, packed.
     cos, sin: of the positions of the entries that the tokens may end (`EntryView.positions`).
     Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
     Source: `Compressor` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
@@ -48,33 +45,17 @@ class Compressor(nn.Module):
         """The shape of one sequence's state, from which it goes on after drafts, too."""
         return ((2 * self.ratio if self.overlap else self.ratio) + DRAFTS, 2, self.ape.shape[1])
 
+    def compress(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        return self.entries(*self.project(x), cos, sin, batch)
+
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return joint_linear.multiply(x, *self.joint_layers())
+        """KV, and Z without ape, [T, c]."""
+        return self.wkv(x), self.wgate(x)
 
     def entries(
         self, kv: torch.Tensor, gate: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch
     ) -> torch.Tensor:
+        """The entries from what `project` returns."""
         starts = batch.earlier_lens_tensor
         entries, tokens = dsa.compress_kv(kv, gate, self.ape, batch.cu_query_lens, starts, overlap=self.overlap)
         return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
-
-    @torch.no_grad()
-    def store(
-        self,
-        kv: torch.Tensor,
-        gate: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: EntryCache,
-    ) -> None:
-        dsa.write_compressed_kv(
-            *(kv, gate, self.ape, self.norm.weight.float(), cos, sin, cache.pages, batch.entries(self.ratio).slots),
-            *(batch.cu_query_lens, batch.earlier_lens_tensor, cache.state, batch.state_slots_tensor),
-            overlap=self.overlap,
-            eps=self.norm.eps,
-        )
-
-    def joint_layers(self) -> tuple[FP32Linear, FP32Linear]:
-        """Those that read x as one product: KV, and Z without ape."""
-        return self.wkv, self.wgate

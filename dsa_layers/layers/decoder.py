@@ -3,20 +3,17 @@
 import torch
 from torch import nn
 
-from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.norm_and_cast import cast_readers, given, norm_and_cast, takes
-from dsa_layers.layers.selection import Selection
 
 
 class DecoderBlock(nn.Module):
-    """x <- x + attention(norm(x)); x <- x + mlp(norm(x)). x [T, hidden] -> [T, hidden].
+    """x <- x + attention(norm(x)); x <- x + mlp(norm(x)).
 
-    selection: as for DSAAttention. rows: of x, where several processes have parts of the sublayers.
+    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected), as of `DSAAttention`.
     Submodules by the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
     """
 
@@ -34,13 +31,8 @@ class DecoderBlock(nn.Module):
         sin: torch.Tensor,
         batch: TokenBatch,
         cache: LayerCache | None = None,
-        selection: Selection | None = None,
-        rows: Rows = ALL_ROWS,
-    ) -> torch.Tensor:
-        _, normed, cast = norm_and_cast(self.input_layernorm, x, cast_readers(self.self_attn))
-        attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given(cast, rows))
-        readers = cast_readers(self.mlp)
-        x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, readers, residual=x)
-        if takes(self.mlp, "residual"):
-            return self.mlp(normed, **given(cast, rows), residual=x)
-        return x + self.mlp(normed, **given(cast, rows))
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        y, selected = self.self_attn(self.input_layernorm(x), cos, sin, batch, cache, selected)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), selected

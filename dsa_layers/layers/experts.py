@@ -1,17 +1,12 @@
 """The routed experts of a mixture, whose weights lie in one tensor."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 import dsa
-from dsa_layers.layers.branch import Branch
-from dsa_layers.layers.joint_linear import Cast
 from dsa_layers.layers.linear import BLOCK
-from dsa_layers.layers.routing import joins
-from dsa_layers.layers.shares import Shares
 
+ByExpert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what `dsa.sort_by_expert` returns
 FP4_GROUP = 32  # columns that share a scale
 _FP4_SIZE = 2.9  # the root mean square of e2m1's values
 
@@ -19,24 +14,18 @@ _FP4_SIZE = 2.9  # the root mean square of e2m1's values
 class Experts(nn.Module):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
 
-    forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared, residual [T, hidden] or None, cast=None)
-    -> [T, hidden] in x's dtype; residual + y, where there is a residual. Rows are sorted by expert and go through one
-    grouped GEMM a projection; what an expert computes for a token depends on no other token. cast: of x, with `fp8`,
-    (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then. by_expert:
-    what `dsa.sort_by_expert` gives of the experts, numbered from `first` on, where the caller has it. branch: the one
-    that makes `shared` (`side_stream`), if it is not joined. combine: what sums a token's outputs, with `shared`, in
-    place of `dsa.combine_experts`, for several processes' parts (`Rows.sum_of_experts`).
-    limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
-    down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
-    block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
-    [.., columns / 2], {..}_scale_inv e8m0 [.., columns / 32] and {..}_block_scale fp32, their `dsa.fp4_block_scales`:
-    the results are those of the same weights in FP8. Checkpoints' `experts.e.*_proj.weight` are parts of these
-    (`split_experts`). Quantised weights are for inference: nothing gets a gradient through them.
-    A part has `count` of `total` experts, from number `first` on, and gives the sum over those of a token's experts
-    that it has.
+    forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared [T, hidden] or None) -> [T, hidden] in x's
+    dtype. Rows are sorted by expert, and each projection is one grouped product. What an expert computes for a token
+    depends on no other token.
+    limit: as in `SwiGLU`.
+    Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection; down_proj [E, hidden,
+    inner]. Checkpoints' `experts.e.*_proj.weight` are parts of these (`split_experts`).
+    fp8: weights are e4m3, with {gate_up_proj,down_proj}_scale_inv fp32, one per 128 x 128 block as `BlockFP8Linear` has
+    them. fp4, with fp8: two e2m1 columns per byte, int8 [.., columns / 2], {..}_scale_inv e8m0 [.., columns / 32] and
+    {..}_block_scale fp32, their `dsa.fp4_block_scales`; results are those of the same weights in FP8. Quantised weights
+    are for inference: nothing gets a gradient through them.
+    Of a model that is split over ranks this has the `count` of `total` experts from number `first` on.
     """
-
-    shares = Shares(rows=("",), counts={"count": "experts"}, blocks=False)
 
     def __init__(
         self,
@@ -85,64 +74,55 @@ class Experts(nn.Module):
         for suffix, tensor in (("", packed), ("_scale_inv", scale), ("_block_scale", block_scale)):
             self.register_parameter(name + suffix, nn.Parameter(tensor, requires_grad=False))
 
-    @joins
     def forward(
         self,
         x: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
         shared: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        cast: Cast | None = None,
-        by_expert: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-        branch: Branch | None = None,
-        combine: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        # Rows of other parts' experts come last, behind ends[-1]: nothing is computed for them or read of them.
-        if by_expert is None:
-            own = experts - self.first if self.first else experts
-            by_expert = dsa.sort_by_expert(own, self.count)
+        by_expert = self.sort(experts)
+        outputs = self.outputs(x, by_expert, experts.shape[1])
+        shared = None if shared is None else shared.to(outputs.dtype)  # which autocast may have changed
+        return dsa.combine_experts(outputs, by_expert[1], weights, shared)
+
+    def sort(self, experts: torch.Tensor) -> ByExpert:
+        """(order, rows, ends) of `dsa.sort_by_expert`. Entries of other ranks' experts come last: no result is computed
+        for them or read."""
+        return dsa.sort_by_expert(experts - self.first if self.first else experts, self.count)
+
+    def outputs(self, x: torch.Tensor, by_expert: ByExpert, top_k: int) -> torch.Tensor:
+        """The experts' outputs [T * top_k, hidden], sorted by expert."""
         order, rows, ends = by_expert
-        if self.fp8 and cast is not None and len(cast[0]) == 1:
-            # All rows are the one token's, in whatever order: what it is cast to does not wait for the router.
-            outputs = self._products(tuple(part.expand(len(order), -1) for part in cast), ends, x.dtype)
-        elif self.fp8 and cast is not None:
-            outputs = self._products(cast, ends, x.dtype, order // experts.shape[1])
-        elif self.fp8:
-            # A token is cast once, and stored at its rows.
-            outputs = self._products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
-        else:
-            outputs = self._float_outputs(x, order // experts.shape[1], ends)
-        if branch is not None:
-            branch.join()
-        if shared is not None:
-            shared = shared.to(outputs.dtype)  # autocast is the shared expert's alone
-        if combine is not None:
-            y = combine(outputs, rows, weights, shared)
-            return y if residual is None else residual + y
-        return dsa.combine_experts(outputs, rows, weights, shared, residual)
-
-    def _float_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """The experts' outputs [N, hidden] for the tokens [N], of which those up to ends[e] go to expert e."""
-        gate_up = nn.functional.grouped_mm(x[tokens], self.gate_up_proj.transpose(1, 2), offs=ends)
+        if self.fp8:  # each token is cast once, and stored at its rows
+            return self.products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
+        gate_up = grouped_product(x[order // top_k], self.gate_up_proj, ends)
         h = gated(*gate_up.float().chunk(2, -1), self.limit).to(x.dtype)
-        return nn.functional.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
+        return grouped_product(h, self.down_proj, ends)
 
-    def _products(
-        self, activations: Cast, ends: torch.Tensor, dtype: torch.dtype, tokens: torch.Tensor | None = None
+    def products(
+        self,
+        activations: tuple[torch.Tensor, torch.Tensor],
+        ends: torch.Tensor,
+        dtype: torch.dtype,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `_float_outputs`, of cast rows [N], or of those of these tokens."""
+        """`outputs` of FP8 rows with their scales: sorted by expert, or with tokens int32 [N] the rows to take."""
         swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
         gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
         options = {"rows": tokens, "limit": self.limit, "use_ue8m0": self.use_ue8m0, "dtype": dtype}
         count = len(activations[0] if tokens is None else tokens)
-        # Of a part: its share, if tokens choose all experts alike.
+        # This rank's share of the rows, if tokens choose all experts alike.
         expected = None if self.count == self.total else -(-count * self.count // self.total)
         h = swiglu(activations, gate_up, ends, **options, expected_rows=expected)
         return product(h, down, ends, dtype, expected_rows=expected)
+
+
+def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """y = x W_e^T for the rows of each expert e, which end at ends[e]. x [N, I], weights [E, O, I] -> [N, O]."""
+    return nn.functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:

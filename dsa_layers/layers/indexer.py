@@ -9,13 +9,11 @@ import dsa
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_choice, check_dtype, check_same_dtype
 from dsa_layers.arguments import flag, integer
-from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.key_selection import WORKSPACE, Keys, select_packed, select_paged
+from dsa_layers.layers.key_selection import WORKSPACE, select_packed
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
-from dsa_layers.layers.pass_checks import check_pages
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 from dsa_layers.layers.trained_attention import TrainedAttention
 
@@ -137,96 +135,43 @@ class LightningIndexer(nn.Module):
         sin: torch.Tensor,
         batch: TokenBatch,
         cache: LayerCache | None = None,
-        *,
-        paged_slots: bool = False,
-        store_only: bool = False,
-        keys: torch.Tensor | None = None,
-        queries: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-        stored: bool = False,
-        rows: Rows = ALL_ROWS,
-    ) -> torch.Tensor | None:
-        """keys: wk(x), queries: wq_b(qr), and weights: `head_weights` of x, where the caller has them; stored: whether
-        the cache has the keys already (`store`). rows: where x, qr, queries and weights are a process's own rows, for
-        which it selects; keys are all rows'."""
-        if self.quantize and self.head_dim != FP8_DIM:
-            raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
-        keys = self.wk(x) if keys is None else keys
-        if cache is not None and not stored:
-            self.store(keys, cos, sin, batch, cache)
-        if store_only:
-            return None
-        q = self._by_head(self.wq_b(qr) if queries is None else queries)
-        weights = self.head_weights(x) if weights is None else weights
-        angles = rows.own_kept(cos), rows.own_kept(sin)
+    ) -> torch.Tensor:
+        if cache is not None:
+            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
+        self.check_selects()
+        q, k, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(x, cos, sin), None
+        weights = self.head_weights(x)
         if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
+            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
+            k = quantized_keys(k)
         else:
-            q = dsa.apply_rotary(q, *angles, **self.rope)
-        page_size = batch.page_size if paged_slots else None
-        if self.quantize and batch.is_decode and cache is not None:
-            pages, lengths = (cache.index, batch.block_table), batch.visible_by_sequence
-            return select_paged(q, *pages, weights, self.top_k, lengths, batch, batch.max_key_len, page_size)
-        paging = {}
-        if paged_slots:
-            sequences = rows.own_kept(batch.sequences)
-            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
-        every = self._all_keys(keys, cos, sin, batch, cache)
-        starts, lengths, most = batch.visible_ranges
-        ranges = rows.own_kept(starts), rows.own_kept(lengths), most
+            q = dsa.apply_rotary(q, cos, sin, **self.rope)
         options = {"accumulators": self.accumulators, "workspace": self.workspace}
         options["key_lens"] = batch.key_lens if batch.is_decode else None
-        return select_packed(q, every, weights, self.top_k, *ranges, **options, **paging)
+        return select_packed(q, k, weights, self.top_k, *batch.visible_ranges, **options)
 
-    def store(
-        self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
-    ) -> None:
-        """Writes the new tokens' keys, whose wk(x) is `keys`, to the cache."""
-        if cache.index is None:
-            raise ValueError("cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)")
-        check_pages(batch, cache.index.shape[1])
-        if self.quantize != cache.index_is_fp8:
-            raise ValueError(
-                f"cache: an indexer with quantize={self.quantize} needs "
-                f"{'FP8' if self.quantize else 'float'} index pages, got {cache.index.dtype}"
-            )
-        if self.quantize:
-            norm = self.k_norm
-            affine = norm.weight.float(), norm.bias.float()
-            dsa.write_indexer_keys(keys, *affine, cos, sin, cache.index, batch.slots, eps=norm.eps, **self.rope)
-        else:
-            dsa.write_kv_cache(self._normed(keys, cos, sin), cache.index, batch.slots)
+    def check_selects(self) -> None:
+        """Raises ValueError for a size that selection does not support."""
+        if self.quantize and self.head_dim != FP8_DIM:
+            raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
+
+    def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """k [T, head_dim], not quantised."""
+        return self.rotated_keys(self.wk(x), cos, sin)
+
+    def rotated_keys(self, projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """The same from wk(x)."""
+        return dsa.apply_rotary(self.k_norm(projected), cos, sin, **self.rope)
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """w fp32 [T, n_heads]."""
         return linear_fp32(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
-    def _by_head(self, queries: torch.Tensor) -> torch.Tensor:
-        """wq_b(qr) -> q [T, n_heads, head_dim] before rope."""
-        return queries.unflatten(-1, (self.n_heads, self.head_dim))
 
-    def _normed(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """wk(x) -> k [T, head_dim], before quantisation."""
-        return dsa.apply_rotary(self.k_norm(keys), cos, sin, **self.rope)
-
-    def _all_keys(
-        self,
-        keys: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None,
-    ) -> Keys:
-        """All keys of the sequences packed in a row, those of this pass or gathered from the cache; quantised, with
-        their scales, if `quantize`."""
-        if cache is not None:
-            read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
-            return read(cache.index, batch.key_slots)
-        k = self._normed(keys, cos, sin)
-        if not self.quantize:
-            return k
-        k, scale = dsa.per_token_cast_to_fp8(k, True, hadamard=True)
-        return k, scale.squeeze(-1)
+def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """k [N, D] -> e4m3 [N, D] after the Hadamard transform, and one scale per key, fp32 [N]."""
+    k, scale = dsa.per_token_cast_to_fp8(k, True, k.shape[-1], hadamard=True)
+    return k, scale.squeeze(-1)
 
 
 def check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:

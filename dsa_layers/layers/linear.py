@@ -4,58 +4,19 @@ import torch
 from torch import nn
 
 import dsa
-from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_TOKENS
 from dsa.reference.autocast import without_autocast
 from dsa.runtime.checks import FLOATS, check_dtype
 from dsa_layers.arguments import flag
-from dsa_layers.layers.batch_invariance import has_any_rows
 
 BLOCK = 128
 HALVES = torch.bfloat16, torch.float16
-# Up to so many results the kernel of fp32 results is used: each tile of tokens reads the whole matrix, and PyTorch's
-# libraries are made for more.
-MOST_RESULTS = 3 * 2**14
 
 
 @without_autocast
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
-    """x W^T in fp32, summed in fp32, and the columns from `scaled_from` on times `scale`. x [..., I], weight [O, I] ->
-    [..., O].
-
-    On a GPU, where no gradient is asked for, 16-bit operands of one dtype go through the tensor cores, whose products
-    are exact: few of them by `dsa.linear_fp32`, in batch-invariant passes all, so many tokens at a time as it takes.
-    """
-    halves = x.dtype == weight.dtype and x.dtype in HALVES and not torch.is_grad_enabled()
-    if halves and has_any_rows():
-        rows = x.flatten(0, -2).split(MAX_TOKENS)
-        parts = [dsa.linear_fp32(part, weight, scale, scaled_from=scaled_from) for part in rows]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unflatten(0, x.shape[:-1])
-    if halves and _are_few(x, weight):
-        return dsa.linear_fp32(x, weight, scale, scaled_from=scaled_from)
-    if halves and x.is_cuda:
-        y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
-    else:
-        y = nn.functional.linear(x.float(), weight.float())
-    if scale != 1:
-        y[..., scaled_from:].mul_(scale)
-    return y
-
-
-def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the products are few and the kernel takes them. Not under torch.compile, which does not trace the
-    question."""
-    if torch.compiler.is_compiling() or x.dim() != 2 or x.shape[1] % CHANNEL_MULTIPLE:
-        return False
-    few = len(x) <= MAX_TOKENS and len(x) * len(weight) <= MOST_RESULTS
-    if not few or not has_aligned_rows(x) or not has_aligned_rows(weight):
-        return False
-    return not x.is_cuda or dsa.runtime.backends.runs_kernel("linear_fp32", x)
-
-
-def has_aligned_rows(x: torch.Tensor) -> bool:
-    """Rows at multiples of 16 bytes, as the kernels ask for them."""
-    apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
-    return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """y = scale * x W^T in fp32. x [..., I], weight [O, I] -> [..., O]."""
+    y = nn.functional.linear(x.float(), weight.float())
+    return y if scale == 1 else y * scale
 
 
 class Linear(nn.Module):

@@ -6,14 +6,14 @@ from dsa_layers.layers.linear import HALVES, Linear, linear_fp32
 
 
 class LanguageModelHead(Linear):
-    """y = x W^T in fp32, summed in fp32: logits are not rounded to 16 bits. x [..., I] of W's dtype -> fp32 [..., O].
+    """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] of W's dtype -> fp32 [..., O].
 
-    With gradients, too. Of 16-bit operands the gradients are products in these 16 bits, to which y's gradient is
-    rounded: W is the largest matrix of a model, and a copy of it in fp32 is not kept for the backward pass.
+    For 16-bit operands y's gradient is rounded to 16 bits, and the gradients of x and W are products in 16 bits. W is
+    the largest matrix of a model, and no copy of it in fp32 is kept for the backward pass.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and x.dtype == self.weight.dtype and x.dtype in HALVES:
+        if x.dtype == self.weight.dtype and x.dtype in HALVES:
             return _Logits.apply(x, self.weight)
         return linear_fp32(x, self.weight)
 
@@ -24,7 +24,9 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return linear_fp32(x, weight)
+        if not x.is_cuda:
+            return linear_fp32(x, weight)
+        return torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(

@@ -8,7 +8,6 @@ from typing import Self
 import torch
 from torch import nn
 
-import dsa
 from dsa_layers.arguments import integer, number, shown
 
 
@@ -132,10 +131,3 @@ class JointRotary(nn.Module):
             for own, back in zip(found, -sin[: self.own]):
                 own.back = own[0], back
         return found
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str) -> torch.Tensor:
-    """`dsa.apply_rotary` of x [T, ..., D], which nobody else reads, by cos and sin fp32 [T, R / 2]: in place, unless
-    gradients are on."""
-    out = None if torch.is_grad_enabled() else x
-    return dsa.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims, out=out)

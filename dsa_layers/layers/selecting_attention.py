@@ -11,6 +11,12 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.indexer import Indexer
 
 
+def selecting_method(indexer: Indexer) -> str:
+    """The name of the method that selects keys in the passes of a layer: `pick`, which attention for inference calls, or
+    `select`."""
+    return "pick" if hasattr(indexer, "pick") else "select"
+
+
 class KeyCounter(Protocol):
     """What a layer reports to, in every pass, while keys are counted."""
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsa_layers.layers.selecting_attention import selecting_method
 from dsa_layers.parallel.ranks import Ranks
 
 
@@ -17,7 +18,8 @@ def compare_picks(model: nn.Module, ranks: Ranks) -> None:
     for name, module in model.named_modules():
         indexer = getattr(module, "indexer", None)
         if indexer is not None:
-            indexer.select = _compared(indexer.select, f"{name}.indexer", ranks)
+            selects = selecting_method(indexer)
+            setattr(indexer, selects, _compared(getattr(indexer, selects), f"{name}.indexer", ranks))
 
 
 def _compared(select: Callable[..., torch.Tensor | None], name: str, ranks: Ranks) -> Callable[..., Any]:

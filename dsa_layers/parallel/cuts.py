@@ -1,15 +1,7 @@
-"""Which parameters of a model several ranks share, and along what: what its layers say of themselves (`Shares`).
+"""Which parameters of a model several ranks share, and along which dimension: as `SHARES` says of its layers.
 
-    layer               rows (dim 0)                     columns (dim 1)
-    DSAAttention        q_b_proj, kv_b_proj              o_proj
-    CompressedAttention wq_b, attn_sink, wo_a (groups)   wo_b
-    SwiGLU              gate_proj, up_proj               down_proj
-    Experts             all of it (experts)
-    Embedding, the head all of it (vocabulary)
-
-A rank has the part of its number, of as many equal ones as there are ranks, so that the products of row-wise and then
-column-wise parts are summands of what one rank computes. Of layers in whose place long passes split the tokens
-(`splits_tokens`), shared experts among them, nothing is cut: each rank has its part beside the whole (`OwnPart`).
+A rank has the part of its number, of as many equal ones as there are ranks. Products of row-wise and then column-wise
+parts are then summands of what one rank computes. Layers that each rank has whole are not cut.
 """
 
 from collections.abc import Iterator
@@ -18,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from dsa_layers.engine.shares import shares_of
 from dsa_layers.layers.linear import BLOCK
-from dsa_layers.layers.shares import Shares, splits_tokens
 
 ROWS, COLUMNS = 0, 1
 SCALES = "_scale_inv"
@@ -50,14 +42,14 @@ class DoesNotDivide(ValueError):
 
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     """{parameter's name: its cut} of a whole model. blocks: projections are stored in FP8, whose blocks of 128 x 128
-    share a scale and are not cut. Raises DoesNotDivide for a model that does not come apart evenly, parts of which a
-    rank has beside the whole included."""
+    share a scale and are not cut. Raises DoesNotDivide for a model that does not come apart evenly, including parts of
+    layers that a rank has whole."""
     if ranks == 1:
         return {}
     _check_counts(model, ranks)
     cuts: dict[str, Cut] = {}
-    whole_layers = tuple(f"{name}." for name, layer, _ in shares_of(model) if splits_tokens(layer, ranks))
-    for name, parameter, dim, in_blocks in _shared(model):
+    whole_layers = tuple(f"{name}." for name, _, shares in shares_of(model, ranks) if shares.whole)
+    for name, parameter, dim, in_blocks in _shared(model, ranks):
         whole, kind = tuple(parameter.shape), "rows" if dim == ROWS else "columns"
         if not name.endswith(SCALES):  # what is said of a weight holds for these
             if whole[dim] % ranks:
@@ -69,16 +61,8 @@ def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     return cuts
 
 
-def shares_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Shares]]:
-    """(name, module, its shares) of all that are split."""
-    for name, module in model.named_modules():
-        shares = getattr(module, "shares", None)
-        if shares is not None:
-            yield name, module, shares
-
-
 def _check_counts(model: nn.Module, ranks: int) -> None:
-    for name, module, shares in shares_of(model):
+    for name, module, shares in shares_of(model, ranks):
         for attribute, what in shares.counts.items():
             count = getattr(module, attribute)
             if count % ranks:
@@ -89,9 +73,9 @@ def _does_not_divide(ranks: int, what: str, name: str) -> DoesNotDivide:
     return DoesNotDivide(f"gpus: {ranks} do not evenly share the {what} of {name}")
 
 
-def _shared(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, bool]]:
+def _shared(model: nn.Module, ranks: int) -> Iterator[tuple[str, torch.Tensor, int, bool]]:
     """(name, parameter, dim, whether FP8 checkpoints store it in blocks) of all that is shared."""
-    for prefix, module, shares in shares_of(model):
+    for prefix, module, shares in shares_of(model, ranks):
         for places, dim in ((shares.rows, ROWS), (shares.columns, COLUMNS)):
             for name, parameter in module.named_parameters():
                 if any(not place or name == place or name.startswith(f"{place}.") for place in places):

@@ -7,53 +7,54 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsa_layers.layers.own_part import OwnPart
-from dsa_layers.layers.shares import splits_tokens
+from dsa_layers.engine.fused_block import FusedDecoderBlock
+from dsa_layers.engine.fused_hyper_block import FusedHyperBlock
+from dsa_layers.engine.shares import shares_of
+from dsa_layers.engine.vocabulary import SplitEmbedding
+from dsa_layers.layers.embedding import Embedding
 from dsa_layers.parallel.compare import compare_picks
-from dsa_layers.parallel.cuts import Cut, cuts_of, shares_of
+from dsa_layers.parallel.cuts import Cut, cuts_of
 from dsa_layers.parallel.ranks import Ranks
 
 
 def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
-    """Turns the model, on the meta device and whole, into this rank's part. Returns what was cut and how;
+    """Turns a fused model, on the meta device and whole, into this rank's part. Returns what was cut and how.
     blocks: as of `cuts_of`.
 
-    Attention and MLPs add parts of sums over the ranks (`Rows`), and the model sets the ranks' columns of logits beside
-    each other; layers in whose place long passes split the tokens (`splits_tokens`) are whole. So activations between
-    layers have the same bits on every rank that has them, and so have the picks. With DSA_COMPARE_RANKS=1 in the
-    environment passes make sure of that, but for those that a CUDA graph replays: all ranks then have all rows, select
-    for all, and compare (`compare_picks`).
+    Attention and MLPs add parts of sums over the ranks (`Rows`), and the head joins the ranks' columns of logits.
+    Layers that each rank has whole are not cut. So activations between layers have the same bits on every rank that
+    has them, and so have the selected keys. With DSA_COMPARE_RANKS=1 in the environment, ranks check this in every pass
+    that is not a replay of a CUDA graph: they all have all rows then (`compare_picks`).
     Raises ValueError, with the model unchanged, for one that does not come apart evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
     if ranks.size == 1:
         return {}
+    shared = [*shares_of(model, ranks.size)]
     for name, cut in cuts.items():
         owner, _, attribute = name.rpartition(".")
         module, whole = model.get_submodule(owner), model.get_parameter(name)
         part = torch.empty(cut.shape, dtype=whole.dtype, device=whole.device)
         setattr(module, attribute, nn.Parameter(part, requires_grad=whole.requires_grad))
-    for _, module, shares in shares_of(model):
-        if splits_tokens(module, ranks.size):
-            module.own_part = OwnPart(ranks.rank, ranks.size)
+    for _, module, shares in shared:
+        if shares.whole:
+            module.part_of_ranks = ranks
             continue
         for attribute in shares.counts:
             setattr(module, attribute, getattr(module, attribute) // ranks.size)
         if hasattr(module, "first"):
             module.first = ranks.rank * module.count
+        if type(module) is Embedding:
+            module.__class__ = SplitEmbedding
     if os.environ.get("DSA_COMPARE_RANKS") == "1" and dist.is_initialized():  # else nobody is there to ask
         compare_picks(model, ranks)
         ranks = replace(ranks, shares_rows=False)
     for module in model.modules():
         if hasattr(module, "ranks"):
             module.ranks = ranks
+        if isinstance(module, nn.ModuleList) and module and isinstance(module[0], FusedDecoderBlock | FusedHyperBlock):
+            module[0].is_first = True
+            module[-1].is_last = isinstance(module[-1], FusedDecoderBlock)  # `SplitDeepseekV4` gathers one stream
+        elif isinstance(block := getattr(module, "block", None), FusedDecoderBlock | FusedHyperBlock):
+            block.is_first = block.is_last = True
     return cuts
-
-
-def copy_own_parts(model: nn.Module) -> None:
-    """Makes what a rank has beside the weights of layers that it has whole (`OwnPart`), once these are loaded: in a
-    short pass it would be made, too, but not in a CUDA graph's. To be called again after a change of weights that
-    PyTorch does not count, through `.data` or from outside; graphs then read the new numbers."""
-    for _, layer, _ in shares_of(model):
-        if getattr(layer, "own_part", None) is not None:
-            layer.own_part.update(layer)

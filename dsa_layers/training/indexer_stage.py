@@ -10,7 +10,6 @@ from torch import nn
 
 from dsa_layers.arguments import flag, instance
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
@@ -62,6 +61,11 @@ class IndexerStage:
                 "mesh: a part of a model trains no indexer, which follows the attention of all heads; accepted: a "
                 "model that was loaded without mesh. Ranks share the tokens of a step by IndexerStage.share"
             )
+        if any(type(module) is PagedAttention for module in model.modules()):
+            raise ValueError(
+                "model: was prepared for inference by dsa_layers.fuse; accepted: one of load_model(..., trainable=True), "
+                "or of a family's class"
+            )
         self.name = name
         self._layers = _trained_layers(model, drafter)
         self._kls: list[torch.Tensor] = []
@@ -71,20 +75,16 @@ class IndexerStage:
     def __enter__(self) -> Self:
         if not self._before:  # passes that validated may have had nobody who took their losses
             self._kls, self._without_gradients = [kl for kl in self._kls if kl.requires_grad], False
-        self._before.append([(layer.indexer_stage, type(layer)) for layer in self._layers])
+        self._before.append([layer.indexer_stage for layer in self._layers])
         for layer in self._layers:
             layer.indexer_stage = self
-            if type(layer) is PagedAttention:  # for inference alone
-                layer.__class__ = DSAAttention
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for layer, (stage, kind) in zip(self._layers, self._before.pop()):
+        for layer, stage in zip(self._layers, self._before.pop()):
             layer.indexer_stage = stage
-            if type(layer) is not kind:
-                layer.__class__ = kind
         if error is not None:
             self._forget()
 

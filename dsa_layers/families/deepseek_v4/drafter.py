@@ -14,8 +14,6 @@ from dsa_layers.layers.hyper_connections import HyperHead
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RopeAngles
-from dsa_layers.parallel.ranks import ALONE
-from dsa_layers.parallel.rows import rows_of
 
 
 class DeepseekV4Drafter(nn.Module):
@@ -30,7 +28,6 @@ class DeepseekV4Drafter(nn.Module):
     """
 
     page_size = DeepseekV4ForCausalLM.page_size
-    ranks = ALONE
 
     def __init__(self, target: DeepseekV4ForCausalLM) -> None:
         super().__init__()
@@ -51,17 +48,14 @@ class DeepseekV4Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
         rope = RopeAngles(target.rotaries["main"](batch.positions))
-        rows = rows_of(batch, self.ranks)
         # As in training the first position has an embedding, too. (vLLM zeroes it.)
-        e = self.e_proj(self.enorm(rows.sum(target.embed(tokens))))
-        streams = self.h_proj(self.hnorm(rows.own(states))) + e[:, None]
-        layer_cache = None if cache is None else cache.layer(0)
-        (streams,) = rows.gather(self.block(streams, tokens, rope, None, batch, layer_cache, rows))
-        return streams
+        e = self.e_proj(self.enorm(target.embed(tokens)))
+        streams = self.h_proj(self.hnorm(states)) + e[:, None]
+        return self.block(streams, tokens, rope, None, batch, None if cache is None else cache.layer(0))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         (target,) = self._target
-        return self.ranks.join_columns(target.head(self.norm(self.hc_head(states))))
+        return target.head(self.norm(self.hc_head(states)))
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

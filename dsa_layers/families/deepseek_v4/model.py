@@ -5,7 +5,6 @@ import re
 import torch
 from torch import nn
 
-from dsa_layers.batch.rows import Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.errors import CheckpointError
@@ -18,13 +17,9 @@ from dsa_layers.families.precision import Precision
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.hyper_connections import HyperHead
-from dsa_layers.layers.hyper_decoder import following
 from dsa_layers.layers.lm_head import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import JointRotary
-from dsa_layers.layers.shares import Shares
-from dsa_layers.parallel.ranks import ALONE
-from dsa_layers.parallel.rows import rows_of
 
 # Names in a checkpoint -> in the model, one after the other.
 RENAMES = [
@@ -93,8 +88,6 @@ class DeepseekV4ForCausalLM(nn.Module):
     """
 
     page_size = 256  # tokens: 64 entries of a layer with an indexer, 2 of the others
-    shares = Shares(rows=("head",), blocks=False)
-    ranks = ALONE
 
     def __init__(self, config: DeepseekV4Config, precision: Precision | None = None) -> None:
         super().__init__()
@@ -120,43 +113,26 @@ class DeepseekV4ForCausalLM(nn.Module):
         *,
         all_tokens: bool = False,
     ) -> torch.Tensor:
-        streams, rows = self._pass(tokens, batch, cache)
-        few = not all_tokens and not batch.is_decode  # where each token is the last
-        if rows.shared:  # of which one stream goes from rank to rank, and not all
-            (x,) = rows.gather(self.hc_head(streams))
-            return self._logits(x[batch.last_tokens] if few else x)
-        return self.logits(streams[batch.last_tokens] if few else streams)
+        streams = self.states(tokens, batch, cache)
+        if not all_tokens and not batch.is_decode:  # where each token is the last
+            streams = streams[batch.last_tokens]
+        return self.logits(streams)
 
     def states(self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None) -> torch.Tensor:
-        """[T, hc_mult, hidden_size]: the residual streams of all tokens, behind the last layer."""
-        streams, rows = self._pass(tokens, batch, cache)
-        (streams,) = rows.gather(streams)
-        return streams
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """states [N, hc_mult, hidden_size], any rows -> fp32 [N, vocab_size]."""
-        return self._logits(self.hc_head(states))
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, hidden_size], the streams in one -> fp32 [N, vocab_size]."""
-        return self.ranks.join_columns(self.head(self.norm(x)))
-
-    def _pass(
-        self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None
-    ) -> tuple[torch.Tensor, Rows]:
-        """(the streams of this process's own rows, how rows lie on the processes)."""
+        """[T, hc_mult, hidden_size]: the residual streams of all tokens, after the last layer."""
         check_pass(tokens, batch, cache)
-        rows = rows_of(batch, self.ranks)
-        streams = self._streams(tokens, rows)
+        streams = self.first_streams(tokens)
         angles = dict(zip(self._angle_kinds(), self.joint_rotary(batch.positions)))
         for i, layer in enumerate(self.layers):
             ratio = self.config.compress_rates.get(self.config.layer_types[i])
             rope = angles["main" if ratio is None else "compress", 1]
             entry_rope = None if ratio is None else angles["compress", ratio]
-            of_layer = None if cache is None else cache.layer(i)
-            next_mix = following(self.layers, i)
-            streams = layer(streams, tokens, rope, entry_rope, batch, of_layer, rows, **next_mix)
-        return streams, rows
+            streams = layer(streams, tokens, rope, entry_rope, batch, None if cache is None else cache.layer(i))
+        return streams
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """states [N, hc_mult, hidden_size], any rows -> fp32 [N, vocab_size]."""
+        return self.head(self.norm(self.hc_head(states)))
 
     def _angle_kinds(self) -> list[tuple[str, int]]:
         """(embedding, ratio) of all angles that layers turn by: tokens' own, of ratio 1, and then entries'."""
@@ -165,10 +141,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         own = [("main", 1)] if None in ratios else []
         return [*own, *([("compress", 1)] if of_entries else []), *of_entries]
 
-    def _streams(self, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """[T, hc_mult, hidden]: each of them begins with the tokens' embeddings."""
-        if rows.parts:
-            return rows.sum(self.embed(tokens))[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+    def first_streams(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hc_mult, hidden]: each stream begins with the tokens' embeddings."""
         return self.embed(tokens[:, None].expand(-1, self.config.hc_mult))
 
     def make_cache(

@@ -9,8 +9,9 @@ import torch
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.engine.selected import Selected
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.decoder import DecoderBlock
-from dsa_layers.layers.selection import Selection
 
 Rows = slice | torch.Tensor
 Slots = Callable[[Rows], torch.Tensor]
@@ -32,21 +33,21 @@ class DraftedStates:
         return DraftedStates(self.values[rows], self.slots and self.slots(rows).__getitem__)
 
 
-def slots_of(selection: Selection, batch: TokenBatch, cache: LayerCache | None, top_k: int) -> Slots | None:
+def slots_of(selected: Selected | None, batch: TokenBatch, cache: LayerCache | None, top_k: int) -> Slots | None:
     """Where the keys are that a pass has attended to. top_k: of its indexer."""
     if cache is None:
         return None
-    indices = selection.topk_indices
+    indices = selected.topk_indices
     if indices is not None:
-        (indices,) = selection.rows.gather(indices)
-    if indices is not None and selection.counted_in == "slots":
+        (indices,) = selected.rows.gather(indices)
+    if indices is not None and selected.counted_in == "slots":
         return indices.__getitem__
 
     def found(rows: Rows) -> torch.Tensor:
         if indices is None:  # all keys that a token sees, which are no more than it would select
             keys = torch.arange(top_k, dtype=torch.int32, device=batch.device)
             keys = torch.where(keys < batch.visible_keys[rows, None], keys, -1)
-        elif selection.counted_in == "positions":
+        elif selected.counted_in == "positions":
             keys = indices[rows]
         else:
             keys = packing.positions_of_rows(indices[rows], batch.key_starts[rows])
@@ -57,7 +58,14 @@ def slots_of(selection: Selection, batch: TokenBatch, cache: LayerCache | None, 
 
 def without_indexer(block: DecoderBlock) -> DecoderBlock:
     """The same layer, of the same parameters, that attends to the keys it is given."""
-    other, attention = copy.copy(block), copy.copy(block.self_attn)
-    attention._modules = block.self_attn._modules | {"indexer": None}
-    other._modules = block._modules | {"self_attn": attention}
+    other = copy.copy(block)
+    other._modules = block._modules | {"self_attn": _attention_without_indexer(block.self_attn)}
+    return other
+
+
+def _attention_without_indexer(attention: DSAAttention) -> DSAAttention:
+    other = copy.copy(attention)
+    other._modules = attention._modules | {"indexer": None}
+    if getattr(attention, "part", None) is not None:
+        vars(other)["part"] = _attention_without_indexer(attention.part)
     return other

@@ -5,6 +5,7 @@ from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.engine.selected import Selected
 from dsa_layers.families.drafter import check_states
 from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.sparse_mla.block import decoder_block
@@ -13,10 +14,7 @@ from dsa_layers.families.sparse_mla.drafted_states import DraftedStates, Slots, 
 from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.selection import Selection
 from dsa_layers.layers.trained_attention import SharedTokens
-from dsa_layers.parallel.ranks import ALONE
-from dsa_layers.parallel.rows import rows_of
 
 
 class SparseMLADrafter(nn.Module):
@@ -35,8 +33,6 @@ class SparseMLADrafter(nn.Module):
     """
 
     page_size = SparseMLAForCausalLM.page_size
-    ranks = ALONE
-
     def __init__(self, target: SparseMLAForCausalLM) -> None:
         super().__init__()
         config, precision = target.config, target.precision
@@ -57,27 +53,26 @@ class SparseMLADrafter(nn.Module):
         check_pass(tokens, batch, cache)
         (target,) = self._target
         config = target.config
-        block, selection, slots, h = self.block, Selection(), None, states
+        block, selected, slots, h = self.block, None, None, states
         if isinstance(states, DraftedStates):
             slots, h = self._first_slots(states, batch, cache), states.values
             block = without_indexer(self.block)
-            selection = Selection(slots(slice(None)), counted_in="slots", batch=batch)
+            selected = Selected(slots(slice(None)), batch, "slots")
         check_states(h, tokens, config.hidden_size)
         if cache is None and isinstance(batch, SharedTokens) and self.block.self_attn.indexer_stage is None:
             raise ValueError(
                 "batch: a rank's share of tokens is for a drafter in its stage: IndexerStage(.., drafter=True)"
             )
         cos, sin = target.model.rotary(batch.positions)
-        rows = rows_of(batch, self.ranks)
         # Training shifts the tokens by one, so that the first position has an embedding, too. (vLLM zeroes it.)
-        e = self.enorm(rows.sum(target.model.embed_tokens(tokens)))
-        x = self.eh_proj(torch.cat((e, self.hnorm(rows.own(h))), -1))
+        e = self.enorm(target.model.embed_tokens(tokens))
+        x = self.eh_proj(torch.cat((e, self.hnorm(h)), -1))
         layer_cache = None if cache is None else cache.layer(0)
-        x = block(x, cos, sin, batch, layer_cache, selection, rows)
-        (x,) = rows.gather(self.norm(x))
+        x, selected = block(x, cos, sin, batch, layer_cache, selected)
+        x = self.norm(x)
         if not config.index_share_for_mtp_iteration:
             return x
-        return DraftedStates(x, slots or slots_of(selection, batch, layer_cache, config.index_topk))
+        return DraftedStates(x, slots or slots_of(selected, batch, layer_cache, config.index_topk))
 
     @staticmethod
     def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache | None) -> Slots:

@@ -1,7 +1,5 @@
 """The model of the families with latent attention, lightning-indexer selection and mixture-of-experts MLPs."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -18,10 +16,6 @@ from dsa_layers.families.sparse_mla.mtp_names import drafter_name, is_read, mtp_
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.lm_head import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.selection import Selection
-from dsa_layers.layers.shares import Shares
-from dsa_layers.parallel.ranks import ALONE
-from dsa_layers.parallel.rows import rows_of
 
 
 class SparseMLAModel(nn.Module):
@@ -29,8 +23,6 @@ class SparseMLAModel(nn.Module):
 
     What a layer with an indexer selects is handed on to the layers after it that have none, within a pass.
     """
-
-    ranks = ALONE
 
     def __init__(self, config: SparseMLAConfig, precision: Precision) -> None:
         super().__init__()
@@ -45,14 +37,10 @@ class SparseMLAModel(nn.Module):
     def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         check_pass(tokens, batch, cache)
         cos, sin = self.rotary(batch.positions)
-        rows, selection = rows_of(batch, self.ranks), Selection()
-        x = rows.sum(self.embed_tokens(tokens))
+        x, selected = self.embed_tokens(tokens), None
         for i, layer in enumerate(self.layers):
-            # A copy per layer: checkpointed layers read theirs again in the backward pass, after later indexers.
-            selection = replace(selection)
-            x = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selection, rows)
-        (x,) = rows.gather(self.norm(x))
-        return x
+            x, selected = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selected)
+        return self.norm(x)
 
 
 class SparseMLAForCausalLM(nn.Module):
@@ -65,9 +53,6 @@ class SparseMLAForCausalLM(nn.Module):
     """
 
     page_size = 64  # tokens, as the kernels of the byte layouts have them
-    shares = Shares(rows=("lm_head",), blocks=False)
-    ranks = ALONE
-
     def __init__(self, config: SparseMLAConfig, precision: Precision | None = None) -> None:
         super().__init__()
         self.config = config
@@ -95,7 +80,7 @@ class SparseMLAForCausalLM(nn.Module):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """states [N, hidden_size], any rows -> fp32 [N, vocab_size], which no 16 bits have rounded."""
-        return self.ranks.join_columns(self.lm_head(states))
+        return self.lm_head(states)
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

@@ -12,7 +12,7 @@ from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers import attention_form
-from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
+from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.selection import Selection

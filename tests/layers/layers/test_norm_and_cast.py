@@ -11,7 +11,7 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.norm_and_cast import norm_and_cast
+from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers.calls import record
 

@@ -36,11 +36,10 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[Branch]:
     other one makes: a view of the batch that both read has to be made before (`cached_property`). Where nothing is
     allocated between this and the next branch beside the same stream, PyTorch's allocator needs to be told no more:
     memory that is dropped behind `join` is first given away in the next branch, which depends on all that was launched
-    before it on that stream. Backward passes allocate where the forward ran, so with gradients there is one order, and
-    so it is with an allocator that frees by the stream (cudaMallocAsync).
+    before it on that stream. With an allocator that frees by the stream (cudaMallocAsync) there is one order.
     """
     x = reads[0]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cuda or not _captures():
+    if not x.is_cuda or not _captures():
         yield Branch()
         return
     stream = torch.cuda.current_stream(x.device)

@@ -1,4 +1,4 @@
-"""What an indexer selected in a pass, for its own layer and for the layers after it that have no indexer."""
+"""What an indexer selected in a pass, for the layers after its own that have no indexer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,28 +12,28 @@ from dsa_layers.batch.token_batch import TokenBatch
 CountedIn = Literal["positions", "rows", "slots"]
 
 
-@dataclass
-class Selection:
-    """Hands what a layer's indexer selected in this pass to the layers after it that have no indexer.
+@dataclass(frozen=True)
+class Selected:
+    """The keys that a layer attended to in this pass.
 
-    Layers of one pass may read keys from different places: a frozen layer from its cache, a layer with gradients from
-    this pass, a layer on another device from a cache there. `indices` therefore converts what was selected.
+    A later layer may read its keys elsewhere: in its cache, among the keys of this pass, or on another device. `indices`
+    converts what was selected.
 
-    topk_indices  int32 [T, top_k]: the selected keys, then -1; None if that layer attended to all keys
-    bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
-    rows          whose rows topk_indices are: all T, or a process's own
-    counted_in    whether topk_indices are positions in the sequence, rows among all packed keys, or slots in the cache
+    topk_indices  int32 [T, top_k]: the selected keys, then -1; None if the layer attended to all keys
     batch         the batch of the selecting layer, whose slots or rows these are
+    counted_in    whether topk_indices are positions in the sequence, rows among all packed keys, or slots in the cache
+    rows          the tokens that topk_indices has rows for: all T, or those of this rank
+    bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
     """
 
-    topk_indices: torch.Tensor | None = None
-    bits: torch.Tensor | None = None
-    rows: Rows = ALL_ROWS
+    topk_indices: torch.Tensor | None
+    batch: TokenBatch
     counted_in: CountedIn = "rows"
-    batch: TokenBatch | None = None
+    rows: Rows = ALL_ROWS
+    bits: torch.Tensor | None = None
 
-    def indices(self, counted_in: CountedIn, batch: TokenBatch, rows: Rows) -> torch.Tensor | None:
-        """topk_indices for `rows` of a layer with this batch of the same tokens, on the batch's device."""
+    def indices(self, counted_in: CountedIn, batch: TokenBatch, rows: Rows = ALL_ROWS) -> torch.Tensor | None:
+        """topk_indices for the tokens of `rows`, for a layer with this batch of the same tokens, on its device."""
         found = self.topk_indices
         if found is None:
             return None

@@ -7,30 +7,29 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch.rows import Rows
-from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear, linear_fp32
+from dsa_layers.engine.fp32_product import fp32_product
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear
 
 Layer = Linear | BlockFP8Linear
 Cast = tuple[torch.Tensor, torch.Tensor]  # q e4m3 [..., I] and scales fp32 [..., I / 128], as `BlockFP8Linear.cast` has
 
 
-def multiply(x: torch.Tensor, *layers: Layer, cast: Cast | None = None) -> tuple[torch.Tensor, ...]:
-    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor. cast: of x, by the layers' way of
-    scaling it, where the caller has it.
+def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> tuple[torch.Tensor, ...]:
+    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor. cast: of x, as the layers cast it,
+    if the caller has it.
 
-    Block-scaled FP8 layers with one way of scaling x share a cast of it. Where the weights of such layers, or of
-    `FP32Linear`s of which the last one alone may have a scale, lie side by side (`join`), passes without gradients have
-    one product with all columns. The numbers of FP8 layers are those of the layers by themselves, bit for bit; those of
-    `FP32Linear`s may be summed in another order. Layers of other kinds, of several kinds, subclasses and layers with
-    hooks are called.
+    FP8 layers that scale x in one way share a cast of it. Layers whose weights lie side by side (`join`) are one
+    product with all columns: FP8 layers, and `FP32Linear`s of which only the last may have a scale. FP8 layers give the
+    same bits as by themselves; `FP32Linear`s may be summed in another order. All other layers are called.
     """
     if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
-    whole = _whole_for_inference(layers)
+    whole = _whole(layers)
     if isinstance(layers[0], FP32Linear):
         if whole is None:
-            return tuple(layer(x) for layer in layers)
+            return tuple(fp32_product(x, layer.weight, layer.scale) for layer in layers)
         *_, last = layers
-        y = linear_fp32(x, *whole, last.scale, scaled_from=len(whole[0]) - len(last.weight))
+        y = fp32_product(x, *whole, last.scale, scaled_from=len(whole[0]) - len(last.weight))
     else:
         activations = layers[0].cast(x) if cast is None else cast
         if whole is None:
@@ -39,49 +38,41 @@ def multiply(x: torch.Tensor, *layers: Layer, cast: Cast | None = None) -> tuple
     return y.split([len(layer.weight) for layer in layers], -1)
 
 
-def multiply_as_one(x: torch.Tensor, *layers: Layer) -> tuple[torch.Tensor, ...] | None:
-    """`multiply` where it has one product with all columns, else None: for a caller who has other ways then."""
-    if not layers or not _are_alike(layers) or _whole_for_inference(layers) is None:
+def multiply_as_one(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...] | None:
+    """`multiply` if it has one product with all columns, else None."""
+    if not layers or not _are_alike(layers) or _whole(layers) is None:
         return None
     return multiply(x, *layers)
 
 
 def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, rows: Rows) -> torch.Tensor:
-    """y [T, O] of all rows, x and its cast being this process's own: what the layer reads is gathered."""
+    """y [T, O] of all rows, where x and its cast have the rows of this rank."""
     if cast is None:
         (x,) = rows.gather(x)
         return layer(x)
     return layer.multiply(rows.gather(*cast), x.dtype)
 
 
-def joint_layers(module: nn.Module) -> tuple[Layer, ...]:
-    """The layers that a module names as those that read its input as one product; () of a module that names none."""
-    return module.joint_layers() if hasattr(module, "joint_layers") else ()
-
-
-def joint_fp32_layers(module: nn.Module) -> tuple[FP32Linear, ...]:
-    """The same of layers with fp32 results that several of a module's parts have."""
-    return module.joint_fp32_layers() if hasattr(module, "joint_fp32_layers") else ()
-
-
-def scaling(layers: Sequence[Layer]) -> bool | None:
+def scaling(layers: Sequence[nn.Module]) -> bool | None:
     """`use_ue8m0` of FP8 layers that share a cast of what they read; None of other layers, and of none."""
     return layers[0].use_ue8m0 if layers and type(layers[0]) is BlockFP8Linear and _are_alike(layers) else None
 
 
 def join(model: nn.Module) -> None:
-    """Lays the weights side by side that modules of the model name in `joint_layers()` and `joint_fp32_layers()`: the
-    layers' parameters become views of one tensor. Nothing else about them changes. What moves or copies them apart, as
-    `.to()` does, is no error: products are then one after another. To be called once weights are loaded, and before a
-    CUDA graph has their addresses."""
-    # A module is before its parts, whose layers may be some of its own.
-    for layers in (of(module) for module in model.modules() for of in (joint_layers, joint_fp32_layers)):
-        join_layers(layers)
+    """Lays weights side by side that read the same input: those that modules name in `joint_layers()` and
+    `joint_fp32_layers()`. The layers' parameters become views of one tensor; nothing else about them changes. If `.to()`
+    moves them apart, the products are done one by one. Call it after the weights are loaded, and before a CUDA graph
+    is captured."""
+    # A module comes before its parts, which may name some of its layers, too.
+    for module in model.modules():
+        for name in ("joint_layers", "joint_fp32_layers"):
+            if hasattr(module, name):
+                join_layers(getattr(module, name)())
 
 
 @torch.no_grad()
 def join_layers(layers: Sequence[Layer]) -> None:
-    """The same of these layers alone, if they can be joined and are not yet."""
+    """Lays the weights of these layers side by side, if they can be joined and are not yet."""
     if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
         for parameters in _parameters(layers):
             parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
@@ -89,10 +80,10 @@ def join_layers(layers: Sequence[Layer]) -> None:
                 parameter.data = part
 
 
-def _are_alike(layers: Sequence[Layer]) -> bool:
-    """Whether they are of one kind that can be joined, and a product is all that a call of each does."""
+def _are_alike(layers: Sequence[nn.Module]) -> bool:
+    """Whether they are of one kind that can be joined."""
     first = layers[0]
-    if any(type(layer) is not type(first) or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+    if any(type(layer) is not type(first) for layer in layers):
         return False
     if type(first) is BlockFP8Linear:
         return all(layer.use_ue8m0 == first.use_ue8m0 for layer in layers)
@@ -112,13 +103,8 @@ def _parameters(layers: Sequence[Layer]) -> list[list[torch.Tensor]]:
     return [[getattr(layer, name) for layer in layers] for name in names]
 
 
-def _whole_for_inference(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
-    """`_whole` in passes without gradients, and not under torch.compile, which does not trace the question."""
-    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() else _whole(layers)
-
-
 def _whole(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
-    """The one weight and, of FP8 layers, the one scale that the layers' parameters are parts of, if that is so."""
+    """The weight, and the scale of FP8 layers, that the layers' parameters are parts of; None if they are apart."""
     whole = tuple(map(_side_by_side, _parameters(layers))) if _blocks_fit(layers) else (None,)
     return None if any(part is None for part in whole) else whole
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import dsa.runtime.backends
-from dsa_layers.layers.batch_invariance import has_any_rows
+from dsa_layers.engine.batch_invariance import has_any_rows
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
-from dsa_layers.layers.norm_and_cast import watched
 
 MOST_TOKENS = 16  # with twice as many, bf16 products by head take as long
 NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32  # what the kernels take; ROWS: of a head, a multiple of it
@@ -31,11 +30,8 @@ class Projections(Protocol):
 
 
 def stored_up_projection(layer: Projections, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """kv_b's weight and scales, if a pass with queries like q [T, heads, nope + rope] may multiply with these and give
-    o_proj a cast of the values: for inference, of few tokens in bf16, on a GPU with kernels for it. None where it may
-    not, and where somebody sees what goes in and out of kv_b or o_proj, or has another class in their place."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
+    """kv_b's weight and scales, if a pass with queries like q [T, heads, nope + rope] multiplies with these and gives
+    o_proj a cast of the values: few tokens in bf16, on a GPU with kernels for it. Else None."""
     few = len(q) <= MOST_TOKENS or has_any_rows()
     if q.dtype != torch.bfloat16 or not few or not has_kernels(q) or not can_stay_stored(layer):
         return None
@@ -45,7 +41,7 @@ def stored_up_projection(layer: Projections, q: torch.Tensor) -> tuple[torch.Ten
 def can_stay_stored(layer: Projections) -> bool:
     """Whether a layer is one whose kv_b the kernels read as it is stored."""
     kv_b = layer.kv_b_proj
-    if any(type(linear) is not BlockFP8Linear or watched(linear) for linear in (kv_b, layer.o_proj)):
+    if any(type(linear) is not BlockFP8Linear for linear in (kv_b, layer.o_proj)):
         return False
     # The scales of a part of the heads are whole blocks' where its rows are.
     if kv_b.part_of is not None and len(kv_b.weight) % BLOCK:

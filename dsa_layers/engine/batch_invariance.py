@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 
-import torch
-
 _PASS: ContextVar[str | None] = ContextVar("batch_invariant", default=None)
 
 
@@ -31,9 +29,8 @@ def batch_invariant(kind: Literal["decoding", "prompt"] | None) -> Iterator[None
 
 
 def is_batch_invariant() -> bool:
-    """Whether the pass is batch-invariant, of either kind. Not under torch.compile, which does not trace the
-    question."""
-    return not torch.compiler.is_compiling() and _PASS.get() is not None
+    """Whether the pass is batch-invariant, of either kind."""
+    return _PASS.get() is not None
 
 
 def of_attention() -> dict[str, bool]:
@@ -43,4 +40,4 @@ def of_attention() -> dict[str, bool]:
 
 def has_any_rows() -> bool:
     """Whether it is one in which rows may have any others beside them."""
-    return not torch.compiler.is_compiling() and _PASS.get() == "decoding"
+    return _PASS.get() == "decoding"

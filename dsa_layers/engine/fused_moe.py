@@ -1,0 +1,123 @@
+"""`SwiGLU` and `MoE` for inference: joint products, one op for routing, shared and routed experts side by side."""
+
+from typing import Self
+
+import torch
+
+import dsa
+from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.engine import joint_linear
+from dsa_layers.engine.joint_linear import Cast, Layer
+from dsa_layers.engine.routing import choose, route
+from dsa_layers.engine.side_stream import Branch, side_stream
+from dsa_layers.layers.experts import ByExpert, gated
+from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.layers.moe import MoE, SwiGLU
+from dsa_layers.parallel.ranks import Ranks
+
+
+class FusedSwiGLU(SwiGLU):
+    """forward(x [T, hidden], cast=None, residual=None, rows=...) -> y, or residual + y, [T, hidden].
+
+    cast: x in FP8 with scales, for `joint_layers` (`norm_and_cast`). rows: if several ranks have a part of the channels
+    each, x, its cast, the residual and the result have this rank's rows.
+    part: this rank's channels, of a shared expert that has all of them (rank_part.py).
+    """
+
+    part: Self | None = None
+    part_of_ranks: Ranks | None = None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        cast: Cast | None = None,
+        residual: torch.Tensor | None = None,
+        rows: Rows = ALL_ROWS,
+    ) -> torch.Tensor:
+        if cast is None:
+            (x,) = rows.gather(x)
+        else:
+            cast = rows.gather(*cast)
+        y = rows.sum(self.product(x, cast))
+        return y if residual is None else residual + y
+
+    def product(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
+        """y of all rows that x has; with a cast only x's dtype matters."""
+        gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
+        if isinstance(self.down_proj, BlockFP8Linear):
+            h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
+            return self.down_proj.multiply(h, x.dtype)
+        return self.down_proj(gated(gate.float(), up.float(), self.limit).to(x.dtype))
+
+    def joint_layers(self) -> tuple[Layer, ...]:
+        """The layers whose products with x are one product."""
+        return self.gate_proj, self.up_proj
+
+
+class FusedMoE(MoE):
+    """forward(x [T, hidden], tokens=None, cast=None, residual=None, rows=...) -> y, or residual + y, [T, hidden].
+
+    tokens: of all rows. cast, residual and rows: as in `FusedSwiGLU`. A rank has some of the routed experts. If x has
+    this rank's rows only, the outputs of routed experts are summed over the ranks while each computes the shared
+    expert for its own rows. Otherwise a rank computes some channels of the shared expert.
+    """
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        *,
+        cast: Cast | None = None,
+        residual: torch.Tensor | None = None,
+        rows: Rows = ALL_ROWS,
+    ) -> torch.Tensor:
+        if rows.shared:
+            return self._of_own_rows(x, tokens, cast, residual, rows)
+        shared, branch = None, Branch()
+        if self.shared_experts is not None:
+            with side_stream(x, *(cast or ())) as branch:
+                shared = (self.shared_experts.part or self.shared_experts).product(x, cast)
+        experts, weights, by_expert = route(self.gate, self.experts, x, tokens)
+        outputs = self._outputs(x, cast if len(x) == 1 else None, by_expert, experts.shape[1])
+        branch.join()
+        if not rows.parts:
+            return dsa.combine_experts(outputs, by_expert[1], weights, shared, residual)
+        y = rows.sum_of_experts(outputs, by_expert[1], weights, shared)
+        return y if residual is None else residual + y
+
+    def joint_layers(self) -> tuple[Layer, ...]:
+        """The layers that read a cast of x: the shared expert's."""
+        return () if self.shared_experts is None else self.shared_experts.joint_layers()
+
+    def _of_own_rows(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor | None,
+        cast: Cast | None,
+        residual: torch.Tensor | None,
+        rows: Rows,
+    ) -> torch.Tensor:
+        """`forward` if x has this rank's rows. Routed experts read all rows, which the ranks exchange, as FP8 if there
+        is a cast, while the router chooses."""
+        gathering = rows.begin_gather(*((x,) if cast is None else cast))
+        choosing = rows.begin_gather(*choose(self.gate, x, None if tokens is None else rows.own_kept(tokens)))
+        every, (experts, weights) = gathering(), choosing()
+        by_expert = self.experts.sort(experts)
+        if cast is None:
+            outputs = self._outputs(*every, None, by_expert, experts.shape[1])
+        else:
+            outputs = self._outputs(x, every, by_expert, experts.shape[1])
+        total = rows.begin_sum(dsa.combine_experts(outputs, by_expert[1], weights))
+        shared = None if self.shared_experts is None else self.shared_experts.product(x, cast)
+        return total(shared, residual)
+
+    def _outputs(self, x: torch.Tensor, cast: Cast | None, by_expert: ByExpert, top_k: int) -> torch.Tensor:
+        """`Experts.outputs`. cast: of x, if all experts are to read it."""
+        if cast is None or not self.experts.fp8:
+            return self.experts.outputs(x, by_expert, top_k)
+        order, _, ends = by_expert
+        if len(cast[0]) == 1:
+            # All rows are the same token's, in any order, so the cast does not wait for the router.
+            return self.experts.products(tuple(part.expand(len(order), -1) for part in cast), ends, x.dtype)
+        return self.experts.products(cast, ends, x.dtype, order // top_k)

@@ -1,0 +1,50 @@
+"""What a fused layer reads of a pass: its tokens, their angles, the cache, and which rows this rank computes."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.token_batch import TokenBatch
+
+Cache = TypeVar("Cache")
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
+
+
+@dataclass
+class LayerPass(Generic[Cache]):
+    """One layer's part of a pass over T new tokens.
+
+    batch    the tokens of all ranks
+    angles   cos and sin of all T tokens
+    cache    the layer's cache, or None
+    rows     which rows of x this rank has
+    queries  the rows for which this call of the layer gives a result: `rows`, or all of them
+    in_pages whether attention reads keys where they are in the cache
+    """
+
+    batch: TokenBatch
+    angles: Angles
+    cache: Cache | None = None
+    rows: Rows = ALL_ROWS
+    queries: Rows = ALL_ROWS
+    in_pages: bool = False
+
+    @property
+    def decode(self) -> bool:
+        """Whether every sequence has one new token, or a few, and all earlier ones are in the cache."""
+        return self.cache is not None and self.batch.is_decode
+
+    @property
+    def query_angles(self) -> Angles:
+        cos, sin = self.angles
+        return self.queries.own_kept(cos), self.queries.own_kept(sin)
+
+
+@dataclass
+class EntryPass(LayerPass[Cache]):
+    """A pass of a layer with compressed entries. entry_angles: of the entries that the tokens may end; None without
+    entries."""
+
+    entry_angles: Angles | None = None

@@ -1,0 +1,392 @@
+"""`CompressedAttention` for inference: over a paged cache, with fused products, on one rank or several."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import torch
+
+import dsa
+from dsa_layers.batch import packing
+from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.window_view import WindowView
+from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
+from dsa_layers.engine import joint_linear
+from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
+from dsa_layers.engine.grouped_product import grouped_products, grouped_products_of_cast
+from dsa_layers.engine.joint_linear import Cast, Layer
+from dsa_layers.engine.layer_pass import EntryPass
+from dsa_layers.engine.norm_and_cast import norm_and_cast
+from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor, Products
+from dsa_layers.engine.side_stream import side_stream
+from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear
+from dsa_layers.layers.pass_checks import check_cache, check_entries
+from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.layers.selecting_attention import KeyCounter
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.rows import rows_of
+
+MOST_CHANNELS, VECTOR = 512, 8  # of a head, for rope in one kernel with the norm or the cast; channels at a time
+FEW_HEADS = 32  # attention of so many has a kernel of its own, which casts nothing
+
+Pass = EntryPass[CompressedLayerCache]
+
+
+class QueryLatents(NamedTuple):
+    """values [T, q_lora_rank]: the latents of the queries; the same in FP8 with scales, for FP8 layers, else None."""
+
+    values: torch.Tensor
+    cast: Cast | None
+
+
+class Projections(NamedTuple):
+    """Projections of x.
+
+    latents        of the queries, of this rank's rows
+    keys           [T, dim]: of the tokens, before their norm
+    entries        the compressor's products; None without a compressor
+    index_entries  the same of the lightning indexer's compressor; None if the indexer computes its own
+    index_weights  the indexer's `head_weights`, if they are a part of the same product; else None
+    """
+
+    latents: QueryLatents
+    keys: torch.Tensor
+    entries: Products | None
+    index_entries: Products | None
+    index_weights: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        of_latents = [self.latents.values, *(self.latents.cast or ())]
+        return [*of_latents, self.keys, *(self.entries or ()), *(self.index_entries or ()), self.index_weights]
+
+
+class PagedCompressedAttention(CompressedAttention):
+    """`CompressedAttention` for inference.
+
+    forward(x, rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden], without gradients. rope: as `RopeAngles`
+    if other layers rotate by the same angles. cast: x in FP8 with scales (`norm_and_cast`), for `joint_layers`.
+    ranks, part: as in `PagedAttention`; a rank attends with all heads for its own rows in every prompt of many rows.
+    """
+
+    ranks: Ranks = ALONE
+    part: Self | None = None
+    part_of_ranks: Ranks | None = None
+    # Set while the keys that tokens read are counted.
+    key_counter: KeyCounter | None = None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: TokenBatch,
+        cache: CompressedLayerCache | None = None,
+        *,
+        cast: Cast | None = None,
+    ) -> torch.Tensor:
+        self.check_pass(x, batch)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
+                "torch.no_grad(), got requires_grad=True"
+            )
+        if cache is not None:
+            check_cache(cache, CompressedLayerCache)
+            if self.compressor is not None:
+                check_entries("entries", cache.entries, self.compressor.ratio, batch)
+            if self.indexer is not None:
+                check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
+        elif batch.query_lens != batch.key_lens:
+            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
+        step = Pass(batch, rope, cache, rows_of(batch, self.ranks), entry_angles=entry_rope)
+        with torch.no_grad():
+            if self.part is not None and step.rows.shared:
+                step.queries = step.rows
+                return self._run(x, cast, step)
+            return step.rows.sum((self.part or self)._run(x, cast, step))
+
+    def joint_layers(self) -> tuple[Layer, ...]:
+        """The layers whose products with x are one product."""
+        return self.wq_a, self.wkv
+
+    def joint_fp32_layers(self) -> tuple[FP32Linear, ...]:
+        """The layers of both compressors whose products with x are one product. The indexer's weights are among them if
+        the rows of all results still lie at multiples of 16 bytes, as the compressors' kernels need."""
+        if not isinstance(self.indexer, PagedCompressedIndexer) or not isinstance(self.compressor, PagedCompressor):
+            return ()
+        keys = *self.compressor.joint_layers(), *self.indexer.compressor.joint_layers()
+        return keys if self.indexer.n_heads % 4 else (*keys, self.indexer.weights_proj)
+
+    def _run(self, x: torch.Tensor, cast: Cast | None, step: Pass) -> torch.Tensor:
+        """y of `step.queries`."""
+        if step.decode:
+            return self._decode(x, cast, step)
+        latents, projecting = self._begin_projections(x, cast, step)
+        q = self._queries(latents, step)  # while other ranks' rows are on their way
+        projected = projecting()
+        del latents, projecting  # with this rank's rows
+        keys = self._token_keys(projected.keys, step)
+        entries = self._entries(x, projected, step)
+        del projected  # of all rows in fp32, which attention has no need of
+        return self._prefill(q, keys, *entries, step)
+
+    def _selects(self, batch: TokenBatch) -> bool:
+        """Whether a sequence has more entries than its tokens attend to."""
+        return self.indexer is not None and self.selectable(batch).most > self.indexer.top_k
+
+    @property
+    def _shares_products(self) -> bool:
+        """Whether the indexer takes products that it would otherwise compute."""
+        return isinstance(self.indexer, PagedCompressedIndexer)
+
+    def _begin_projections(
+        self, x: torch.Tensor, cast: Cast | None, step: Pass
+    ) -> tuple[QueryLatents, Callable[[], Projections]]:
+        """The queries' latents, and the function that gives all projections. Ranks that share rows exchange keys, the
+        compressors' products, and the queries' latents if a rank has not all heads (`_queries`)."""
+        selects = self._selects(step.batch)
+        latents, kv = self._latents(x, cast, selects and self._shares_products)
+        # If nothing is selected the indexer makes its keys for the cache alone.
+        indexes = self._shares_products and (selects or step.cache is not None)
+        entries, of_index, weights = self._products(x, indexes, selects and self._shares_products)
+        gathering = step.rows.begin_gather_joined(kv, *(entries or ()), *(of_index or ()))
+
+        def end() -> Projections:
+            keys, *products = gathering()
+            return Projections(latents, keys, tuple(products[:2]) or None, tuple(products[2:]) or None, weights)
+
+        return latents, end
+
+    def _latents(self, x: torch.Tensor, cast: Cast | None, selects: bool) -> tuple[QueryLatents, torch.Tensor]:
+        """The queries' latents, cast for the indexer's queries too if it `selects`, and wkv x."""
+        qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
+        readers = (self.wq_b, self.indexer.wq_b) if selects else (self.wq_b,)
+        _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
+        return QueryLatents(qr, cast), kv
+
+    def _products(
+        self, x: torch.Tensor, indexes: bool, weighs: bool
+    ) -> tuple[Products | None, Products | None, torch.Tensor | None]:
+        """The compressor's products with x; if it `indexes` those of the indexer's compressor; and the indexer's weights
+        if it `weighs` and they are of one product with these."""
+        if self.compressor is None:
+            return None, None, None
+        if not indexes:
+            return self.compressor.project(x), None, None
+        layers = self.joint_fp32_layers()
+        found = joint_linear.multiply_as_one(x, *(layers if weighs else layers[:4]))
+        if found is None:
+            return self.compressor.project(x), self.indexer.compressor.project(x), None
+        return found[:2], found[2:4], found[4] if len(found) > 4 else None
+
+    def _queries(self, latents: QueryLatents, step: Pass) -> torch.Tensor:
+        """q [T, heads, dim] of `step.queries`, normed and rotated."""
+        if step.rows.shared and not step.queries.shared:
+            q = joint_linear.multiply_gathered(latents.values, self.wq_b, latents.cast, step.rows)
+        else:
+            (q,) = joint_linear.multiply(latents.values, self.wq_b, cast=latents.cast)
+        q = q.unflatten(-1, (self.n_heads, self.dim))
+        if self._joins_rope(step.angles):
+            return dsa.rms_norm_rotary(q, None, *step.query_angles, self.eps)
+        return _rotate_in_place(dsa.rms_norm(q, None, self.eps), step.query_angles)
+
+    def _pick(self, x: torch.Tensor, projected: Projections, step: Pass) -> torch.Tensor:
+        """What the indexer selects for `step.queries`. Its keys are in the cache, if there is one and it shares
+        products."""
+        cache = None if step.cache is None else step.cache.index_entries
+        latents, indexer = projected.latents, self.indexer
+        if self._shares_products:
+            (q,) = joint_linear.multiply(latents.values, indexer.wq_b, cast=latents.cast)
+            weights = projected.index_weights
+            weights = indexer.head_weights(x) if weights is None else weights
+            picked = indexer.pick(q, projected.index_entries, weights, step, cache, step.rows)
+            return moved(picked, step.rows, step.queries)
+        qr = latents.values
+        if step.rows.shared:
+            x, qr = step.rows.gather(x, qr)
+        options = {"entry_rope": step.entry_angles, "paged_slots": step.in_pages}
+        return moved(indexer.select(x, qr, *step.angles, step.batch, cache, **options), ALL_ROWS, step.queries)
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        compressed: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        step: Pass,
+    ) -> torch.Tensor:
+        """y of the queries q: attention to the keys of the tokens that they see, and to their rows of all entries."""
+        batch, queries, angles = step.batch, step.queries, step.query_angles
+        windows = self._windows(step)
+        # Which keys a query sees, row by row: for this rank's queries, which are not the last ones of their sequences,
+        # the bounds do not say it.
+        near = queries.own_kept(windows.indices)
+        packed = (q, keys[:, None], queries.own_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
+        if compressed is None or len(compressed) == 0:
+            compressed = rows = counts = None
+        else:
+            compressed = compressed[:, None]
+            counts = batch.entries(self.compressor.ratio).selected_counts(rows.shape[1])
+            counts = None if counts is None else queries.own_kept(counts)
+        if self.key_counter is not None:
+            self._count_keys(batch, _listed(rows, counts), queries)
+        scale = self.dim**-0.5
+        if self._casts_results(step.angles):
+            cast = dsa.window_attention_cast_to_fp8(
+                *(*packed, compressed, rows, *angles, self.o_groups, scale, self.attn_sink),
+                topk_length=counts,
+                window_indices=near,
+                use_ue8m0=self.wo_a.matrices.use_ue8m0,
+            )
+            return grouped_products_of_cast(cast, self.wo_a, self.wo_b, batch, q.dtype)
+        if compressed is None:
+            out, _ = dsa.sliding_window_attention(*packed, scale, self.dim, self.attn_sink, indices=near)
+        else:
+            softmax = (scale, self.dim, self.attn_sink)
+            out, _ = dsa.window_sparse_attention(
+                *(*packed, compressed, rows, *softmax), topk_length=counts, window_indices=near
+            )
+        return self._project(out, angles, batch)
+
+    def _casts_results(self, rope: Angles) -> bool:
+        """Whether a prompt's attention casts its results for wo_a: FP8 weights, of sizes for which that is faster."""
+        takes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
+        return takes and type(self.wo_a.matrices) is BlockFP8Linear
+
+    def _joins_rope(self, rope: Angles) -> bool:
+        """Whether heads have a size whose rope is one kernel with the norm before it and the cast after it."""
+        return self.dim <= MOST_CHANNELS and self.dim % VECTOR == 0 and 2 * rope[0].shape[1] % VECTOR == 0
+
+    def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
+        """y of attention's results [T, heads, dim]. rope: the queries' angles."""
+        back, matrices = RopeAngles.of(rope).back, self.wo_a.matrices
+        if self.dim % BLOCK == 0 and self._joins_rope(rope) and type(matrices) is BlockFP8Linear:
+            cast = dsa.rotary_cast_to_fp8(out, *back, self.o_groups, matrices.use_ue8m0)
+            return grouped_products_of_cast(cast, self.wo_a, self.wo_b, batch, out.dtype)
+        out = _rotate_in_place(out, back)
+        return grouped_products(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_a, self.wo_b, batch)
+
+    def _windows(self, step: Pass) -> WindowView:
+        return step.batch.windows(self.window, self.window if step.cache is None else step.cache.window.shape[1])
+
+    def _token_keys(self, kv: torch.Tensor, step: Pass) -> torch.Tensor:
+        """Keys of the tokens that the new ones see, in the order of `WindowView.order`. Writes the keys of the new ones,
+        whose wkv(x) is kv, to the ring."""
+        cache = step.cache
+        if cache is None:
+            return _rotate_in_place(self.kv_norm(kv), step.angles)
+        windows, norm = self._windows(step), self.kv_norm
+        earlier = None
+        if any(windows.earlier_lens):
+            earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
+        # If the ring has bytes, the rows are rounded like those that are read from it: all queries see the same keys.
+        rows = torch.empty_like(kv)
+        dsa.write_mla_cache(
+            kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows
+        )
+        if earlier is None:
+            return rows
+        keys = torch.cat((earlier, rows))
+        return keys if windows.in_order else keys[windows.order]
+
+    def _entries(
+        self, x: torch.Tensor, projected: Projections, step: Pass
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(all entries packed [N, dim], the rows int32 [T, K] of those that each of `step.queries` attends to, `counts`
+        of them or up to the first -1)."""
+        if self.compressor is None:
+            return None, None
+        batch, cache = step.batch, step.cache
+        entries, selects = batch.entries(self.compressor.ratio), self._selects(batch)
+        if cache is None:
+            compressed = self.compressor.entries(*projected.entries, *step.entry_angles, batch).to(x.dtype)
+        else:
+            self.compressor.store(projected.entries, step, cache.entries)
+            if self._shares_products:
+                self.indexer.compressor.store(projected.index_entries, step, cache.index_entries)
+            elif self.indexer is not None and not selects:
+                self._store_only(x, projected, step)
+        topk_indices = self._pick(x, projected, step) if selects else None
+        if cache is not None:  # after the selection, because both take memory in a long context
+            compressed = dsa.read_kv_cache(cache.entries.pages, entries.all_slots, dtype=x.dtype)
+        if topk_indices is None:
+            return compressed, step.queries.own_kept(entries.rows)
+        starts = step.queries.own_kept(entries.starts)
+        return compressed, packing.packed_rows(topk_indices, starts, len(batch.key_lens))
+
+    def _store_only(self, x: torch.Tensor, projected: Projections, step: Pass) -> None:
+        """Lets an indexer of another class write its keys to the cache."""
+        x, qr = step.rows.gather(x, projected.latents.values)
+        options = {"entry_rope": step.entry_angles, "store_only": True}
+        self.indexer.select(x, qr, *step.angles, step.batch, step.cache.index_entries, **options)
+
+    def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Rows = ALL_ROWS) -> None:
+        """entries int32 [T, K], or [B, next_n, K] of a decoding pass: those that each of `queries` reads in addition to
+        its window, -1 if there are fewer."""
+        if self.key_counter is None:
+            return
+        context = batch.visible_keys
+        read = dense = context.clamp(max=self.window)
+        if entries is not None:
+            read = read + queries.gather((entries >= 0).flatten(0, -2).sum(-1))[0]
+            dense = dense + batch.entries(self.compressor.ratio).visible_keys
+        self.key_counter.add(read, dense, context)
+
+    def _decode(self, x: torch.Tensor, cast: Cast | None, step: Pass) -> torch.Tensor:
+        batch, cache, step.in_pages = step.batch, step.cache, True
+        windows, norm, shares = self._windows(step), self.kv_norm, self._shares_products
+        slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots
+        entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
+        # The compressors' products run beside the latents: after these the queries' product occupies all
+        # multiprocessors. The branch that selects comes last, and joins this one.
+        with side_stream(x):
+            products, of_index, weights = self._products(x, shares, shares)
+            if self.compressor is not None:
+                self.compressor.store(products, step, cache.entries)
+            if shares:
+                self.indexer.compressor.store(of_index, step, cache.index_entries)
+        latents, kv = self._latents(x, cast, shares)
+        projected = Projections(latents, kv, products, of_index, weights)
+        slots, extra = None, {}
+        with side_stream(x, *projected.tensors()) as branch:
+            dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, cache.window, slots_of_keys, eps=norm.eps)
+            if self.indexer is not None:
+                slots = self._pick(x, projected, step).unflatten(0, (-1, batch.next_n))
+            elif self.compressor is not None:
+                slots = entries.slot_table
+        q = self._queries(latents, step)
+        branch.join()
+        if self.compressor is not None:
+            extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
+            extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
+        self._count_keys(batch, slots)
+        # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
+        dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
+        # If the lengths of a sequence's last token count for its others, the place of the second list, which decides in
+        # what order it is summed, depends on how many tokens there are.
+        lengths = None if is_batch_invariant() else batch.most_selected(self.window)
+        out, _ = dsa.flash_mla_with_kvcache(
+            *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),
+            softmax_scale=self.dim**-0.5,
+            is_fp8_kvcache=cache.is_fp8,
+            indices=slots_of_windows,
+            topk_length=lengths,
+            attn_sink=self.attn_sink,
+            **extra,
+            **of_attention(),
+        )
+        return self._project(out.flatten(0, 1).to(q.dtype), step.angles, batch)
+
+
+def _rotate_in_place(x: torch.Tensor, rope: Angles) -> torch.Tensor:
+    """x with its last channels rotated."""
+    return dsa.apply_rotary(x, *rope, interleaved=True, dims="last", out=x)
+
+
+def _listed(rows: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor | None:
+    """rows [T, K] with -1 behind the first `counts` [T] of each token."""
+    if rows is None or counts is None:
+        return rows
+    columns = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+    return torch.where(columns < counts[:, None], rows, -1)

@@ -1,0 +1,62 @@
+"""A rank's part of a layer that it has whole: its heads of attention, its channels of a shared expert."""
+
+import copy
+
+import torch
+from torch import nn
+
+from dsa_layers.engine.joint_linear import join_layers
+from dsa_layers.engine.shares import shares_in
+from dsa_layers.layers.linear import BlockFP8Linear
+
+
+def make_parts(model: nn.Module) -> None:
+    """Gives every layer that this rank has whole its `part`. To be called once the weights are loaded and on their
+    device, before a CUDA graph is captured; and again if they are loaded or moved anew."""
+    for layer in model.modules():
+        ranks = getattr(layer, "part_of_ranks", None)
+        if ranks is not None:
+            # Not as a submodule, whose parameters the model would have twice.
+            vars(layer)["part"] = rank_part(layer, ranks.rank, ranks.size)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
+    """The layer with the part of one rank alone: what it computes is a part of a sum.
+
+    Its parameters are views of the layer's, except those of FP8 layers that are to lie side by side for one product.
+    """
+    part, shares = copy.copy(layer), shares_in(layer)
+    part._modules, part._parameters = dict(layer._modules), dict(layer._parameters)
+    for name, count in {name: getattr(layer, name) for name in shares.counts}.items():
+        setattr(part, name, count // size)
+    for dim, names in enumerate((shares.rows, shares.columns)):
+        for name in names:
+            if name in layer._modules:
+                part._modules[name] = _cut_module(layer._modules[name], dim, rank, size)
+            else:
+                part._parameters[name] = _cut(layer._parameters[name], dim, rank, size)
+    join_layers(part.joint_layers())
+    return part
+
+
+def copied(part: nn.Module) -> list[torch.Tensor]:
+    """The parameters of a part that are no views of the layer's, given that a part of the joint layers is cut."""
+    layers = [layer for layer in part.joint_layers() if type(layer) is BlockFP8Linear and layer.part_of is not None]
+    return [parameter for layer in layers for parameter in layer._parameters.values()]
+
+
+def _cut_module(module: nn.Module, dim: int, rank: int, size: int) -> nn.Module:
+    part = copy.copy(module)
+    part._modules = {name: _cut_module(child, dim, rank, size) for name, child in module._modules.items()}
+    part._parameters = {name: _cut(x, dim, rank, size) for name, x in module._parameters.items()}
+    if isinstance(module, BlockFP8Linear) and dim == 0:
+        rows = len(module.weight) // size
+        part.part_of, part._dequantised = (module, slice(rank * rows, (rank + 1) * rows)), None
+    return part
+
+
+def _cut(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    length = x.shape[dim] // size
+    return x.detach().narrow(dim, rank * length, length)

@@ -1,0 +1,38 @@
+"""DeepSeek-V4's model on several ranks."""
+
+import torch
+
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.rows import rows_of
+
+
+class SplitDeepseekV4(DeepseekV4ForCausalLM):
+    """The layers pass on the streams of this rank's rows. Ranks exchange one stream at the end, and not all."""
+
+    ranks: Ranks = ALONE
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        batch: TokenBatch,
+        cache: CompressedKVCache | None = None,
+        *,
+        all_tokens: bool = False,
+    ) -> torch.Tensor:
+        rows = rows_of(batch, self.ranks)
+        if not rows.shared:
+            return super().forward(tokens, batch, cache, all_tokens=all_tokens)
+        (x,) = rows.gather(self.hc_head(super().states(tokens, batch, cache)))
+        return self.head(self.norm(x if all_tokens else x[batch.last_tokens]))
+
+    def states(self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None) -> torch.Tensor:
+        (streams,) = rows_of(batch, self.ranks).gather(super().states(tokens, batch, cache))
+        return streams
+
+    def first_streams(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.ranks.size == 1:
+            return super().first_streams(tokens)
+        return self.embed(tokens)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
