@@ -24,6 +24,13 @@ class PagedCompressor(Compressor):
     def project(self, x: torch.Tensor) -> Products:
         return joint_linear.multiply(x, *self.joint_layers())
 
+    def entries(
+        self, kv: torch.Tensor, gate: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch
+    ) -> torch.Tensor:
+        starts = batch.earlier_lens_tensor
+        entries, tokens = dsa.compress_kv(kv, gate, self.ape, batch.cu_query_lens, starts, overlap=self.overlap)
+        return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
+
     def store(self, products: Products, step: EntryPass, cache: EntryCache) -> None:
         """Writes the entries that the new tokens end to the cache, and what it keeps of unfinished blocks."""
         batch = step.batch

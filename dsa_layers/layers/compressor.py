@@ -14,7 +14,7 @@ class Compressor(nn.Module):
     """C_i = rope_{i m}(RMSNorm(sum_j softmax_j(Z_j) KV_j)) over the tokens j of block i, per channel; m = ratio.
 
     KV = x wkv^T, Z = x wgate^T + ape[j mod m], in fp32. With `overlap` wkv and wgate give 2 * dim channels, and entry i
-    is made of the first half of block i - 1's and the second half of block i's tokens (`dsa.compress_kv`). Rope turns
+    is made of the first half of block i - 1's and the second half of block i's tokens. Rope turns
     the last channels in interleaved pairs.
 
     compress(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> fp32 [N, dim]: the entries of whole sequences, packed.
@@ -56,6 +56,20 @@ class Compressor(nn.Module):
         self, kv: torch.Tensor, gate: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch
     ) -> torch.Tensor:
         """The entries from what `project` returns."""
-        starts = batch.earlier_lens_tensor
-        entries, tokens = dsa.compress_kv(kv, gate, self.ape, batch.cu_query_lens, starts, overlap=self.overlap)
-        return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
+        m, d, first = self.ratio, self.dim, 0
+        entries, ends = [kv.new_empty(0, d, dtype=torch.float32)], [torch.arange(0, device=kv.device)]
+        for k, z in zip(kv.split(batch.query_lens), gate.split(batch.query_lens)):
+            count, tokens = len(k) // m, len(k)
+            k, z = (x[: count * m].float().unflatten(0, (count, m)) for x in (k, z))
+            z = z + self.ape
+            if self.overlap and count:
+                before = k.new_zeros(1, m, d), z.new_full((1, m, d), -torch.inf)  # of the first block
+                k_before, z_before = (torch.cat((pad, x[:-1, :, :d])) for pad, x in zip(before, (k, z)))
+                k, z = torch.cat((k_before, k[..., d:]), 1), torch.cat((z_before, z[..., d:]), 1)
+            if count:
+                entries.append((z.softmax(1) * k).sum(1))
+                ends.append(torch.arange(first + m - 1, first + count * m, m, device=kv.device))
+            first += tokens
+        tokens = torch.cat(ends)
+        entries = self.norm(torch.cat(entries))
+        return dsa.apply_rotary(entries, cos[tokens], sin[tokens], interleaved=True, dims="last")

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.layers.grouped_product import grouped_product
 from dsa_layers.layers.linear import BLOCK
 
 ByExpert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what `dsa.sort_by_expert` returns
@@ -118,11 +119,6 @@ class Experts(nn.Module):
         expected = None if self.count == self.total else -(-count * self.count // self.total)
         h = swiglu(activations, gate_up, ends, **options, expected_rows=expected)
         return product(h, down, ends, dtype, expected_rows=expected)
-
-
-def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """y = x W_e^T for the rows of each expert e, which end at ends[e]. x [N, I], weights [E, O, I] -> [N, O]."""
-    return nn.functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:

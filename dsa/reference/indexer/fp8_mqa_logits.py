@@ -63,6 +63,10 @@ def mqa_logits(
     and fp32. Differentiable in q, k and weights. Arguments as in `dsa.mqa_logits`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
+    if torch.compiler.is_compiling():  # `_fill` chooses by what the tensors hold, which cannot be traced
+        key, starts, ends = torch.arange(k.shape[0], device=k.device), cu_seq_len_k_start, cu_seq_len_k_end
+        outside = (key < starts[:, None]) | (key >= ends[:, None])
+        return index_scores(q, k, weights).masked_fill(outside, -torch.inf)
     logits = torch.full((q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
     _fill(logits, q, k, None, weights, cu_seq_len_k_start, cu_seq_len_k_end, compressed=False)
     return logits
