@@ -10,6 +10,7 @@ from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.fused_hyper_block import MixedStreams
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.families.model import CheckpointModel, ModelConfig
@@ -63,27 +64,34 @@ def without_memory(
     kinds = set()
     for i, layer in enumerate(layers):
         kind = _kind(layer)
-        if kind in kinds and i + 1 < len(layers):  # the last layer returns something else
-            layers[i] = _Same(isinstance(layer, DecoderBlock))
+        if kind in kinds:
+            layers[i] = _SameBlock() if isinstance(layer, DecoderBlock) else _SameStreams(i + 1 == len(layers))
         kinds.add(kind)
     return model.train(False), cache
 
 
-class _Same(nn.Module):
-    """In place of a layer that is like an earlier one. pair: whether it returns what was selected, too."""
+class _SameBlock(nn.Module):
+    """In place of a `DecoderBlock` that is like an earlier one."""
 
-    def __init__(self, pair: bool) -> None:
+    def forward(self, x: torch.Tensor, *others: object) -> tuple[torch.Tensor, object]:
+        return x, others[-1]
+
+
+class _SameStreams(nn.Module):
+    """In place of a `HyperDecoderBlock` that is like an earlier one."""
+
+    def __init__(self, is_last: bool) -> None:
         super().__init__()
-        self._pair = pair
+        self._is_last = is_last
 
-    def forward(self, x: torch.Tensor, *others: object) -> object:
-        return (x, others[-1]) if self._pair else x
+    def forward(self, streams: torch.Tensor | MixedStreams, *_: object) -> torch.Tensor | MixedStreams:
+        return streams.streams if self._is_last and isinstance(streams, MixedStreams) else streams
 
 
 def _kind(layer: nn.Module) -> tuple:
     """What layers have in common that ask for the same kernels."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
-    return modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
+    return layer.is_last, modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
 
 
 def passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> Iterator[None]:

@@ -20,14 +20,14 @@ class Selected:
     converts what was selected.
 
     topk_indices  int32 [T, top_k]: the selected keys, then -1; None if the layer attended to all keys
-    batch         the batch of the selecting layer, whose slots or rows these are
+    batch         the batch of the selecting layer, whose slots or rows these are; None without tokens
     counted_in    whether topk_indices are positions in the sequence, rows among all packed keys, or slots in the cache
     rows          the tokens that topk_indices has rows for: all T, or those of this rank
     bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
     """
 
     topk_indices: torch.Tensor | None
-    batch: TokenBatch
+    batch: TokenBatch | None
     counted_in: CountedIn = "rows"
     rows: Rows = ALL_ROWS
     bits: torch.Tensor | None = None

@@ -41,7 +41,7 @@ class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, Page
         position_ids: torch.Tensor | None = None,
         prev_topk_indices: Selected | None = None,
         **options: Any,
-    ) -> tuple[torch.Tensor, None, Selected | None]:
+    ) -> tuple[torch.Tensor, None, Selected]:
         self.check(attention_mask, position_ids, options)
         selected = prev_topk_indices if self.indexer is None else None
         if self.indexer is None and not isinstance(selected, Selected):

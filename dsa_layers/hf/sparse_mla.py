@@ -77,9 +77,9 @@ class SparseMLAInPlace(AttentionInPlace):
         cache: Any,
         position_ids: torch.Tensor,
         selected: Selected | None = None,
-    ) -> tuple[torch.Tensor, Selected | None]:
-        """[B, S, hidden] -> (the same shape, the keys that the layer attended to; None without tokens). selected: of the
-        layer before, for a layer without an indexer."""
+    ) -> tuple[torch.Tensor, Selected]:
+        """[B, S, hidden] -> (the same shape, the keys that the layer attended to). selected: of the layer before, for a
+        layer without an indexer."""
         hidden_states = self.in_autocast(hidden_states)
         with_gradients = self.asks_for_gradients(hidden_states)
         layer = None
@@ -92,7 +92,7 @@ class SparseMLAInPlace(AttentionInPlace):
         options = {"consecutive": False, "separate": cache is None}
         packed = lengths.packed(position_ids, hidden_states.device, layer, **options)
         if packed is None:
-            y, selected = torch.zeros_like(hidden_states), None
+            y, selected = torch.zeros_like(hidden_states), Selected(None, None)
         else:
             x, angles = packed.pack(hidden_states), packed.angles(position_embeddings, self.rope_dim)
             layer_cache = None if layer is None or with_gradients else self._cache(layer)

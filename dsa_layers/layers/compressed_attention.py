@@ -90,7 +90,7 @@ class CompressedAttention(nn.Module):
         q = dsa.rms_norm(self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
         q, keys = self._rotate(q, rope), self._rotate(self.kv_norm(self.wkv(x)), rope)
         rows = batch.windows(self.window, self.window).indices
-        if self.compressor is not None:
+        if self.compressor is not None and self.selectable(batch).most:
             # The tokens' keys and the entries lie in one array, of which each token has its rows.
             entries = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
             of_entries = self._select(x, qr, rope, entry_rope, batch)

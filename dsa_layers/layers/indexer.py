@@ -118,8 +118,8 @@ class LightningIndexer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
         quantised, with gradients."""
-        q = dsa.apply_rotary(self._by_head(self.wq_b(qr)), cos, sin, **self.rope)
-        return q, self._normed(self.wk(x), cos, sin), self.head_weights(x)
+        q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), cos, sin, **self.rope)
+        return q, self.keys(x, cos, sin), self.head_weights(x)
 
     def loss(
         self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
@@ -139,7 +139,7 @@ class LightningIndexer(nn.Module):
         if cache is not None:
             raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
         self.check_selects()
-        q, k, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(x, cos, sin), None
+        q, k = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(x, cos, sin)
         weights = self.head_weights(x)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)

@@ -32,7 +32,7 @@ MOST = {
         "experts": (26, 26, 28, 27, 30, 30, 29),
     },
     "deepseek_v4_flash": {
-        "window, hashed": (24, 25, 25, 25, 35, 35, 35),
+        "window, hashed": (25, 26, 26, 26, 36, 36, 36),  # with its own projection of the streams, and the next layer's
         "ratio 4, hashed": (32, 33, 33, 33, 43, 43, 43),
         "ratio 128": (26, 27, 27, 27, 30, 30, 30),
         "ratio 4": (32, 33, 33, 33, 36, 36, 36),

@@ -16,8 +16,8 @@ from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
 from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles
-from dsa_layers.families.precision import Precision
 from dsa_layers.engine.batch_invariance import batch_invariant
+from dsa_layers.families.precision import Precision
 from tests.kernels.variants import all_compile_functions
 from tests.layers.compilation.configs import published, tiny
 
@@ -124,7 +124,7 @@ def test_layers_alike_are_asked_once():
     (precision,) = precisions(config, **AS_LOADED)
     model, _ = without_memory(config, precision)
     kinds = [type(layer).__name__ for layer in model.model.layers]
-    assert kinds.count("_Same") == 10  # one with a dense MLP and one with experts stay
+    assert kinds.count("_SameBlock") == 10  # one with a dense MLP and one with experts stay
     assert {parameter.device for parameter in model.parameters()} == {META}
 
 

@@ -76,7 +76,7 @@ def test_all_keys_is_dense_attention(model, sequences):
 def test_the_latest_keys_are_a_window(model, sequences):
     """A token changes the first layer's output within the window alone; short contexts are whole."""
     tokens, seen = sequences[0], []
-    hook = model.model.layers[0].self_attn.register_forward_hook(lambda layer, args, out: seen.append(out))
+    hook = model.model.layers[0].self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[0]))
     with latest_keys(model), KeysRead(model) as keys:
         window = logits_of(model, tokens)
         logits_of(model, [*tokens[:100], (tokens[100] + 1) % 256, *tokens[101:]])

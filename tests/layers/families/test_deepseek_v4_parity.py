@@ -28,7 +28,6 @@ class TestDeepseekV4(ParityTests):
         sparse, heavy = ours.layers[1].attn, ours.layers[2].attn
         for module, name, value in [
             (sparse.indexer, "top_k", 64),
-            (sparse, "compressor", None),
             (heavy, "compressor", None),
             (heavy, "window", 16),
             (sparse, "attn_sink", torch.nn.Parameter(torch.zeros_like(sparse.attn_sink))),

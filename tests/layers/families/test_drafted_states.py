@@ -7,9 +7,9 @@ from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import paged_attention
+from dsa_layers.engine.selected import Selected
 from dsa_layers.families.sparse_mla.drafted_states import slots_of
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers.selection import Selection
 
 # Of two sequences, which have more keys than are selected; their pages have other numbers than their order.
 LENS, PAGES, PAGE = [150, 200], [[3, 0, 5, 1], [6, 2, 7, 4]], 64
@@ -69,7 +69,8 @@ def test_bits_come_with_positions():
     batch = paged([2, 1], [130, 70])
     keys = torch.tensor([[0, 64, 129, -1], [1, 2, 3, 4], [63, 64, 69, -1]], dtype=torch.int32)
     cache = LayerCache(torch.empty(8, PAGE, 1, 576, dtype=torch.bfloat16), None)
-    slots = slots_of(Selection(keys, torch.zeros(1), counted_in="positions", batch=batch), batch, cache, 4)(slice(None))
+    selected = Selected(keys, batch, "positions", bits=torch.zeros(1))
+    slots = slots_of(selected, batch, cache, 4)(slice(None))
     assert torch.equal(slots, batch.slots_of(keys))
     assert slots[0].tolist() == [3 * 64, 0, 5 * 64 + 1, -1] and slots[2].tolist() == [
         6 * 64 + 63,

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
-from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.selected import Selected
 from dsa_layers.hf import lengths
 from dsa_layers.hf.paged_layer import CACHE, PagedLayer, Storage
-from dsa_layers.layers.selection import Selection
 from tests.layers.hf.pairs import MINOR, assert_same, padded, pair
 
 
@@ -174,10 +173,10 @@ def test_a_selection_on_another_device():
     """Layers that share an indexer may be on the next GPU."""
     here, there = (SequenceBatch.without_cache([2, 3], device) for device in ("cpu", "meta"))
     for counted_in in ("positions", "rows"):
-        selection = Selection(torch.zeros(5, 3, dtype=torch.int32), counted_in=counted_in, batch=here)
-        assert selection.indices(counted_in, here, ALL_ROWS) is selection.topk_indices
-        assert selection.indices("rows", there, ALL_ROWS).is_meta
-    assert Selection().indices("rows", there, ALL_ROWS) is None
+        selected = Selected(torch.zeros(5, 3, dtype=torch.int32), here, counted_in)
+        assert selected.indices(counted_in, here) is selected.topk_indices
+        assert selected.indices("rows", there).is_meta
+    assert Selected(None, here).indices("rows", there) is None
 
 
 def test_a_shared_layer_alone(tmp_path):

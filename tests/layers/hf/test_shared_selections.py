@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.layers.selection import Selection
+from dsa_layers.engine.selected import Selected
 from tests.layers.hf.pairs import Adapter, assert_same, padded, pair
 
 LAYERS = range(6)
@@ -173,13 +172,13 @@ def test_indices_name_the_same_keys_in_positions_rows_and_slots(counted_in, othe
     visible = PAGED.visible_keys[:, None]
     positions = torch.arange(0, 40, 3, dtype=torch.int32).expand(38, -1)
     positions = torch.where(positions < visible, positions, -1)
-    selection = Selection(positions, counted_in="positions", batch=PAGED)
+    selected = Selected(positions, PAGED, "positions")
     for wanted, batch in ((counted_in, PAGED), (other, OTHER_PAGES), (counted_in, PAGED)):
-        found = selection.indices(wanted, batch, ALL_ROWS)
-        selection = Selection(found, counted_in=wanted, batch=batch)
+        found = selected.indices(wanted, batch)
+        selected = Selected(found, batch, wanted)
         assert found.dtype == torch.int32 and torch.equal(found < 0, positions < 0)
-    assert torch.equal(selection.indices("positions", PAGED, ALL_ROWS), positions)
-    assert selection.indices(counted_in, PAGED, ALL_ROWS) is found
+    assert torch.equal(selected.indices("positions", PAGED), positions)
+    assert selected.indices(counted_in, PAGED) is found
     expected = {"positions": positions, "slots": PAGED.slots_of(positions)}
     expected["rows"] = torch.where(positions < 0, -1, positions + PAGED.key_starts[:, None])
     assert torch.equal(found, expected[counted_in])

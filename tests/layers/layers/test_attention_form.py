@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dsa_layers.layers.selection import Selection
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine import paged_attention
+from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers import attention_form
-from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
-from dsa_layers.layers.selection import Selection
 
 V32, GLM5 = HeadSizes(128, 128, 64, 128, 512), HeadSizes(64, 192, 64, 256, 512)
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))

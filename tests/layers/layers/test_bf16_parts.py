@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dsa_layers.layers import hyper_connections
 from dsa_layers.engine.bf16_parts import BF16Parts
+from dsa_layers.layers import hyper_connections
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 
 

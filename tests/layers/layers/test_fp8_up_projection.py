@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from dsa_layers.layers.own_part import OwnPart
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.engine.fp8_up_projection import MOST_TOKENS, stored_up_projection
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers import fp8_up_projection
-from dsa_layers.engine.fp8_up_projection import MOST_TOKENS, stored_up_projection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear
-from dsa_layers.layers.own_part import OwnPart
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers.calls import record
 

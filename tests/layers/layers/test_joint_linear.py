@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.joint_linear import join, multiply
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.engine.joint_linear import join, multiply
 from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, Linear
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers.calls import record

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.decoder import DecoderBlock
@@ -11,7 +12,6 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers.calls import record
 
