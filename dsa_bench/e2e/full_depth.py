@@ -54,10 +54,16 @@ def first_layers(model: CheckpointModel, count: int) -> Iterator[None]:
     layers = layers_of(model)
     left_out = list(layers)[count:]
     del layers[count:]
+    last = layers[-1] if layers else None
+    following = getattr(last, "following", ())
+    if following:  # the last block's result is not for the next one
+        last.following = ()
     try:
         yield
     finally:
         layers.extend(left_out)
+        if following:
+            last.following = following
 
 
 def layers_of(model: CheckpointModel) -> nn.ModuleList:

@@ -22,19 +22,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import dsa
 from dsa_bench.e2e.replacing import replaced
+from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.moe import MoE
 
 REST = "rest"
 GLUE = "glue"  # only in passes with the peers' kernels, so not in PARTS
 PARTS = ("indexer", "top-k", "attention", "MoE", REST)
 MODULES = {
     PagedAttention: "attention",
-    CompressedAttention: "attention",
-    MoE: "MoE",
+    PagedCompressedAttention: "attention",
+    FusedMoE: "MoE",
 }
 _PREFIX = "part: "
 # NCCL kernels, sums over symmetric memory, copies between GPUs, and waits for copies of other GPUs.
@@ -81,8 +81,8 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _announced(model: nn.Module) -> AbstractContextManager[None]:
-    """Within the block, calls of attention and MoE layers, of the indexers' `select`, and of `dsa.topk_indices` open
-    ranges."""
+    """Within the block, calls of attention and MoE layers, of the indexers' `select` and `pick`, and of
+    `dsa.topk_indices` open ranges."""
 
     def announced(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -93,9 +93,8 @@ def _announced(model: nn.Module) -> AbstractContextManager[None]:
         return announced_call
 
     indexers = [module for module in model.modules() if isinstance(module, LightningIndexer | CompressedIndexer)]
-    selects = [(indexer, "select", announced("indexer", indexer.select)) for indexer in indexers]
-    # Replace `forward` instead of adding hooks: a norm does not write FP8 for a module that has hooks
-    # (layers/norm_and_cast.py), so hooks would change the kernels.
+    names = [(indexer, name) for indexer in indexers for name in ("select", "pick") if hasattr(indexer, name)]
+    selects = [(indexer, name, announced("indexer", getattr(indexer, name))) for indexer, name in names]
     forwards = [(kind, "forward", announced(part, kind.forward)) for kind, part in MODULES.items()]
     return replaced([*selects, *forwards, (dsa, "topk_indices", announced("top-k", dsa.topk_indices))])
 

@@ -25,6 +25,11 @@ import dsa
 from dsa_bench.e2e.parts import glue
 from dsa_bench.peers import marlin
 from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
+from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.engine.fused_moe import FusedMoE
+from dsa_layers.engine.joint_linear import Cast
+from dsa_layers.engine.routing import choose
+from dsa_layers.engine.side_stream import Branch, side_stream
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
@@ -114,9 +119,45 @@ def _parameter(experts: Experts, name: str) -> Scaled:
     return getattr(experts, name), getattr(experts, f"{name}_scale_inv")
 
 
+def runs(experts: Experts, x: torch.Tensor, module: ModuleType | None, on_marlin: bool) -> bool:
+    """Whether a peer's kernels compute the experts of a pass over x."""
+    if x.dtype != torch.bfloat16 or not experts.fp8:
+        return False
+    if on_marlin and experts.fp4 and len(x) < LEAST_TOKENS:
+        return True
+    takes_steps = not experts.fp4 and len(x) <= MOST_MASKED and hasattr(module, "m_grouped_fp8_gemm_nt_masked")
+    return module is not None and (len(x) >= LEAST_TOKENS or takes_steps)
+
+
+def mixture_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> Forward:
+    """Return a replacement of `FusedMoE.forward` that calls the experts' `forward` in passes that `runs` accepts."""
+
+    def forward(
+        self: FusedMoE,
+        x: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        *,
+        cast: Cast | None = None,
+        residual: torch.Tensor | None = None,
+        rows: Rows = ALL_ROWS,
+    ) -> torch.Tensor:
+        if rows.parts or not runs(self.experts, x, module, on_marlin):
+            return ours(self, x, tokens, cast=cast, residual=residual, rows=rows)
+        shared, branch = None, Branch()
+        if self.shared_experts is not None:
+            with side_stream(x, *(cast or ())) as branch:
+                shared = self.shared_experts.product(x, cast)
+        experts, weights = choose(self.gate, x, tokens)
+        branch.join()
+        return self.experts(x, experts, weights, shared, residual)
+
+    return forward
+
+
 def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> Forward:
     """Return a replacement of `Experts.forward` that runs on the peers' kernels: on DeepGEMM's if `module` is not None,
-    and on Marlin's with `on_marlin`. Passes that neither can run are passed to `ours`."""
+    and on Marlin's with `on_marlin`. Passes that neither can run are passed to `ours`. It takes a residual, which is
+    added to the result, in addition."""
 
     def forward(
         self: Experts,
@@ -126,18 +167,17 @@ def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> For
         shared: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tokens, bf16 = len(x), x.dtype == torch.bfloat16
-        if on_marlin and self.fp4 and bf16 and tokens < LEAST_TOKENS:
+        tokens = len(x)
+        if not runs(self, x, module, on_marlin):
+            y = ours(self, x, experts, weights, shared)
+            return y if residual is None else residual + y
+        if on_marlin and self.fp4 and tokens < LEAST_TOKENS:
             out = marlin.experts_sum(x, experts, weights, *packed(self), self.limit)
             for more in (shared, residual):
                 out = out if more is None else more + out
             return out
 
-        prompt = tokens >= LEAST_TOKENS
-        takes_steps = not self.fp4 and tokens <= MOST_MASKED and hasattr(module, "m_grouped_fp8_gemm_nt_masked")
-        if module is None or not self.fp8 or not bf16 or not (prompt or takes_steps):
-            return ours(self, x, experts, weights, shared, residual)
-        outputs = _contiguous if prompt or tokens < LEAST_MASKED else _masked
+        outputs = _contiguous if tokens >= LEAST_TOKENS or tokens < LEAST_MASKED else _masked
         return dsa.combine_experts(*outputs(module, self, x, experts), weights, shared, residual)
 
     return forward

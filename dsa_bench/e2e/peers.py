@@ -35,6 +35,7 @@ from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, topk
 from dsa_bench.peers.package import Library
 from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.engine import paged_attention
+from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.layers import key_selection
 from dsa_layers.layers.experts import Experts
 
@@ -95,7 +96,8 @@ def replacement() -> Replaced:
     if on_marlin:
         found.ops["FP4 experts"] = "vllm"
     if library is not None or on_marlin:
-        found.values.append((Experts, "forward", peer_experts.forward_on(module, on_marlin, Experts.forward)))
+        kinds = (Experts, peer_experts.forward_on), (FusedMoE, peer_experts.mixture_on)
+        found.values += [(kind, "forward", on(module, on_marlin, kind.forward)) for kind, on in kinds]
     theirs = None
     if found.newest((operators.VLLM,))[0] is not None:
         theirs, found.ops["topk_indices"] = _vllm_topk, "vllm"

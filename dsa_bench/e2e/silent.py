@@ -15,7 +15,7 @@ from torch import nn
 
 from dsa_bench.e2e.replacing import replaced
 from dsa_layers.batch.rows import Rows
-from dsa_layers.layers.embedding import Embedding
+from dsa_layers.engine.vocabulary import SplitEmbedding
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows
 
@@ -49,13 +49,14 @@ def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     # compute zeros. So the hook maps every id to one of this rank.
     with replaced(changes), contextlib.ExitStack() as hooks:
         for module in model.modules():
-            if isinstance(module, Embedding):
+            if isinstance(module, SplitEmbedding):
                 hooks.callback(module.register_forward_pre_hook(_tokens_of_this_rank).remove)
         yield
 
 
-def _tokens_of_this_rank(embedding: Embedding, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    return (arguments[0] % embedding.count + embedding.first,)
+def _tokens_of_this_rank(embedding: SplitEmbedding, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    count = len(embedding.weight)
+    return (arguments[0] % count + embedding.ranks.rank * count,)
 
 
 def _repeat_rows(rows: SharedRows, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:

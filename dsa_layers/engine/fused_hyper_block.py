@@ -22,8 +22,8 @@ Weights = tuple[torch.Tensor, torch.Tensor]  # post and comb
 
 
 class MixedStreams(NamedTuple):
-    """Streams X [T, n, D], and their projection mix fp32 [T, (2 + n) n] by the hyper-connection that collapses them; None
-    if that is to compute it."""
+    """Streams X [T, n, D], and their projection mix fp32 [T, (2 + n) n] by the hyper-connection that collapses them.
+    mix is None if it has yet to be computed."""
 
     streams: torch.Tensor
     mix: torch.Tensor | None

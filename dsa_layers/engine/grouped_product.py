@@ -1,4 +1,4 @@
-"""A `GroupedLinear` and the projection after it, with FP8 weights: casts write each row where the next product reads it."""
+"""A `GroupedLinear` and the projection after it. With FP8 weights, casts write rows where the next product reads."""
 
 import torch
 from torch import nn

@@ -60,9 +60,9 @@ def scaling(layers: Sequence[nn.Module]) -> bool | None:
 
 def join(model: nn.Module) -> None:
     """Lays weights side by side that read the same input: those that modules name in `joint_layers()` and
-    `joint_fp32_layers()`. The layers' parameters become views of one tensor; nothing else about them changes. If `.to()`
-    moves them apart, the products are done one by one. Call it after the weights are loaded, and before a CUDA graph
-    is captured."""
+    `joint_fp32_layers()`. The layers' parameters become views of one tensor; nothing else about them changes. If
+    `.to()` moves them apart, the products are done one by one. Call it after the weights are loaded, and before a CUDA
+    graph is captured."""
     # A module comes before its parts, which may name some of its layers, too.
     for module in model.modules():
         for name in ("joint_layers", "joint_fp32_layers"):

@@ -168,8 +168,8 @@ class PagedCompressedAttention(CompressedAttention):
     def _products(
         self, x: torch.Tensor, indexes: bool, weighs: bool
     ) -> tuple[Products | None, Products | None, torch.Tensor | None]:
-        """The compressor's products with x; if it `indexes` those of the indexer's compressor; and the indexer's weights
-        if it `weighs` and they are of one product with these."""
+        """The compressor's products with x. With `indexes`, those of the indexer's compressor, too. With `weighs`, the
+        indexer's weights, if they are part of the same product."""
         if self.compressor is None:
             return None, None, None
         if not indexes:
@@ -271,8 +271,8 @@ class PagedCompressedAttention(CompressedAttention):
         return step.batch.windows(self.window, self.window if step.cache is None else step.cache.window.shape[1])
 
     def _token_keys(self, kv: torch.Tensor, step: Pass) -> torch.Tensor:
-        """Keys of the tokens that the new ones see, in the order of `WindowView.order`. Writes the keys of the new ones,
-        whose wkv(x) is kv, to the ring."""
+        """Keys of the tokens that the new ones see, in the order of `WindowView.order`. Writes the keys of the new
+        tokens, whose wkv(x) is kv, to the ring."""
         cache = step.cache
         if cache is None:
             return _rotate_in_place(self.kv_norm(kv), step.angles)
@@ -282,9 +282,7 @@ class PagedCompressedAttention(CompressedAttention):
             earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
         # If the ring has bytes, the rows are rounded like those that are read from it: all queries see the same keys.
         rows = torch.empty_like(kv)
-        dsa.write_mla_cache(
-            kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows
-        )
+        dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows)
         if earlier is None:
             return rows
         keys = torch.cat((earlier, rows))

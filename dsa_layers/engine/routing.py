@@ -1,4 +1,4 @@
-"""Routing for inference. For few tokens, as in decoding, one op computes logits, gate and order of entries by expert."""
+"""Routing for inference. For few tokens one op computes the logits, the gate and the order of entries by expert."""
 
 import torch
 

@@ -16,8 +16,8 @@ CountedIn = Literal["positions", "rows", "slots"]
 class Selected:
     """The keys that a layer attended to in this pass.
 
-    A later layer may read its keys elsewhere: in its cache, among the keys of this pass, or on another device. `indices`
-    converts what was selected.
+    A later layer may read its keys elsewhere: in its cache, among the keys of this pass, or on another device.
+    `indices` converts what was selected.
 
     topk_indices  int32 [T, top_k]: the selected keys, then -1; None if the layer attended to all keys
     batch         the batch of the selecting layer, whose slots or rows these are; None without tokens

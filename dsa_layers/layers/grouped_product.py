@@ -45,9 +45,7 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[torch.Tensor, 
     ctx.save_for_backward(*inputs)
 
 
-def _gradients(
-    ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     return *_backward(grad, *ctx.saved_tensors), None
 
 

@@ -12,7 +12,7 @@ from dsa_layers.layers.indexer import Indexer
 
 
 def selecting_method(indexer: Indexer) -> str:
-    """The name of the method that selects keys in the passes of a layer: `pick`, which attention for inference calls, or
+    """The name of the method that selects keys in a layer's passes: `pick`, which attention for inference calls, or
     `select`."""
     return "pick" if hasattr(indexer, "pick") else "select"
 

@@ -63,8 +63,8 @@ class IndexerStage:
             )
         if any(type(module) is PagedAttention for module in model.modules()):
             raise ValueError(
-                "model: was prepared for inference by dsa_layers.fuse; accepted: one of load_model(..., trainable=True), "
-                "or of a family's class"
+                "model: was prepared for inference by dsa_layers.fuse; accepted: a model in plain form, as "
+                "load_model(..., trainable=True) returns it"
             )
         self.name = name
         self._layers = _trained_layers(model, drafter)

@@ -136,7 +136,7 @@ def test_a_stack_without_its_last_layers_goes_from_the_remaining_layers_to_the_h
         assert torch.equal(model.logits(states), logits[0])
 
 
-COSTS = {"SwiGLU": 2.0, "MoE": 7.0}
+COSTS = {"FusedSwiGLU": 2.0, "FusedMoE": 7.0}
 COSTS |= {"sliding_attention": 2.0, "compressed_sparse_attention": 8.0, "heavily_compressed_attention": 6.0}
 
 

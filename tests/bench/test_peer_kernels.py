@@ -297,7 +297,8 @@ def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts,
     shared, residual = bf16(2, tokens, 256)
     for more in ((), (shared,), (shared, residual), (None, residual)):
         arguments = (*of_experts(tokens), *more)
-        expected = experts(*arguments)
+        expected = experts(*arguments[:4])
+        expected = expected if len(more) < 2 else residual + expected
         with peer_ops.peer_kernels():
             calls = recorded(peer_experts, "padded"), recorded(Slots, "of"), recorded(marlin, "experts_sum")
             got = experts(*arguments)
