@@ -258,3 +258,10 @@ def test_no_package_is_imported_by_what_it_imports():
         own = package_of(module(path))
         graph.setdefault(own, set()).update({package_of(name) for name in modules_imported(path)} - {own})
     assert circle(graph) is None
+
+
+@pytest.mark.parametrize("folder", ["layers", "families", "batch", "cache"])
+def test_layers_and_models_know_no_engine(folder):
+    above = tuple(f"dsa_layers.{name}" for name in ("engine", "generation", "parallel", "training", "hf", "command"))
+    for path in (ROOT / "dsa_layers" / folder).rglob("*.py"):
+        assert not [name for name in modules_imported(path) if name.startswith(above)], path

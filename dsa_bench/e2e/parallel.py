@@ -36,16 +36,16 @@ from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import Model, Run, decode, prefill
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
+from dsa_layers.engine.cuts import cuts_of
+from dsa_layers.engine.split import split
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.published import published_config
 from dsa_layers.io.gpu_plan import plan
 from dsa_layers.options import positive
-from dsa_layers.parallel.cuts import cuts_of
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.launch import launch
 from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.split import split
 
 MANY = 8  # number of GPUs for which `computed.py` computes the time, from measurements on fewer GPUs
 COMMAND = (sys.executable, "-m", "dsa_bench.e2e.parallel")

@@ -13,6 +13,7 @@ import torch
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.rank_part import make_parts
+from dsa_layers.engine.split import split
 from dsa_layers.families.config import read_config
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.precision import Precision
@@ -20,7 +21,6 @@ from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.split import split
 
 # The quantization_config that an FP8 release adds to the configuration of the bf16 release.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from dsa.runtime.compile_cache import private_folder
     from dsa_layers.compilation.build import build
     from dsa_layers.compilation.variants import model_variants, precisions
-    from dsa_layers.parallel.cuts import DoesNotDivide
+    from dsa_layers.engine.cuts import DoesNotDivide
 
     config, share = _configs(args)
     if args.draft and not config.num_nextn_predict_layers:

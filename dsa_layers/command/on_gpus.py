@@ -121,8 +121,8 @@ def plan_of(
     config: "ModelConfig", precision: "Precision", gpus: int, drafted: "Checkpoint | StoredNames | None"
 ) -> "GpuPlan":
     """Return `plan` of so many GPUs. Raise ValueError, which names the numbers that share the model evenly."""
+    from dsa_layers.engine.cuts import DoesNotDivide
     from dsa_layers.io.gpu_plan import plan, plans
-    from dsa_layers.parallel.cuts import DoesNotDivide
 
     with errors_of_options():
         try:

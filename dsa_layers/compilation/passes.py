@@ -13,6 +13,7 @@ from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.fused_hyper_block import MixedStreams
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.rank_part import make_parts
+from dsa_layers.engine.split import split
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family
@@ -20,7 +21,6 @@ from dsa_layers.families.unfilled import unfilled
 from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.key_selection import FUSED_TOKENS
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.parallel.split import split
 
 MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
 MOST_SEQUENCES = 1024

@@ -10,6 +10,7 @@ from dsa.kernels.mla.limits import GROUP_SIZES
 from dsa.runtime import backends
 from dsa_layers.batch import packing
 from dsa_layers.batch.rows import ALL_ROWS, moved
+from dsa_layers.batch.selected import CountedIn, Selected
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import joint_linear
@@ -20,7 +21,6 @@ from dsa_layers.engine.joint_linear import Cast, Layer
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.engine.selected import CountedIn, Selected
 from dsa_layers.engine.side_stream import Branch, side_stream
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.causal_attention import causal_attention

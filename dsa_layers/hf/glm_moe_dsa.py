@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import torch
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
 
+from dsa_layers.batch.selected import Selected
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.engine.selected import Selected
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import cache_of
 from dsa_layers.hf.parts import RMSNormInPlace

@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from dsa_layers.batch.selected import Selected
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.engine.selected import Selected
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, weight_of

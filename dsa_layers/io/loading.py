@@ -15,6 +15,7 @@ from dsa_layers.arguments import flag
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.rank_part import make_parts
+from dsa_layers.engine.split import split
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.fused_experts import split_experts
@@ -36,7 +37,6 @@ from dsa_layers.io.plan import PACKED
 from dsa_layers.io.stored_parts import Stored, parts_of_rank
 from dsa_layers.io.weights import load_weights
 from dsa_layers.parallel.ranks import Ranks, ranks_of
-from dsa_layers.parallel.split import split
 from dsa_layers.parallel.together import together
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from dsa_layers.batch import packing
+from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.engine.selected import Selected
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.decoder import DecoderBlock
 

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.engine.selected import Selected
 from dsa_layers.families.drafter import check_states
 from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.sparse_mla.block import decoder_block

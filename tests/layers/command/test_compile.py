@@ -10,8 +10,8 @@ import pytest
 from dsa.runtime.variants import Variant
 from dsa_layers.command.main import main
 from dsa_layers.compilation import variants
+from dsa_layers.engine.cuts import DoesNotDivide
 from dsa_layers.families.published import VENDORED
-from dsa_layers.parallel.cuts import DoesNotDivide
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
 

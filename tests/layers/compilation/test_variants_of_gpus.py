@@ -14,7 +14,7 @@ from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, decode, without_memory
 from dsa_layers.compilation.variants import precisions
-from dsa_layers.parallel.cuts import DoesNotDivide
+from dsa_layers.engine.cuts import DoesNotDivide
 from dsa_layers.parallel.one_shot_sum import OneShotSum
 from tests.layers.compilation.configs import tiny
 from tests.layers.compilation.test_variants import AS_LOADED, SLOW, Zeroed, variants_of

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import paged_attention
-from dsa_layers.engine.selected import Selected
 from dsa_layers.families.sparse_mla.drafted_states import slots_of
 from dsa_layers.io.loading import load_model
 

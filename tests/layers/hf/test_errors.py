@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
+from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.engine.selected import Selected
 from dsa_layers.hf import lengths
 from dsa_layers.hf.paged_layer import CACHE, PagedLayer, Storage
 from tests.layers.hf.pairs import MINOR, assert_same, padded, pair

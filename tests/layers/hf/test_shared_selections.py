@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
+from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.engine.selected import Selected
 from tests.layers.hf.pairs import Adapter, assert_same, padded, pair
 
 LAYERS = range(6)

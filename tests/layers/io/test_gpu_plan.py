@@ -13,12 +13,12 @@ from dsa_layers import Generator, load_model
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import on_gpus
 from dsa_layers.command.main import main
+from dsa_layers.engine.cuts import shares_of
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.io.directory import INDEX_NAME, StoredNames
 from dsa_layers.io.gpu_plan import check_fits, plan, plans, precision_of
 from dsa_layers.io.loading import unfilled_model
-from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.parallel.ways import split_by

@@ -10,20 +10,20 @@ from unittest import mock
 
 import pytest
 import torch
+from dsa_layers.layers.selection import Selection
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.rows import Rows
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
+from dsa_layers.engine.cuts import shares_of
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.rope import RopeAngles
-from dsa_layers.layers.selection import Selection
-from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows, rows_of
 from tests.layers.parallel.processes import in_ranks

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dsa_layers import load_model
+from dsa_layers.engine.split import copy_own_parts
 from dsa_layers.families.registry import model_types
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.moe import MoE, SharedExpert, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows
-from dsa_layers.parallel.split import copy_own_parts
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {

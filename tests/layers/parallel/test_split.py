@@ -14,12 +14,12 @@ import dsa
 from dsa.testing import calc_diff
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.cuts import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io import loading
-from dsa_layers.parallel.cuts import DoesNotDivide
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from dsa_layers.training.indexer_stage import IndexerStage

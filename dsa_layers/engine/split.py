@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsa_layers.engine.cuts import Cut, cuts_of
 from dsa_layers.engine.fused_block import FusedDecoderBlock
 from dsa_layers.engine.fused_hyper_block import FusedHyperBlock
 from dsa_layers.engine.shares import shares_of
 from dsa_layers.engine.vocabulary import SplitEmbedding
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.parallel.compare import compare_picks
-from dsa_layers.parallel.cuts import Cut, cuts_of
 from dsa_layers.parallel.ranks import Ranks
 
 
