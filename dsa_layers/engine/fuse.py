@@ -27,7 +27,7 @@ from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.lm_head import LanguageModelHead
+from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter, SwiGLU
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {

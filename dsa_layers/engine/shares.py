@@ -7,9 +7,8 @@ from torch import nn
 
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.lm_head import LanguageModelHead
+from dsa_layers.layers.linear import Embedding, LanguageModelHead
 from dsa_layers.layers.moe import SwiGLU
 
 # Heads that the kernels of attention over selected keys take as one tile: fewer cost about as much as these, since each

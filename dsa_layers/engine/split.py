@@ -12,7 +12,7 @@ from dsa_layers.engine.fused_block import FusedDecoderBlock
 from dsa_layers.engine.fused_hyper_block import FusedHyperBlock
 from dsa_layers.engine.shares import shares_of
 from dsa_layers.engine.vocabulary import SplitEmbedding
-from dsa_layers.layers.embedding import Embedding
+from dsa_layers.layers.linear import Embedding
 from dsa_layers.parallel.compare import compare_picks
 from dsa_layers.parallel.ranks import Ranks
 

@@ -7,8 +7,7 @@ import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_DTYPES
 from dsa.runtime import backends
 from dsa_layers.engine.fp32_product import fp32_product
-from dsa_layers.layers.embedding import Embedding
-from dsa_layers.layers.lm_head import LanguageModelHead
+from dsa_layers.layers.linear import Embedding, LanguageModelHead
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of FP8 checkpoints: block-scaled FP8 weights, or weights in a float dtype."""
+"""Linear layers, with weights in a float dtype or in FP8 blocks; the embedding of tokens and the head."""
 
 import torch
 from torch import nn
@@ -116,3 +116,52 @@ def make_linear(
     if fp8:
         return BlockFP8Linear(in_features, out_features, use_ue8m0=use_ue8m0)
     return Linear(in_features, out_features, dtype=dtype)
+
+
+class LanguageModelHead(Linear):
+    """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] of W's dtype -> fp32 [..., O].
+
+    For 16-bit operands y's gradient is rounded to 16 bits, and the gradients of x and W are products in 16 bits. W is
+    the largest matrix of a model, and no copy of it in fp32 is kept for the backward pass.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self.weight.dtype and x.dtype in HALVES:
+            return _Logits.apply(x, self.weight)
+        return linear_fp32(x, self.weight)
+
+
+class _Logits(torch.autograd.Function):
+    """x [..., I] and weight [O, I] of one 16-bit dtype -> `linear_fp32` of them."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        if not x.is_cuda:
+            return linear_fp32(x, weight)
+        return torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        grad = grad.to(weight.dtype)
+        return (
+            grad @ weight if of_x else None,
+            grad.flatten(0, -2).T @ x.flatten(0, -2) if of_weight else None,
+        )
+
+
+class Embedding(nn.Module):
+    """y[t] = weight[tokens[t]]. tokens int64 [...] -> [..., hidden]. Parameter: weight [vocabulary, hidden]."""
+
+    def __init__(self, vocabulary: int, hidden: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden, dtype=dtype))
+        if self.weight.device.type != "meta":
+            nn.init.normal_(self.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)

@@ -4,6 +4,7 @@ import torch
 
 from dsa.runtime.checks import FLOATS, check_tensor
 from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
 
@@ -35,21 +36,6 @@ def check_entries(name: str, entries: EntryCache | None, ratio: int, batch: Toke
     check_pages(batch, entries.pages.shape[1] * ratio)
 
 
-def check_stored_keys(x: torch.Tensor, **makers: torch.nn.Module | None) -> None:
-    """ValueError where keys that go to a cache, made of x by these modules, would need gradients: what is read from
-    there has none, so that x and the modules would get wrong ones."""
-    if not torch.is_grad_enabled():
-        return
-    modules = ((name, maker) for name, maker in makers.items() if maker is not None)
-    parts = ((f"{name}.{own}", part) for name, maker in modules for own, part in maker.named_parameters())
-    for name, part in (("x", x), *parts):
-        if part.requires_grad:
-            raise ValueError(
-                "cache: must be None where keys need gradients, which do not reach what a cache holds, got one and "
-                f"{name} with requires_grad=True; accepted: None, requires_grad=False, or a pass under torch.no_grad()"
-            )
-
-
 def check_rows(name: str, x: torch.Tensor, reader: torch.nn.Module) -> None:
     """TypeError or ValueError unless x [T, I] is what `reader`, one of this package's linear layers, takes. Others, as
     adapters are, say themselves what they take."""
@@ -65,3 +51,12 @@ def check_rows(name: str, x: torch.Tensor, reader: torch.nn.Module) -> None:
 def _casts(x: torch.Tensor) -> bool:
     """Whether autocast makes x, of another dtype, fit the weights."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def check_pass(tokens: torch.Tensor, batch: TokenBatch, cache: Cache | None) -> None:
+    """TypeError or ValueError unless tokens int64 [T] are as many as the batch has, and the cache is one of a model.
+    Which tokens they are is not looked at: the host would have to wait."""
+    check_batch(batch)
+    check_tensor("tokens", tokens, (torch.int64,), (sum(batch.query_lens),), "batch")
+    if cache is not None and not hasattr(cache, "layer"):
+        raise TypeError(f"cache: must be one of the model's make_cache, or None, got {type(cache).__name__}")

@@ -9,10 +9,10 @@ from dsa_layers.families.deepseek_v4.block import hyper_block
 from dsa_layers.families.deepseek_v4.cache import compressed_cache
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.drafter import check_states
-from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.layers.hyper_connections import HyperHead
 from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.pass_checks import check_pass
 from dsa_layers.layers.rope import RopeAngles
 
 

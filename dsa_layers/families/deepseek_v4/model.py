@@ -12,13 +12,12 @@ from dsa_layers.families.deepseek_v4.block import hyper_block
 from dsa_layers.families.deepseek_v4.cache import compressed_cache
 from dsa_layers.families.deepseek_v4.config import DeepseekV4Config
 from dsa_layers.families.drafter import Drafter
-from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.rotary import make_rotary
-from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.hyper_connections import HyperHead
-from dsa_layers.layers.lm_head import LanguageModelHead
+from dsa_layers.layers.linear import Embedding, LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.pass_checks import check_pass
 from dsa_layers.layers.rope import JointRotary
 
 # Names in a checkpoint -> in the model, one after the other.

@@ -7,13 +7,13 @@ from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.families.drafter import check_states
-from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.sparse_mla.block import decoder_block
 from dsa_layers.families.sparse_mla.cache import paged_cache
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates, Slots, slots_of, without_indexer
 from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.pass_checks import check_pass
 from dsa_layers.layers.trained_attention import SharedTokens
 
 

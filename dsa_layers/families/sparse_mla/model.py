@@ -6,16 +6,15 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.families.drafter import Drafter
-from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.families.sparse_mla.block import decoder_block
 from dsa_layers.families.sparse_mla.cache import paged_cache
 from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 from dsa_layers.families.sparse_mla.mtp_names import drafter_name, is_read, mtp_part, stored_name
-from dsa_layers.layers.embedding import Embedding
-from dsa_layers.layers.lm_head import LanguageModelHead
+from dsa_layers.layers.linear import Embedding, LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.pass_checks import check_pass
 
 
 class SparseMLAModel(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsa.runtime.asked_variants import asked_variants
-from dsa_layers.layers.embedding import Embedding
+from dsa_layers.layers.linear import Embedding
 
 
 @pytest.mark.parametrize("one_kernel", [False, True])

@@ -5,7 +5,7 @@ import torch
 
 from dsa_layers import SequenceBatch, load_model
 from dsa_layers.families.registry import model_types
-from dsa_layers.layers.lm_head import LanguageModelHead
+from dsa_layers.layers.linear import LanguageModelHead
 
 
 def head_and_states(dtype):
