@@ -72,7 +72,10 @@ class CompressedIndexer(nn.Module):
         cache: EntryCache | None = None,
         *,
         entry_rope: tuple[torch.Tensor, torch.Tensor],
+        paged_slots: bool = False,
+        store_only: bool = False,
     ) -> torch.Tensor:
+        # The last two arguments need a cache. A fused layer passes them to a subclass, which `fuse` leaves as it is.
         if cache is not None:
             raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
         q, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.head_weights(x)

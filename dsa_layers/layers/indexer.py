@@ -135,11 +135,15 @@ class LightningIndexer(nn.Module):
         sin: torch.Tensor,
         batch: TokenBatch,
         cache: LayerCache | None = None,
+        *,
+        paged_slots: bool = False,
+        store_only: bool = False,
     ) -> torch.Tensor:
+        # The last two arguments need a cache. A fused layer passes them to a subclass, which `fuse` leaves as it is.
         if cache is not None:
             raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
         self.check_selects()
-        q, k, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(x, cos, sin), None
+        q, k = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(x, cos, sin)
         weights = self.head_weights(x)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
