@@ -1,4 +1,4 @@
-"""Which form attention over selected keys takes, and that both give the same."""
+"""Which form attention over selected keys takes. Both forms give the same result."""
 
 import itertools
 from dataclasses import replace
@@ -9,16 +9,13 @@ import torch
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.engine import paged_attention
-from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.layers import attention_form
+from dsa_layers.engine import attention_form, paged_attention
 from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
-from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
-from dsa_layers.layers.selection import Selection
+from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.engine.paged_indexer import PagedIndexer
+from tests.layers.layers.small_layers import ROTARY
 
 V32, GLM5 = HeadSizes(128, 128, 64, 128, 512), HeadSizes(64, 192, 64, 256, 512)
-ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
 
 
 def test_keys_are_counted_as_tokens_see_them():
@@ -49,7 +46,7 @@ def test_short_prompts_and_short_prefixes_take_the_multi_head_form(new, total, e
 
 
 def test_many_prefixes_are_not_expanded(monkeypatch):
-    """A few new tokens each, of so many sequences that all heads' keys and values would take 8 GB."""
+    """Many sequences have a few new tokens each. The keys and values of all heads would take 8 GB."""
     lengths = [150] * 54, [2300] * 54, 2048, V32
     assert not multi_head_is_faster(*lengths)
     monkeypatch.setattr(attention_form, "EXPANDED_BYTES", 16 << 30)
@@ -78,8 +75,8 @@ def test_communication_takes_latency_per_collective_and_time_per_byte_from_other
     ],
 )
 def test_the_form_that_communicates_more_is_for_fewer_prompts(sizes, result, latents, processes, lengths):
-    """Than by its computation alone, which the processes share. Of a token its hidden state and q_lora_rank go out in
-    FP8, and 2048 picks."""
+    """Processes share the computation, but the multi-head form exchanges more bytes per token: the result, the queries'
+    latents in FP8, and 2048 selected keys."""
     share = replace(sizes, heads=sizes.heads // processes)
     communication = Communication(processes, 2 * result + latents + 4 * 2048, 3)
     chosen = []
@@ -97,9 +94,9 @@ def test_the_form_that_communicates_more_is_for_fewer_prompts(sizes, result, lat
 @pytest.mark.parametrize("indexed", [True, False])
 @torch.no_grad()
 def test_both_forms_give_the_same(indexed, pages, monkeypatch):
-    """With and without a cache, in chunks; of a layer with an indexer, and of one that shares its selection."""
+    """With and without a cache, in chunks, for a layer with an indexer and for one that takes its selection."""
     torch.manual_seed(3)
-    full = PagedAttention(128, 4, LightningIndexer(128, 128, n_heads=64, top_k=16, quantize=True), q_lora_rank=128)
+    full = PagedAttention(128, 4, PagedIndexer(128, 128, n_heads=64, top_k=16, quantize=True), q_lora_rank=128)
     shared = PagedAttention(128, 4, None, q_lora_rank=128)
     chunks = [[50, 9, 33]] if pages is None else [[20, 4, 30], [30, 5, 3]]
     inputs = [torch.randn(sum(new), 128) for new in chunks]
@@ -116,10 +113,12 @@ def test_both_forms_give_the_same(indexed, pages, monkeypatch):
             batch = SequenceBatch.paged(new, total, [[0, 3, 7, 1], [2], [4, 5, 6]], 16)
             if pages is None:
                 batch = SequenceBatch.without_cache(new)
-            selection, angles = Selection(), ROTARY(batch.positions)
-            y = full(x, *angles, batch, layers[0], selection)
-            assert (selection.bits is not None) == multi_head
-            out.append(y if indexed else shared(x, *angles, batch, layers[1], selection))
+            angles = ROTARY(batch.positions)
+            y, selected = full(x, *angles, batch, layers[0])
+            assert (selected.bits is not None) == multi_head
+            if not indexed:
+                y, _ = shared(x, *angles, batch, layers[1], selected)
+            out.append(y)
         return torch.cat(out)
 
     absorbed = run(False)
@@ -131,7 +130,7 @@ def test_passes_without_a_kernel_take_pytorchs_attention(monkeypatch):
     """The kernel's reference would take a matrix of all queries by all keys."""
     monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
     monkeypatch.setattr(dsa, "mha_varlen_fwd", None)
-    layer = PagedAttention(128, 4, LightningIndexer(128, 128, n_heads=64, top_k=4, quantize=False), q_lora_rank=128)
+    layer = PagedAttention(128, 4, PagedIndexer(128, 128, n_heads=64, top_k=4, quantize=False), q_lora_rank=128)
     for lengths in ([9, 5], [3, 4]):
         batch = SequenceBatch.without_cache(lengths)
         layer(torch.randn(sum(lengths), 128), *ROTARY(batch.positions), batch)
