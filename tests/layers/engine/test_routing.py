@@ -1,13 +1,13 @@
-"""Where one op routes few tokens and sorts their entries: it gives what router and experts do by themselves."""
-
-import functools
+"""Few tokens are routed and sorted by one op, with the result of the router and of `Experts.sort`."""
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.modules import module
 
 import dsa
+from dsa_layers.engine import routing
+from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.routing import route
+from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter
 from tests.layers.layers.calls import record
 
@@ -16,12 +16,12 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the ops of routing that are called."""
+    """Names of the called ops of routing."""
     return record(monkeypatch, "route_to_experts", "route_by_table", "moe_gate", "sort_by_expert")
 
 
-def grouped_router(dtype=BF16):
-    router = GroupedSigmoidRouter(64, 12, 3, n_group=3, topk_group=2, normalise=False, scale=2.5, dtype=dtype)
+def grouped_router(channels=64, dtype=BF16):
+    router = GroupedSigmoidRouter(channels, 12, 3, n_group=3, topk_group=2, normalise=False, scale=2.5, dtype=dtype)
     router.e_score_correction_bias.data.normal_()
     return router
 
@@ -32,135 +32,131 @@ def plain_router():
     return router
 
 
-def table_router():
-    router = SqrtSoftplusRouter(64, 12, 3, hash_tokens=5, scale=1.5, dtype=BF16)
-    router.tid2eid.data = torch.stack([torch.randperm(12)[:3] for _ in range(5)])
+def table_router(experts=12, top_k=3):
+    router = SqrtSoftplusRouter(64, experts, top_k, hash_tokens=5, scale=1.5, dtype=BF16)
+    router.tid2eid.data = torch.stack([torch.randperm(experts)[:top_k] for _ in range(5)])
     return router
 
 
-def given(router, count, dtype=BF16):
-    """Rows, and the tokens that the router asks for."""
-    x, tokens = torch.randn(count, 64).to(dtype), torch.arange(count) % 5
-    return (x,) if isinstance(router, GroupedSigmoidRouter) else (x, tokens)
+def route_to(router, x, first=0, count=12):
+    experts = Experts(count, x.shape[1], 32, dtype=x.dtype)
+    experts.first, experts.total = first, 12
+    return route(router, experts, x, torch.arange(len(x)) % 5)
 
 
-@torch.no_grad()
+ROUTERS = [(grouped_router, "route_to_experts"), (plain_router, "route_to_experts"), (table_router, "route_by_table")]
+
+
 @pytest.mark.parametrize("count", [0, 1, 64])
-@pytest.mark.parametrize("make", [grouped_router, plain_router, table_router])
-def test_one_op_routes_and_orders_the_entries(make, count):
-    router = make()
-    x, *tokens = given(router, count)
-    experts, weights, *by_expert = router.route(x, 4, 5, *tokens)
+@pytest.mark.parametrize(("make", "op"), ROUTERS)
+@torch.no_grad()
+def test_one_op_routes_and_sorts_the_entries(make, op, count, calls):
+    router, x = make(), torch.randn(count, 64).to(BF16)
+    experts, weights, by_expert = route_to(router, x, first=4, count=5)
+    assert calls == [op]
+    tokens = () if isinstance(router, GroupedSigmoidRouter) else (torch.arange(count) % 5,)
     expected = router(x, *tokens)
     assert torch.equal(experts, expected[0]) and torch.equal(weights, expected[1])
-    assert all(torch.equal(a, b) for a, b in zip(by_expert, dsa.sort_by_expert(experts - 4, 5)))
+    assert all(torch.equal(a, b) for a, b in zip(by_expert, dsa.sort_by_expert(experts - 4, 5), strict=True))
     if make is table_router:
         assert torch.equal(experts, router.tid2eid[tokens[0]])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
-    ("make", "op", "by_itself"),
+    "x",
     [
-        (grouped_router, "route_to_experts", ["moe_gate", "sort_by_expert"]),
-        (plain_router, "route_to_experts", ["moe_gate", "sort_by_expert"]),
-        (table_router, "route_by_table", ["sort_by_expert"]),
+        torch.randn(9, 64),
+        torch.randn(65, 64).to(BF16),
+        torch.randn(9, 48).to(BF16),
+        torch.randn(64, 9).to(BF16).T,
     ],
+    ids=["fp32", "more tokens", "channels", "columns"],
 )
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_mixture_is_the_same_with_one_op(make, op, by_itself, parts, calls):
-    """All of it, and the parts that processes have."""
-    router = make()
-    moe, (x, *tokens), residual = MoE(64, 32, router, dtype=BF16), given(router, 9), torch.randn(9, 64).to(BF16)
-    gate_up, down = (parameter.data.chunk(parts) for parameter in moe.experts.parameters())
-    moe.experts.count = 12 // parts
-    for i in range(parts):
-        moe.experts.first = i * moe.experts.count
-        for parameter, of_parts in zip(moe.experts.parameters(), (gate_up, down)):
-            parameter.data = of_parts[i]
-        calls.clear()
-        found = moe(x, *tokens, residual=residual)
-        watching = moe.gate.register_forward_hook(lambda *_: None)
-        assert torch.equal(found, moe(x, *tokens, residual=residual))
-        assert calls == [op, *by_itself]
-        watching.remove()
-
-
-class OtherRouter(GroupedSigmoidRouter):
-    def forward(self, x):
-        experts, weights = super().forward(x)
-        return experts.flip(1), weights.flip(1)
-
-
-class OtherExperts(nn.Module):
-    first, count = 0, 12
-
-    def forward(self, x, experts, weights, shared, residual=None):
-        return x
-
-
-def wrapped(function):
-    return functools.wraps(function)(lambda *given: function(*given))
-
-
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda moe, patch: moe.experts.register_forward_pre_hook(lambda *_: None),
-        lambda moe, patch: patch.setattr(type(moe.gate), "forward", wrapped(type(moe.gate).forward)),
-        lambda moe, patch: patch.setattr(type(moe.experts), "forward", wrapped(type(moe.experts).forward)),
-        lambda moe, patch: patch.setitem(module._global_forward_hooks, 0, lambda *_: None),
-        lambda moe, patch: setattr(moe, "gate", OtherRouter(64, 12, 3, dtype=BF16)),
-    ],
-    ids=["a hook", "the router's forward", "the experts' forward", "a hook of all modules", "another router"],
-)
-def test_what_somebody_sees_or_replaces_goes_by_itself(change, calls, monkeypatch):
-    moe = MoE(64, 32, grouped_router(), dtype=BF16)
-    change(moe, monkeypatch)
-    moe(torch.randn(9, 64).to(BF16))
+def test_other_rows_take_one_op_for_each_step(x, calls):
+    route_to(grouped_router(x.shape[1], x.dtype), x)
     assert calls == ["moe_gate", "sort_by_expert"]
 
 
 @torch.no_grad()
-def test_other_experts_are_called(calls):
-    moe, x = MoE(64, 32, grouped_router(), dtype=BF16), torch.randn(9, 64).to(BF16)
-    moe.experts = OtherExperts()
-    assert moe(x) is x and calls == ["moe_gate"]
+def test_a_table_with_too_many_experts_per_token_is_read_by_pytorch(calls):
+    router = table_router(experts=40, top_k=33)
+    route_to(router, torch.randn(4, 64).to(BF16), count=40)
+    assert calls == ["sort_by_expert"]
 
 
-@pytest.mark.parametrize(
-    ("x", "gradients"),
-    [
-        (torch.randn(9, 64).to(BF16), True),
-        (torch.randn(9, 64), False),
-        (torch.randn(65, 64).to(BF16), False),
-        (torch.randn(9, 48).to(BF16), False),
-        (torch.randn(64, 9).to(BF16).T, False),
-    ],
-    ids=["gradients", "fp32", "more tokens", "channels", "columns"],
-)
-def test_other_rows_go_by_themselves(x, gradients, calls):
-    moe = MoE(x.shape[1], 32, GroupedSigmoidRouter(x.shape[1], 12, 3, dtype=x.dtype), dtype=x.dtype)
-    with torch.set_grad_enabled(gradients):
-        moe(x)
-    assert calls == ["moe_gate", "sort_by_expert"]
-
-
-@torch.no_grad()
-def test_a_table_of_more_experts_than_the_op_takes():
-    router = SqrtSoftplusRouter(64, 40, 33, hash_tokens=5, dtype=BF16)
-    router.tid2eid.data = torch.arange(33).expand(5, 33).contiguous()
-    assert router.route(torch.randn(4, 64).to(BF16), 0, 40, torch.arange(4)) is None
-
-
-@torch.no_grad()
-def test_a_gpu_without_the_kernel_goes_by_itself(monkeypatch):
-    """For its reference widens the matrix at every call."""
-    asked = []
+@pytest.mark.parametrize("op", ["route_to_experts", "route_by_table"])
+def test_a_gpu_without_the_kernel_does_not_take_the_op(op, monkeypatch):
+    """The reference of the op would widen the router's matrix at every call."""
+    x, weight = torch.randn(4, 64).to(BF16), torch.randn(12, 64).to(BF16)
+    assert routing._takes(op, x, weight)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda op, x: asked.append(op))
-    for router in (grouped_router(), table_router()):
-        x, *tokens = given(router, 4)
-        assert router.route(x, 0, 12, *tokens) is None
-    assert asked == ["route_to_experts", "route_by_table"]
+    monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda asked, x: asked != op)
+    assert not routing._takes(op, x, weight)
+
+
+def mixture(**options):
+    options = {"fp8": True} | options
+    return fuse(MoE(128, 256, GroupedSigmoidRouter(128, 6, 3, dtype=options.get("dtype")), **options))
+
+
+def rank_of(moe, first, count):
+    """Leave a rank's experts in the mixture."""
+    moe.experts.count, moe.experts.first = count, first
+    for name, parameter in [*moe.experts.named_parameters()]:
+        part = parameter[first : first + count].clone()
+        setattr(moe.experts, name, torch.nn.Parameter(part, requires_grad=False))
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@torch.no_grad()
+def test_experts_read_the_cast_of_a_single_token(fp4, use_ue8m0, monkeypatch):
+    """With the bits of a cast of the experts' rows, also if this rank has only some of the experts."""
+    moe, x = mixture(fp4_experts=fp4, use_ue8m0=use_ue8m0), torch.randn(1, 128)
+    cast = moe.shared_experts.gate_proj.cast(x)
+    expected = moe(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(dsa, "scatter_cast_to_fp8", None)
+        assert torch.equal(moe(x, cast=cast), expected)
+    rank_of(moe, first=int(moe.gate(x)[0].max()) - 1, count=2)  # lacks an expert of the token
+    part = moe(x)
+    assert not torch.equal(part, expected)
+    monkeypatch.setattr(dsa, "scatter_cast_to_fp8", None)
+    assert torch.equal(moe(x, cast=cast), part)
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+@torch.no_grad()
+def test_a_rank_expects_its_share_of_the_rows(gathered, fp4, monkeypatch):
+    names = ["grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_nt"]
+    if fp4:
+        names = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"]
+    found = record(monkeypatch, *names, seen=lambda *_, expected_rows, **__: expected_rows)
+    moe, x, weights = mixture(fp4_experts=fp4, n_shared=0), torch.randn(7, 128), torch.rand(7, 2)
+    chosen = torch.rand(7, 6).argsort(-1)[:, :2]
+    own = (chosen >= 2) & (chosen < 4)
+
+    def run(weights):
+        by_expert = moe.experts.sort(chosen)
+        outputs = moe._outputs(x, dsa.per_token_cast_to_fp8(x, True) if gathered else None, by_expert, 2)
+        return dsa.combine_experts(outputs, by_expert[1], weights)
+
+    expected = run(weights * own)
+    rank_of(moe, first=2, count=2)
+    assert torch.equal(run(weights), expected)
+    assert found == [None, None, 5, 5]  # a third of 14 rows
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@torch.no_grad()
+def test_the_residual_is_added_to_the_rounded_sum(fp8):
+    moe, x = mixture(fp8=fp8, dtype=BF16), torch.randn(9, 128).to(BF16)
+    residual = torch.randn_like(x)
+    assert torch.equal(moe(x, residual=residual), residual + moe(x))
+    shared = moe.shared_experts
+    assert torch.equal(shared(x, residual=residual), residual + shared(x))
+    if fp8:
+        cast = shared.gate_proj.cast(x)
+        assert torch.equal(shared(x, cast=cast), shared(x)) and torch.equal(moe(x, cast=cast), moe(x))
