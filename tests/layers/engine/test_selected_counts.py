@@ -1,4 +1,4 @@
-"""Attention to selected keys is told how many of a token's columns count."""
+"""Sparse attention gets the number of valid columns of each token."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PAGES = [range(6), range(6, 8)]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of every call of attention a list of pairs: indices, and counts or None."""
+    """For every call of attention a list of pairs (indices, counts or None)."""
     return [
         record(monkeypatch, "flash_mla_sparse_fwd", seen=lambda *given, **more: [(given[2], more["topk_length"])]),
         record(monkeypatch, "window_sparse_attention", seen=lambda *given, **more: [(given[6], more["topk_length"])]),
@@ -36,8 +36,8 @@ def found(calls):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
-def test_of_prompts_and_of_steps(family, tiny_checkpoint, calls):
-    """All that are selected come first, and count; of tokens without fewer than there are columns nothing is said."""
+def test_counts_are_the_numbers_of_selected_keys_in_prompts_and_steps(family, tiny_checkpoint, calls):
+    """Selected keys come first in their row. There are no counts if every row is full."""
     model = load_model(tiny_checkpoint(family), progress=False)
     cache = model.make_cache(8, state_slots=2)
     kinds = []
@@ -58,6 +58,6 @@ def test_of_prompts_and_of_steps(family, tiny_checkpoint, calls):
             assert selected.all()
         else:
             counted = torch.arange(indices.shape[1]) < counts[:, None]
-            # Lists of all entries, of which a token sees the first ones, go on behind these.
+            # Lists of all entries: a token sees the first ones, and the list continues after them.
             assert torch.equal(selected, counted) or (selected.all() and family == "deepseek_v4")
     assert any(counts is not None and (counts < indices.shape[1]).any() for indices, counts in selections)

@@ -1,4 +1,4 @@
-"""Chains of kernels that a captured step runs beside each other: neither touches what the other one makes."""
+"""Kernels on a second stream of a CUDA graph: neither stream touches what the other one writes."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,12 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsa_layers.engine import paged_attention
+from dsa_layers.engine import fused_moe, paged_attention, paged_compressed_attention, side_stream
+from dsa_layers.engine.side_stream import Branch
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers import branch, compressed_attention, moe
-from dsa_layers.layers.branch import Branch, side_stream
 
 PROMPTS = [list(range(40, 180)), list(range(7, 60))]
 
@@ -25,7 +24,7 @@ def memory(tensors):
 
 
 class Accesses(TorchDispatchMode):
-    """What PyTorch's operators read and write while `into` is set."""
+    """Records in `into` which memory PyTorch's operators read and write."""
 
     into = None
 
@@ -48,7 +47,7 @@ class Chain:
 
 
 class Watched(Branch):
-    """open: the branches that no join has ended yet, of which this is one."""
+    """open: the branches without a join so far, including this one."""
 
     joined = False
 
@@ -57,14 +56,14 @@ class Watched(Branch):
         self.inside, self.behind = Chain(), Chain()
 
     def join(self):
-        assert self is self.open[-1]  # which joins the ones before
+        assert self is self.open[-1]  # joins the earlier ones, too
         self.accesses.into = None
         made = set().union(*(one.inside.write for one in self.open))
         for number, one in enumerate(self.open):
             inside = one.inside
             for behind in (later.behind for later in self.open[number:]):
                 assert not inside.write & (behind.read | behind.write) and not behind.write & inside.read
-            # What is read inside is not given away before: the branch has it, or others will.
+            # The allocator must not reuse memory that the branch reads.
             assert not [x for x in inside.read if x.expired() and x not in made]
         for one in self.open:
             one.joined, one.reads = True, ()
@@ -73,21 +72,21 @@ class Watched(Branch):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """The branches of all passes, in their order."""
+    """The branches of all passes, in order."""
     found, open_, accesses = [], [], Accesses()
 
     @contextmanager
     def watch(*reads):
         for earlier in open_:
             assert accesses.into is earlier.behind or earlier is not open_[-1]  # none within another
-            earlier.reads = ()  # nobody keeps a branch that is joined by a later one
+            earlier.reads = ()  # a later branch is joined in its place
         open_.append(made := Watched(accesses, open_, reads))
         found.append(made)
         accesses.into = made.inside
         yield made
         accesses.into = made.behind
 
-    for module in (paged_attention, compressed_attention, moe):
+    for module in (paged_attention, paged_compressed_attention, fused_moe):
         monkeypatch.setattr(module, "side_stream", watch)
     with accesses:
         yield found
@@ -103,8 +102,8 @@ def watched(monkeypatch):
         ("glm_moe_dsa", 2),
     ],
 )
-def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
-    """In decoding passes, of one token and of several, where more keys are visible than selected."""
+def test_a_branch_and_the_kernels_beside_it_are_independent(family, drafts, tiny_checkpoint, watched):
+    """In decoding passes of one token and of several, with more visible keys than selected ones."""
     model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
     passes, decode = [], generator.engine._cache.passes._decode
@@ -120,13 +119,13 @@ def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
     layers = model.config.num_hidden_layers
     for branches in passes:
         assert all(b.joined for b in branches)
-        # Attention of every layer and experts have something to do in both chains, but for layers without an indexer.
+        # Attention and experts have kernels in both chains, except in layers without an indexer.
         assert sum(bool(b.inside.write and b.behind.write) for b in branches) > layers
     assert passes
 
 
-def test_a_chain_that_reads_what_the_other_one_makes_is_found(watched):
-    """By the judge above; a later branch may read it."""
+def test_a_read_of_what_an_open_branch_writes_is_found(watched):
+    """A check of the checks above. A later branch may read it."""
     with paged_attention.side_stream(torch.zeros(1)):
         made = torch.ones(2) + 1
     with paged_attention.side_stream(torch.zeros(1)) as last:
@@ -141,7 +140,7 @@ def test_a_chain_that_reads_what_the_other_one_makes_is_found(watched):
 
 @dataclass(frozen=True)
 class Stream:
-    """Stands for a stream of a GPU; compared by its name."""
+    """Replaces a CUDA stream. Equal names are equal streams."""
 
     name: str
     waits: list = field(compare=False)
@@ -152,7 +151,7 @@ class Stream:
 
 
 class Streams:
-    """Stands for torch.cuda while a stream captures."""
+    """Replaces torch.cuda while a stream captures."""
 
     def __init__(self, monkeypatch, backend="native"):
         self.current, self.made, self.waits = "main", 0, []
@@ -161,7 +160,7 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self.current, self.waits))
         monkeypatch.setattr(torch.cuda, "Stream", self.make)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
-        branch._second_stream.cache_clear()
+        side_stream._second_stream.cache_clear()
 
     def make(self, device):
         self.made += 1
@@ -177,12 +176,11 @@ class Streams:
 ON_GPU = SimpleNamespace(is_cuda=True, device="a GPU")
 
 
-@torch.no_grad()
 def test_each_stream_has_one_side_stream_which_forks_and_joins(monkeypatch):
     streams = Streams(monkeypatch)
     for main in ("main", "main", "other"):
         streams.current = main
-        with side_stream(ON_GPU, None) as made:
+        with side_stream.side_stream(ON_GPU, None) as made:
             assert streams.current.startswith("side")
         assert streams.current == main
         made.join()
@@ -191,12 +189,11 @@ def test_each_stream_has_one_side_stream_which_forks_and_joins(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("x", "gradients", "backend"),
-    [(torch.zeros(1), False, "native"), (ON_GPU, True, "native"), (ON_GPU, False, "cudaMallocAsync")],
-    ids=["CPU", "gradients", "another allocator"],
+    ("x", "backend"), [(torch.zeros(1), "native"), (ON_GPU, "cudaMallocAsync")], ids=["CPU", "another allocator"]
 )
-def test_there_is_one_order_elsewhere(x, gradients, backend, monkeypatch):
-    Streams(monkeypatch, backend)
-    with torch.set_grad_enabled(gradients), side_stream(x) as made:
+def test_other_passes_have_one_stream(x, backend, monkeypatch):
+    streams = Streams(monkeypatch, backend)
+    with side_stream.side_stream(x) as made:
         assert type(made) is Branch
     made.join()
+    assert streams.waits == []
