@@ -17,7 +17,7 @@ from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, Linear
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
-from tests.layers.layers.small_layers import BATCH, ENTRY_ROPE, HIDDEN, RANK, ROPE
+from tests.layers.layers.small_layers import BATCH, HIDDEN, RANK, ROPE
 
 X = torch.randn(5, 256).bfloat16()
 
@@ -181,14 +181,6 @@ def test_attention_joins_the_index_keys_and_moves_no_weight(products):
     assert columns[0] == 128 + RANK + 576
     assert not torch.equal(own, latest) and torch.equal(layer(x, *ROPE, BATCH)[0], own)
     assert [parameter.data_ptr() for parameter in layer.parameters()] == places
-
-
-@pytest.mark.parametrize(("heads", "joined"), [(4, [4 * 512 + 512 + 4]), (6, [4 * 512 + 512])])
-def test_both_compressors_and_the_index_weights_are_one_product(heads, joined, fp32_products):
-    """With 6 heads the rows of the result would not lie at multiples of 16 bytes, so the weights are apart."""
-    layer = fuse(small_layers.indexed_attention(heads))
-    layer(torch.randn(sum(BATCH.query_lens), HIDDEN), ROPE, ENTRY_ROPE, BATCH)
-    assert fp32_products == joined
 
 
 def bf16(*shape):

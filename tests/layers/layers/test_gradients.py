@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from dsa_layers import DSAAttention, fuse
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import CASES, INDEXERS
 
 TRAINED = [kind for kind in CASES if kind not in INDEXERS]
@@ -37,3 +40,16 @@ def test_selection_takes_no_gradient(kind):
     case = CASES[kind]
     selected = case.run(case.make(), case.inputs().requires_grad_())
     assert selected.dtype == torch.int32 and not selected.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_inference"),
+    [(DSAAttention, "flash_mla_sparse_fwd"), (CompressedAttention, "window_sparse_attention")],
+)
+def test_plain_attention_takes_the_op_that_has_gradients(kind, of_inference, monkeypatch):
+    """The op of inference would lose them on a GPU."""
+    asked, case = record(monkeypatch, "sparse_mla_attention", of_inference), CASES[kind]
+    layer = case.make()
+    case.run(layer, case.inputs())
+    case.run(fuse(layer), case.inputs())
+    assert asked == ["sparse_mla_attention", of_inference]
