@@ -35,21 +35,6 @@ def check_entries(name: str, entries: EntryCache | None, ratio: int, batch: Toke
     check_pages(batch, entries.pages.shape[1] * ratio)
 
 
-def check_stored_keys(x: torch.Tensor, **makers: torch.nn.Module | None) -> None:
-    """ValueError where keys that go to a cache, made of x by these modules, would need gradients: what is read from
-    there has none, so that x and the modules would get wrong ones."""
-    if not torch.is_grad_enabled():
-        return
-    modules = ((name, maker) for name, maker in makers.items() if maker is not None)
-    parts = ((f"{name}.{own}", part) for name, maker in modules for own, part in maker.named_parameters())
-    for name, part in (("x", x), *parts):
-        if part.requires_grad:
-            raise ValueError(
-                "cache: must be None where keys need gradients, which do not reach what a cache holds, got one and "
-                f"{name} with requires_grad=True; accepted: None, requires_grad=False, or a pass under torch.no_grad()"
-            )
-
-
 def check_rows(name: str, x: torch.Tensor, reader: torch.nn.Module) -> None:
     """TypeError or ValueError unless x [T, I] is what `reader`, one of this package's linear layers, takes. Others, as
     adapters are, say themselves what they take."""

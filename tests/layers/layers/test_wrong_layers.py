@@ -1,0 +1,181 @@
+"""Plain layers refuse wrong arguments, when they are made and in a pass. The message names the argument."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.layers.moe import GroupedSigmoidRouter
+from dsa_layers.layers.pass_checks import check_rows
+from tests.layers.layers import small_layers
+from tests.layers.layers.small_layers import ROTARY
+
+HIDDEN, RANK, HEADS, PAGE = 128, 128, 2, 32
+
+
+def make_indexer(**options):
+    return LightningIndexer(**{"hidden": HIDDEN, "q_lora_rank": RANK, "n_heads": 2, "top_k": 4} | options)
+
+
+def make_layer(indexer, **options):
+    return DSAAttention(HIDDEN, HEADS, indexer, **{"q_lora_rank": RANK} | options)
+
+
+def refused(call, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": 0}, "hidden: must be at least 1, got 0"),
+        ({"q_lora_rank": 0}, "q_lora_rank: must be at least 1, got 0"),
+        ({"n_heads": 0}, "n_heads: must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k: must be at least 1, got 0"),
+        ({"top_k": -1}, "top_k: must be at least 1, got -1"),
+        ({"top_k": 1.5}, "top_k: must be an integer, got 1.5"),
+        ({"top_k": None}, "top_k: must be an integer, got None"),
+        ({"head_dim": 0}, "head_dim: must be at least 1, got 0"),
+        ({"workspace": "1"}, "workspace: must be an integer, got '1'"),
+        ({"quantize": "x"}, "quantize: must be True or False, got 'x'"),
+        ({"rope_interleaved": 1}, "rope_interleaved: must be True or False, got 1"),
+        ({"rope_dims": "all"}, "rope_dims: must be 'first' or 'last', got 'all'"),
+        ({"accumulators": torch.int8}, "accumulators: must be float32 or float16, got int8"),
+        ({"accumulators": "float16"}, "accumulators: must be a torch.dtype, got str"),
+        ({"fp8": 1}, "fp8: must be True or False, got 1"),
+        ({"dtype": torch.int8}, "dtype: must be float32, bfloat16 or float16, got int8"),
+        ({"use_ue8m0": None}, "use_ue8m0: must be True or False, got None"),
+    ],
+)
+def test_indexers_that_are_not_made(options, message):
+    refused(lambda: make_indexer(**options), message)
+
+
+def test_quantised_selection_is_of_128_channels():
+    """Training does not quantise, so it takes other numbers."""
+    indexer = make_indexer(head_dim=100)
+    x, batch = torch.zeros(5, HIDDEN), SequenceBatch.without_cache([5])
+    angles = ROTARY(batch.positions)
+    assert indexer.project(x, x, *angles)[0].shape == (5, 2, 100)
+    message = "head_dim: must be 128 for selection with quantize=True, got 100"
+    refused(lambda: indexer.select(x, x, *angles, batch), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": 0}, "hidden: must be at least 1, got 0"),
+        ({"n_heads": 1.0}, "n_heads: must be an integer, got 1.0"),
+        ({"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank: must be at least 1, got 0"),
+        ({"nope_dim": -1}, "nope_dim: must be at least 1, got -1"),
+        ({"rope_dim": 63}, "rope_dim: must be even, got 63"),
+        ({"v_dim": 0}, "v_dim: must be at least 1, got 0"),
+        ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
+        ({"eps": -1.0}, "eps: must be at least 0, got -1.0"),
+        ({"dtype": "bfloat16"}, "dtype: must be a torch.dtype, got str"),
+        (
+            {"indexer": 5},
+            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got int",
+        ),
+        (
+            {"indexer": nn.Linear(8, 8)},
+            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got Linear",
+        ),
+        ({"indexer": LightningIndexer(64, RANK)}, "indexer: its hidden must be the layer's 128, got 64"),
+        ({"indexer": LightningIndexer(HIDDEN, 64)}, "indexer: its q_lora_rank must be the layer's 128, got 64"),
+        ({"dtype": torch.bfloat16}, "indexer: dtype must be layer's bfloat16, got float32"),
+    ],
+)
+def test_attention_that_is_not_made(options, message):
+    arguments = {"hidden": HIDDEN, "n_heads": HEADS, "indexer": make_indexer(), "q_lora_rank": RANK}
+    refused(lambda: DSAAttention(**arguments | options), message)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockFP8Linear(100, 8), "in_features: must be a multiple of 128, got 100"),
+        (lambda: GroupedSigmoidRouter(16, 10, 2, n_group=4), "n_group: must divide n_experts=10, got 4"),
+        (
+            lambda: Experts(2, 128, 128, fp4=True),
+            "fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True",
+        ),
+        (
+            lambda: Experts(2, 128, 64, fp8=True),
+            "hidden, inner: must be multiples of 128 for FP8 weights, got 128 and 64",
+        ),
+    ],
+)
+def test_other_layers_that_are_not_made(make, message):
+    refused(make, message)
+
+
+class Own(nn.Module):
+    top_k = 4
+
+    def select(self, *_, **__):
+        """Is not called."""
+
+
+def test_attention_takes_any_indexer_or_none():
+    assert isinstance(make_layer(Own()).indexer, Own)
+    layer = make_layer(None)
+    assert layer.indexer is None and not any("indexer" in name for name in layer.state_dict())
+    make_layer(make_indexer(fp8=True), fp8=True, dtype=torch.bfloat16)
+
+
+LONGER = SequenceBatch.paged([5], [7], [[0]], PAGE)
+BEFORE_FUSE = "cache: must be None before dsa_layers.fuse, which prepares "
+CACHE = LayerCache(torch.zeros(1, PAGE, 1, 656, dtype=torch.uint8), None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": None}, "x: must be a torch.Tensor, got NoneType"),
+        ({"x": torch.zeros(5, 64)}, "x: shape must be [T, 256], got [5, 64]"),
+        ({"batch": [5]}, "batch: must be a SequenceBatch or a DecodeBatch, got list"),
+        ({"batch": LONGER}, "cache: is needed when a sequence has more keys than new tokens"),
+        ({"cache": CACHE}, BEFORE_FUSE + "a layer for inference"),
+    ],
+)
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_plain_pass(compressed, changed, message):
+    batch = SequenceBatch.without_cache([5])
+    given = {"x": torch.zeros(5, small_layers.HIDDEN), "batch": batch, "cache": None} | changed
+    layer = small_layers.compressed_attention() if compressed else small_layers.attention()
+    rope = ROTARY(batch.positions)
+    angles = (rope, None) if compressed else rope
+    refused(lambda: layer(given["x"], *angles, given["batch"], given["cache"]), message)
+
+
+@pytest.mark.parametrize("kind", small_layers.INDEXERS, ids=lambda kind: kind.__name__)
+def test_plain_indexers_take_no_cache(kind):
+    layer = small_layers.CASES[kind].make()
+    options = {"entry_rope": None} if kind is small_layers.CompressedIndexer else {}
+    refused(lambda: layer.select(*[None] * 5, CACHE, **options), BEFORE_FUSE + "an indexer for inference")
+
+
+def test_autocast_takes_other_dtypes():
+    layer = make_layer(make_indexer())
+    with torch.autocast("cpu", torch.bfloat16):
+        check_rows("x", torch.zeros(5, HIDDEN).bfloat16(), layer.q_a_proj)
+        refused(lambda: check_rows("x", None, layer.q_a_proj), "x: must be a torch.Tensor, got NoneType")
+    check_rows("x", torch.zeros(5, 7).bfloat16(), nn.Linear(8, 8))  # raises its own error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_fp8_layers_take_every_float(dtype):
+    layer = make_layer(make_indexer(fp8=True, dtype=torch.bfloat16), fp8=True, dtype=torch.bfloat16)
+    check_rows("x", torch.zeros(5, HIDDEN, dtype=dtype), layer.q_a_proj)
+    message = "x: dtype must be float32, bfloat16 or float16, got float64"
+    refused(lambda: check_rows("x", torch.zeros(5, HIDDEN).double(), layer.q_a_proj), message)
