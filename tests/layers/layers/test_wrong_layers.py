@@ -8,24 +8,15 @@ from torch import nn
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.layers.pass_checks import check_rows
 from tests.layers.layers import small_layers
-from tests.layers.layers.small_layers import ROTARY
+from tests.layers.layers.small_layers import HIDDEN, RANK, ROTARY
 
-HIDDEN, RANK, HEADS, PAGE = 128, 128, 2, 32
-
-
-def make_indexer(**options):
-    return LightningIndexer(**{"hidden": HIDDEN, "q_lora_rank": RANK, "n_heads": 2, "top_k": 4} | options)
-
-
-def make_layer(indexer, **options):
-    return DSAAttention(HIDDEN, HEADS, indexer, **{"q_lora_rank": RANK} | options)
+BATCH = SequenceBatch.without_cache([5])
 
 
 def refused(call, message):
@@ -36,13 +27,8 @@ def refused(call, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hidden": 0}, "hidden: must be at least 1, got 0"),
-        ({"q_lora_rank": 0}, "q_lora_rank: must be at least 1, got 0"),
-        ({"n_heads": 0}, "n_heads: must be at least 1, got 0"),
         ({"top_k": 0}, "top_k: must be at least 1, got 0"),
-        ({"top_k": -1}, "top_k: must be at least 1, got -1"),
         ({"top_k": 1.5}, "top_k: must be an integer, got 1.5"),
-        ({"top_k": None}, "top_k: must be an integer, got None"),
         ({"head_dim": 0}, "head_dim: must be at least 1, got 0"),
         ({"workspace": "1"}, "workspace: must be an integer, got '1'"),
         ({"quantize": "x"}, "quantize: must be True or False, got 'x'"),
@@ -56,24 +42,15 @@ def refused(call, message):
     ],
 )
 def test_indexers_that_are_not_made(options, message):
-    refused(lambda: make_indexer(**options), message)
+    refused(lambda: small_layers.indexer(**options), message)
 
 
-def test_quantised_selection_is_of_128_channels():
-    """Training does not quantise, so it takes other numbers."""
-    indexer = make_indexer(head_dim=100)
-    x, batch = torch.zeros(5, HIDDEN), SequenceBatch.without_cache([5])
-    angles = ROTARY(batch.positions)
-    assert indexer.project(x, x, *angles)[0].shape == (5, 2, 100)
-    message = "head_dim: must be 128 for selection with quantize=True, got 100"
-    refused(lambda: indexer.select(x, x, *angles, batch), message)
+NO_INDEXER = "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hidden": 0}, "hidden: must be at least 1, got 0"),
-        ({"n_heads": 1.0}, "n_heads: must be an integer, got 1.0"),
         ({"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
         ({"kv_lora_rank": 0}, "kv_lora_rank: must be at least 1, got 0"),
         ({"nope_dim": -1}, "nope_dim: must be at least 1, got -1"),
@@ -82,22 +59,15 @@ def test_quantised_selection_is_of_128_channels():
         ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
         ({"eps": -1.0}, "eps: must be at least 0, got -1.0"),
         ({"dtype": "bfloat16"}, "dtype: must be a torch.dtype, got str"),
-        (
-            {"indexer": 5},
-            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got int",
-        ),
-        (
-            {"indexer": nn.Linear(8, 8)},
-            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got Linear",
-        ),
-        ({"indexer": LightningIndexer(64, RANK)}, "indexer: its hidden must be the layer's 128, got 64"),
+        ({"indexer": 5}, NO_INDEXER + "int"),
+        ({"indexer": nn.Linear(8, 8)}, NO_INDEXER + "Linear"),
+        ({"indexer": LightningIndexer(64, RANK)}, "indexer: its hidden must be the layer's 256, got 64"),
         ({"indexer": LightningIndexer(HIDDEN, 64)}, "indexer: its q_lora_rank must be the layer's 128, got 64"),
         ({"dtype": torch.bfloat16}, "indexer: dtype must be layer's bfloat16, got float32"),
     ],
 )
 def test_attention_that_is_not_made(options, message):
-    arguments = {"hidden": HIDDEN, "n_heads": HEADS, "indexer": make_indexer(), "q_lora_rank": RANK}
-    refused(lambda: DSAAttention(**arguments | options), message)
+    refused(lambda: small_layers.attention(**{"indexer": small_layers.indexer()} | options), message)
 
 
 @pytest.mark.parametrize(
@@ -127,15 +97,24 @@ class Own(nn.Module):
 
 
 def test_attention_takes_any_indexer_or_none():
-    assert isinstance(make_layer(Own()).indexer, Own)
-    layer = make_layer(None)
-    assert layer.indexer is None and not any("indexer" in name for name in layer.state_dict())
-    make_layer(make_indexer(fp8=True), fp8=True, dtype=torch.bfloat16)
+    assert isinstance(small_layers.attention(Own()).indexer, Own)
+    assert not any("indexer" in name for name in small_layers.attention(None).state_dict())
+    small_layers.attention(small_layers.indexer(fp8=True), fp8=True, dtype=torch.bfloat16)
 
 
-LONGER = SequenceBatch.paged([5], [7], [[0]], PAGE)
+def test_quantised_selection_is_of_128_channels():
+    """Training does not quantise, so it takes other numbers."""
+    indexer = small_layers.indexer(head_dim=100, quantize=True)
+    given = torch.zeros(5, HIDDEN), torch.zeros(5, RANK), *ROTARY(BATCH.positions)
+    assert indexer.project(*given)[0].shape == (5, 4, 100)
+    refused(
+        lambda: indexer.select(*given, BATCH), "head_dim: must be 128 for selection with quantize=True, got 100"
+    )
+
+
 BEFORE_FUSE = "cache: must be None before dsa_layers.fuse, which prepares "
-CACHE = LayerCache(torch.zeros(1, PAGE, 1, 656, dtype=torch.uint8), None)
+CACHE = LayerCache(torch.zeros(1, 32, 1, 656, dtype=torch.uint8), None)
+LONGER = SequenceBatch.paged([5], [7], [[0]], 32)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +129,9 @@ CACHE = LayerCache(torch.zeros(1, PAGE, 1, 656, dtype=torch.uint8), None)
 )
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_plain_pass(compressed, changed, message):
-    batch = SequenceBatch.without_cache([5])
-    given = {"x": torch.zeros(5, small_layers.HIDDEN), "batch": batch, "cache": None} | changed
+    given = {"x": torch.zeros(5, HIDDEN), "batch": BATCH, "cache": None} | changed
     layer = small_layers.compressed_attention() if compressed else small_layers.attention()
-    rope = ROTARY(batch.positions)
+    rope = ROTARY(BATCH.positions)
     angles = (rope, None) if compressed else rope
     refused(lambda: layer(given["x"], *angles, given["batch"], given["cache"]), message)
 
@@ -166,16 +144,16 @@ def test_plain_indexers_take_no_cache(kind):
 
 
 def test_autocast_takes_other_dtypes():
-    layer = make_layer(make_indexer())
+    layer = small_layers.attention().q_a_proj
     with torch.autocast("cpu", torch.bfloat16):
-        check_rows("x", torch.zeros(5, HIDDEN).bfloat16(), layer.q_a_proj)
-        refused(lambda: check_rows("x", None, layer.q_a_proj), "x: must be a torch.Tensor, got NoneType")
+        check_rows("x", torch.zeros(5, HIDDEN).bfloat16(), layer)
+        refused(lambda: check_rows("x", None, layer), "x: must be a torch.Tensor, got NoneType")
     check_rows("x", torch.zeros(5, 7).bfloat16(), nn.Linear(8, 8))  # raises its own error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_fp8_layers_take_every_float(dtype):
-    layer = make_layer(make_indexer(fp8=True, dtype=torch.bfloat16), fp8=True, dtype=torch.bfloat16)
-    check_rows("x", torch.zeros(5, HIDDEN, dtype=dtype), layer.q_a_proj)
+    layer = BlockFP8Linear(HIDDEN, 128)
+    check_rows("x", torch.zeros(5, HIDDEN, dtype=dtype), layer)
     message = "x: dtype must be float32, bfloat16 or float16, got float64"
-    refused(lambda: check_rows("x", torch.zeros(5, HIDDEN).double(), layer.q_a_proj), message)
+    refused(lambda: check_rows("x", torch.zeros(5, HIDDEN).double(), layer), message)
