@@ -33,6 +33,7 @@ class SparseMLADrafter(nn.Module):
     """
 
     page_size = SparseMLAForCausalLM.page_size
+
     def __init__(self, target: SparseMLAForCausalLM) -> None:
         super().__init__()
         config, precision = target.config, target.precision

@@ -10,7 +10,7 @@ from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from tests.layers.layers import small_layers
 from tests.layers.layers.small_layers import BATCH, CASES, HIDDEN, INDEXERS, ROPE, rows
 
@@ -143,5 +143,3 @@ def test_a_layer_with_a_foreign_class_inside_stays_plain_and_runs(make, plain, k
     assert type(layer.get_submodule(plain)) is before
     assert {type(part) for part in layer.modules()} & {*FUSED.values()}, "the other parts are fused"
     assert_agree(case.run(layer, x), expected)
-
-

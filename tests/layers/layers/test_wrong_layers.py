@@ -107,9 +107,7 @@ def test_quantised_selection_is_of_128_channels():
     indexer = small_layers.indexer(head_dim=100, quantize=True)
     given = torch.zeros(5, HIDDEN), torch.zeros(5, RANK), *ROTARY(BATCH.positions)
     assert indexer.project(*given)[0].shape == (5, 4, 100)
-    refused(
-        lambda: indexer.select(*given, BATCH), "head_dim: must be 128 for selection with quantize=True, got 100"
-    )
+    refused(lambda: indexer.select(*given, BATCH), "head_dim: must be 128 for selection with quantize=True, got 100")
 
 
 BEFORE_FUSE = "cache: must be None before dsa_layers.fuse, which prepares "
