@@ -282,7 +282,9 @@ class PagedCompressedAttention(CompressedAttention):
             earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
         # If the ring has bytes, the rows are rounded like those that are read from it: all queries see the same keys.
         rows = torch.empty_like(kv)
-        dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows)
+        dsa.write_mla_cache(
+            kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows
+        )
         if earlier is None:
             return rows
         keys = torch.cat((earlier, rows))

@@ -16,9 +16,9 @@ from dsa_bench.e2e.runs import decode, prefill
 from dsa_bench.peers import marlin
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.engine import paged_attention
-from dsa_layers.engine.attention_form import HeadSizes
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.layers import key_selection
+from dsa_layers.engine.attention_form import HeadSizes
 from dsa_layers.layers.experts import Experts
 from tests.bench import peer_stubs
 from tests.bench.small_stacks import small_stack

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dsa_layers.layers.selection import Selection
 
 import dsa
 from dsa.kernels.indexer import topk_indices_sm90
@@ -28,6 +27,7 @@ from dsa_layers.layers import branch
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.selection import Selection
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu import tiny_model
 from tests.gpu.batch_invariant_tokens import assert_batch_invariant

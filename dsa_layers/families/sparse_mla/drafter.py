@@ -33,7 +33,6 @@ class SparseMLADrafter(nn.Module):
     """
 
     page_size = SparseMLAForCausalLM.page_size
-
     def __init__(self, target: SparseMLAForCausalLM) -> None:
         super().__init__()
         config, precision = target.config, target.precision

@@ -53,7 +53,6 @@ class SparseMLAForCausalLM(nn.Module):
     """
 
     page_size = 64  # tokens, as the kernels of the byte layouts have them
-
     def __init__(self, config: SparseMLAConfig, precision: Precision | None = None) -> None:
         super().__init__()
         self.config = config

@@ -8,8 +8,8 @@ from dsa.runtime.asked_variants import asked_variants
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation.passes import META, without_memory
-from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.families.precision import Precision
+from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.split import split
 from tests.layers.compilation.configs import published

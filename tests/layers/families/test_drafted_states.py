@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from dsa_layers.layers.selection import Selection
 
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
@@ -10,6 +9,7 @@ from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import paged_attention
 from dsa_layers.families.sparse_mla.drafted_states import slots_of
 from dsa_layers.io.loading import load_model
+from dsa_layers.layers.selection import Selection
 
 # Of two sequences, which have more keys than are selected; their pages have other numbers than their order.
 LENS, PAGES, PAGE = [150, 200], [[3, 0, 5, 1], [6, 2, 7, 4]], 64

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dsa.runtime import backends
-from dsa_layers.engine.batch_invariance import batch_invariant, has_any_rows, is_batch_invariant
 from dsa_layers.generation import engine_options as module
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
+from dsa_layers.engine.batch_invariance import batch_invariant, has_any_rows, is_batch_invariant
 from dsa_layers.layers.linear import linear_fp32
 from tests.layers.command.calls import generate
 from tests.layers.generation.families import FAMILIES

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from dsa_layers.layers.selection import Selection
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
@@ -12,6 +11,7 @@ from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import lengths
 from dsa_layers.hf.paged_layer import CACHE, PagedLayer, Storage
+from dsa_layers.layers.selection import Selection
 from tests.layers.hf.pairs import MINOR, assert_same, padded, pair
 
 

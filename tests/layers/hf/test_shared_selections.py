@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from dsa_layers.layers.selection import Selection
 
 from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.layers.selection import Selection
 from tests.layers.hf.pairs import Adapter, assert_same, padded, pair
 
 LAYERS = range(6)

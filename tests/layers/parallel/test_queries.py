@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from dsa_layers.layers.selection import Selection
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
@@ -23,6 +22,7 @@ from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.layers.selection import Selection
 from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows, rows_of

@@ -10,9 +10,9 @@ import torch
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
-from dsa_layers.engine.norm_and_cast import takes
 from dsa_layers.families.registry import model_types
 from dsa_layers.layers import moe
+from dsa_layers.engine.norm_and_cast import takes
 from dsa_layers.parallel import rows
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
