@@ -161,8 +161,6 @@ def test_attention_over_pages_is_that_without(length, pages):
 
     expected, topk_indices = run(length, 0, SequenceBatch.without_cache([length]))
     assert (topk_indices is None) == (length <= TOP_K)
-    by_hand = [attend(layer, own, topk_indices) for layer, own in ((full, x), (shared, x_shared))]
-    torch.testing.assert_close(expected.double(), torch.stack(by_hand), rtol=1e-4, atol=1e-5)
     outputs = []
     for chunks in ([length], [1] * length, [4, 3, *[1] * (length - 7)]):
         cache = PagedKVCache(2, 5, 16, latent=pages, index="fp8", index_layers=[0])
