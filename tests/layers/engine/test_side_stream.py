@@ -1,7 +1,6 @@
 """Kernels on a second stream of a CUDA graph: neither stream touches what the other one writes."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +14,13 @@ from dsa_layers.engine.side_stream import Branch
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
+from tests.layers.layers.calls import record
 
 PROMPTS = [list(range(40, 180)), list(range(7, 60))]
 
 
-def memory(tensors):
-    return {StorageWeakRef(x.untyped_storage()) for x in tensors}
+def memory(values):
+    return {StorageWeakRef(x.untyped_storage()) for x in tree_leaves(values) if torch.is_tensor(x)}
 
 
 class Accesses(TorchDispatchMode):
@@ -31,19 +31,13 @@ class Accesses(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if self.into is not None:
-            given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
-            names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-            written = [x for name in names for x in tree_leaves(given.get(name)) if torch.is_tensor(x)]
-            read = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-            self.into.write |= memory([*written, *(x for x in tree_leaves(made) if torch.is_tensor(x))]) - memory(read)
-            self.into.write |= memory(written)
-            self.into.read |= memory(read)
+            schema = func._schema.arguments
+            given = dict(zip((a.name for a in schema), args)) | (kwargs or {})
+            written = [given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+            read = memory((args, kwargs))
+            self.into.write |= memory(written) | (memory(made) - read)
+            self.into.read |= read
         return made
-
-
-class Chain:
-    def __init__(self):
-        self.read, self.write = set(), set()
 
 
 class Watched(Branch):
@@ -53,7 +47,7 @@ class Watched(Branch):
 
     def __init__(self, accesses, open_, reads):
         self.accesses, self.open, self.reads = accesses, open_, reads
-        self.inside, self.behind = Chain(), Chain()
+        self.inside, self.behind = (SimpleNamespace(read=set(), write=set()) for _ in range(2))
 
     def join(self):
         assert self is self.open[-1]  # joins the earlier ones, too
@@ -94,34 +88,20 @@ def watched(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "drafts"),
-    [
-        ("deepseek_v32", 0),
-        ("deepseek_v4", 2),
-        ("deepseek_v32", 2),
-        ("glm_moe_dsa", 2),
-    ],
+    ("family", "drafts"), [("deepseek_v32", 0), ("deepseek_v4", 2), ("deepseek_v32", 2), ("glm_moe_dsa", 2)]
 )
-def test_a_branch_and_the_kernels_beside_it_are_independent(family, drafts, tiny_checkpoint, watched):
+def test_a_branch_and_the_kernels_beside_it_are_independent(family, drafts, tiny_checkpoint, watched, monkeypatch):
     """In decoding passes of one token and of several, with more visible keys than selected ones."""
     model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
-    passes, decode = [], generator.engine._cache.passes._decode
-
-    def counted(sequences):
-        before = len(watched)
-        result = decode(sequences)
-        passes.append(watched[before:])
-        return result
-
-    generator.engine._cache.passes._decode = counted
+    owner = generator.engine._cache.passes
+    starts = record(monkeypatch, "_decode", seen=lambda *_: len(watched), owner=owner)
     generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
-    layers = model.config.num_hidden_layers
-    for branches in passes:
-        assert all(b.joined for b in branches)
+    assert starts and all(branch.joined for branch in watched)
+    for start, end in zip(starts, [*starts[1:], len(watched)]):
         # Attention and experts have kernels in both chains, except in layers without an indexer.
-        assert sum(bool(b.inside.write and b.behind.write) for b in branches) > layers
-    assert passes
+        both = [branch for branch in watched[start:end] if branch.inside.write and branch.behind.write]
+        assert len(both) > model.config.num_hidden_layers
 
 
 def test_a_read_of_what_an_open_branch_writes_is_found(watched):
@@ -138,37 +118,32 @@ def test_a_read_of_what_an_open_branch_writes_is_found(watched):
         branch.join()
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Replaces a CUDA stream. Equal names are equal streams."""
+class Streams(dict):
+    """Replaces torch.cuda while a stream captures: streams by their names, and which one waited for which."""
 
-    name: str
-    waits: list = field(compare=False)
-    device: str = "a GPU"
-
-    def wait_stream(self, other):
-        self.waits.append(f"{self.name} waits for {other.name}")
-
-
-class Streams:
-    """Replaces torch.cuda while a stream captures."""
+    current = "main"
 
     def __init__(self, monkeypatch, backend="native"):
-        self.current, self.made, self.waits = "main", 0, []
+        self.waits = []
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self.current, self.waits))
-        monkeypatch.setattr(torch.cuda, "Stream", self.make)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self[self.current])
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self[f"side of {self.current}"])
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         side_stream._second_stream.cache_clear()
 
-    def make(self, device):
-        self.made += 1
-        return Stream(f"side {self.made}", self.waits)
+    def __missing__(self, name):
+        class Stream:
+            device, called = "a GPU", name
+
+            def wait_stream(_, other):
+                self.waits.append((name, other.called))
+
+        return self.setdefault(name, Stream())
 
     @contextmanager
     def on(self, stream):
-        before, self.current = self.current, stream.name
+        before, self.current = self.current, stream.called
         yield
         self.current = before
 
@@ -181,11 +156,11 @@ def test_each_stream_has_one_side_stream_which_forks_and_joins(monkeypatch):
     for main in ("main", "main", "other"):
         streams.current = main
         with side_stream.side_stream(ON_GPU, None) as made:
-            assert streams.current.startswith("side")
+            assert streams.current == f"side of {main}"
         assert streams.current == main
         made.join()
-    first = ["side 1 waits for main", "main waits for side 1"]
-    assert streams.waits == [*first, *first, "side 2 waits for other", "other waits for side 2"]
+    forks_and_joins = [("side of main", "main"), ("main", "side of main")]
+    assert streams.waits == [*forks_and_joins * 2, ("side of other", "other"), ("other", "side of other")]
 
 
 @pytest.mark.parametrize(
