@@ -69,12 +69,14 @@ def stored(layer, tokens=2):
 
 
 @pytest.mark.parametrize(("nope", "value"), [(128, 128), (192, 256)])
-def test_few_16_bit_queries_use_the_stored_weight(nope, value, asked):
+def test_few_16_bit_queries_use_the_stored_weight(nope, value, asked, monkeypatch):
     layer = make_layer(nope, value)
     weight, scale = stored(layer, MOST_TOKENS)
     assert weight is layer.kv_b_proj.weight and scale is layer.kv_b_proj.weight_scale_inv
     assert stored(layer, MOST_TOKENS + 1) is None
     assert stored_up_projection(layer, queries(layer).float()) is None
+    monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: False)
+    assert stored(layer) is None
 
 
 @pytest.mark.parametrize("sizes", [{"nope": 64}, {"value": 64}, {"fp8": False}], ids=str)
@@ -87,10 +89,6 @@ def test_projections_of_another_class_do_not_use_it(name, asked):
     layer = make_layer()
     getattr(layer, name).__class__ = type("Another", (BlockFP8Linear,), {})
     assert stored(layer) is None
-
-
-def test_a_machine_without_the_kernels_does_not_use_it():
-    assert stored(make_layer()) is None
 
 
 def test_a_part_of_the_heads_uses_views_of_whole_blocks(asked):

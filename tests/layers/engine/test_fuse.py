@@ -8,7 +8,10 @@ from dsa_layers import SequenceBatch, fuse, load_model
 from dsa_layers.engine.fuse import FUSED, fused
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.decoder import DecoderBlock
+from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from tests.layers.layers import small_layers
@@ -97,45 +100,36 @@ def other_compressed_indexer():
     return layer
 
 
-def with_part(block, name, part):
-    setattr(block, name, part)
+def hyper_block_of(ffn):
+    block = small_layers.hyper_block()
+    block.ffn = ffn
     return block
 
 
-# {test: (layer, what of it stays plain, its pass)}
+ROUTER = GroupedSigmoidRouter(HIDDEN, 6, 2)
+OTHER_INDEXER = OtherIndexer(HIDDEN, 128, n_heads=4, top_k=4, quantize=False)
+# {test: (the layer's class, the layer, what of it stays plain)}
 FOREIGN = {
-    "module in a block": (lambda: small_layers.decoder_block(mlp=lambda: Doubled()), "", DecoderBlock),
+    "module in a block": (DecoderBlock, lambda: small_layers.decoder_block(Doubled), ""),
     "subclass in a block": (
-        lambda: with_part(
-            small_layers.decoder_block(),
-            "mlp",
-            OtherExperts(HIDDEN, 64, GroupedSigmoidRouter(HIDDEN, 6, 2)),
-        ),
-        "",
         DecoderBlock,
-    ),
-    "router": (lambda: small_layers.decoder_block(mlp=other_mixture), "mlp", DecoderBlock),
-    "lightning indexer": (
-        lambda: small_layers.attention(OtherIndexer(HIDDEN, 128, n_heads=4, top_k=4, quantize=False)),
-        "indexer",
-        small_layers.DSAAttention,
-    ),
-    "module in a hyper block": (
-        lambda: with_part(small_layers.hyper_block(), "ffn", Doubled()),
+        lambda: small_layers.decoder_block(lambda: OtherExperts(HIDDEN, 64, ROUTER)),
         "",
-        small_layers.HyperDecoderBlock,
     ),
+    "router": (DecoderBlock, lambda: small_layers.decoder_block(other_mixture), "mlp"),
+    "lightning indexer": (DSAAttention, lambda: small_layers.attention(OTHER_INDEXER), "indexer"),
+    "module in a hyper block": (HyperDecoderBlock, lambda: hyper_block_of(Doubled()), ""),
     "compressor": (
+        CompressedAttention,
         lambda: small_layers.compressed_attention(small_layers.compressor(512), other_compressed_indexer()),
         "indexer",
-        small_layers.CompressedAttention,
     ),
 }
 
 
-@pytest.mark.parametrize(("make", "plain", "kind"), FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize(("kind", "make", "plain"), FOREIGN.values(), ids=FOREIGN)
 @torch.no_grad()
-def test_a_layer_with_a_foreign_class_inside_stays_plain_and_runs(make, plain, kind):
+def test_a_layer_with_a_foreign_class_inside_stays_plain_and_runs(kind, make, plain):
     layer, case = make(), CASES[kind]
     x, before = case.inputs(), type(layer.get_submodule(plain))
     expected = case.run(layer, x)

@@ -1,4 +1,4 @@
-"""The example of docs/how-to/embed-attention.md: one layer over the pages, tables and lengths of an inference engine."""
+"""The example of docs/how-to/embed-attention.md: one layer over the pages of an inference engine."""
 
 import re
 from pathlib import Path
@@ -51,21 +51,3 @@ def test_a_padding_row_writes_nothing_and_gets_zeros(engine):
     out = engine["decode"](engine["token"], torch.tensor([301, 0], dtype=torch.int32), table)
     assert torch.equal(out[0], expected) and not out[1].any()
     assert torch.equal(engine["latent"], before[0]) and torch.equal(engine["index"], before[1])
-
-
-@torch.no_grad()
-def test_nan_outside_the_sequences_does_not_reach_the_output(engine):
-    lengths, pages = torch.tensor([301, 41], dtype=torch.int32), engine["block_table"]
-    expected = engine["decode"](engine["token"], lengths, pages).clone()
-    own = torch.zeros(engine["PAGES"] * engine["PAGE_SIZE"], dtype=torch.bool)
-    for row, total in zip(pages.tolist(), lengths.tolist()):
-        for position in range(total):
-            own[row[position // 64] * 64 + position % 64] = True
-    engine["latent"].view(-1, 656)[~own] = 0xFF
-    assert torch.equal(engine["decode"](engine["token"], lengths, pages), expected)
-
-
-def test_a_batch_without_state_slots_is_refused(engine):
-    batch = engine["DecodeBatch"](engine["block_table"], 64, torch.tensor([3, 4], dtype=torch.int32), 384)
-    with pytest.raises(ValueError, match="state_slots: must be one a sequence for this model's cache, got None"):
-        _ = batch.state_slots_tensor
