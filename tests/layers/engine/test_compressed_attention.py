@@ -51,20 +51,17 @@ def test_keys_of_earlier_passes_and_new_ones_are_the_same(chunks, storage):
     layer, rings = fused_attention(), [2, 0][: len(chunks)]
     cache = CompressedLayerCache(make_ring(storage))
     projected = [torch.randn(new + earlier, DIM).to(BF16) for new, earlier in chunks]
-    angles = [ROTARY(torch.arange(len(own))) for own in projected]
     whole = SequenceBatch.without_cache([len(own) for own in projected])
-    rope = [torch.cat(parts) for parts in zip(*angles)]
-    expected = as_stored(layer._token_keys(torch.cat(projected), EntryPass(whole, rope)), storage)
+    expected = as_stored(layer._token_keys(torch.cat(projected), EntryPass(whole, ROTARY(whole.positions))), storage)
     expected = expected.split([len(own) for own in projected])
-    for own, turn, ring, (_, earlier) in zip(projected, angles, rings, chunks):
+    for own, ring, (_, earlier) in zip(projected, rings, chunks):
         if earlier:
             batch = SequenceBatch.paged([earlier], [earlier], [[0]], 16, state_slots=[ring])
-            layer._token_keys(own[:earlier], EntryPass(batch, [part[:earlier] for part in turn], cache))
+            layer._token_keys(own[:earlier], EntryPass(batch, ROTARY(batch.positions), cache))
     lens = [new for new, _ in chunks], [new + earlier for new, earlier in chunks]
     batch = SequenceBatch.paged(*lens, [[0], [1]][: len(chunks)], 16, state_slots=rings)
     new = [own[earlier:] for own, (_, earlier) in zip(projected, chunks)]
-    rope = [torch.cat([x[e:] for x, (_, e) in zip(parts, chunks)]) for parts in zip(*angles)]
-    got = layer._token_keys(torch.cat(new), EntryPass(batch, rope, cache))
+    got = layer._token_keys(torch.cat(new), EntryPass(batch, ROTARY(batch.positions), cache))
     seen = [own[max(earlier - WINDOW + 1, 0) :] for own, (_, earlier) in zip(expected, chunks)]
     assert torch.equal(got, torch.cat(seen))
     bounds = batch.windows(WINDOW, WINDOW).cu_keys
@@ -122,32 +119,20 @@ def test_layers_of_a_pass_share_the_angles_back():
     assert angles.back is back
 
 
-@pytest.fixture
-def casts(monkeypatch):
-    """The groups of every attention that casts its results."""
-    return record(monkeypatch, "window_attention_cast_to_fp8", seen=lambda *arguments, **_: arguments[9])
-
-
-def test_attention_of_many_heads_casts_its_results(casts, monkeypatch):
-    """With the numbers of a cast after attention."""
-    layer, batch = fused_attention(heads=34, fp8=True), SequenceBatch.without_cache([5, 3])
-    rope, x = RopeAngles(ROTARY(batch.positions)), torch.randn(8, HIDDEN).to(BF16)
-    expected = layer(x, rope, None, batch)
-    assert casts == [2]
-    monkeypatch.setattr(PagedCompressedAttention, "_casts_results", lambda *_: False)
-    assert torch.equal(layer(x, rope, None, batch), expected) and casts == [2]
-
-
 @pytest.mark.parametrize(
-    ("heads", "fp8", "rope_dim"),
-    [(32, True, 64), (34, True, 32), (34, False, 64)],
-    ids=["few heads", "other angles", "bf16 weights"],
+    ("heads", "fp8", "rope_dim", "casts"),
+    [(34, True, 64, 1), (32, True, 64, 0), (34, True, 32, 0), (34, False, 64, 0)],
+    ids=["many heads", "few heads", "other angles", "bf16 weights"],
 )
-def test_other_attention_does_not_cast_its_results(heads, fp8, rope_dim, casts):
-    batch, x = SequenceBatch.without_cache([5]), torch.randn(5, HIDDEN).to(BF16)
+def test_attention_of_many_heads_casts_its_results_for_fp8_weights(heads, fp8, rope_dim, casts, monkeypatch):
+    """With the numbers of a cast after attention."""
+    layer, batch = fused_attention(heads=heads, fp8=fp8), SequenceBatch.without_cache([5, 3])
     rope = RotaryEmbedding(rope_frequencies(rope_dim, 1e4))(batch.positions)
-    fused_attention(heads=heads, fp8=fp8)(x, rope, None, batch)
-    assert not casts
+    called, x = record(monkeypatch, "window_attention_cast_to_fp8"), torch.randn(8, HIDDEN).to(BF16)
+    found = layer(x, rope, None, batch)
+    assert len(called) == casts
+    monkeypatch.setattr(PagedCompressedAttention, "_casts_results", lambda *_: False)
+    assert torch.equal(layer(x, rope, None, batch), found) and len(called) == casts
 
 
 @pytest.mark.parametrize(("channels", "joined"), [(64, True), (32, True), (36, False)])

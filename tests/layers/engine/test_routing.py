@@ -1,4 +1,4 @@
-"""Few tokens are routed and sorted by one op, with the result of the router and of `Experts.sort`."""
+"""Few tokens are routed and sorted by one op. Experts may read the caller's cast."""
 
 import pytest
 import torch
@@ -6,18 +6,11 @@ import torch
 import dsa
 from dsa_layers.engine import routing
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.routing import route
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter
 from tests.layers.layers.calls import record
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Names of the called ops of routing."""
-    return record(monkeypatch, "route_to_experts", "route_by_table", "moe_gate", "sort_by_expert")
 
 
 def grouped_router(channels=64, dtype=BF16):
@@ -38,61 +31,47 @@ def table_router(experts=12, top_k=3):
     return router
 
 
-def route_to(router, x, first=0, count=12):
-    experts = Experts(count, x.shape[1], 32, dtype=x.dtype)
-    experts.first, experts.total = first, 12
-    return route(router, experts, x, torch.arange(len(x)) % 5)
+def rows(count, channels=64, dtype=BF16):
+    return torch.randn(count, channels).to(dtype)
 
 
-ROUTERS = [(grouped_router, "route_to_experts"), (plain_router, "route_to_experts"), (table_router, "route_by_table")]
+GATE, SORT = ["moe_gate", "sort_by_expert"], ["sort_by_expert"]
+CASES = {
+    "no token": (grouped_router, rows(0), ["route_to_experts"]),
+    "groups": (grouped_router, rows(64), ["route_to_experts"]),
+    "one group": (plain_router, rows(1), ["route_to_experts"]),
+    "table": (table_router, rows(64), ["route_by_table"]),
+    "more experts per token": (lambda: table_router(40, 33), rows(4), SORT),
+    "fp32": (lambda: grouped_router(dtype=torch.float32), rows(9, dtype=torch.float32), GATE),
+    "more tokens": (grouped_router, rows(65), GATE),
+    "channels": (lambda: grouped_router(48), rows(9, 48), GATE),
+    "columns": (grouped_router, rows(64, 9).T, GATE),
+}
 
 
-@pytest.mark.parametrize("count", [0, 1, 64])
-@pytest.mark.parametrize(("make", "op"), ROUTERS)
+@pytest.mark.parametrize(("make", "x", "ops"), CASES.values(), ids=CASES)
 @torch.no_grad()
-def test_one_op_routes_and_sorts_the_entries(make, op, count, calls):
-    router, x = make(), torch.randn(count, 64).to(BF16)
-    experts, weights, by_expert = route_to(router, x, first=4, count=5)
-    assert calls == [op]
-    tokens = () if isinstance(router, GroupedSigmoidRouter) else (torch.arange(count) % 5,)
-    expected = router(x, *tokens)
+def test_routing_gives_what_router_and_sort_give(make, x, ops, monkeypatch):
+    """In one op for few tokens of 16 bits, else in one for each step. The rank has 5 experts from number 4 on."""
+    router, tokens = make(), torch.arange(len(x)) % 5
+    own = Experts(5, x.shape[1], 32, dtype=x.dtype)
+    own.first, own.total = 4, len(router.weight)
+    expected = router(x) if isinstance(router, GroupedSigmoidRouter) else router(x, tokens)
+    with monkeypatch.context() as patch:
+        called = record(patch, "route_to_experts", "route_by_table", "moe_gate", "sort_by_expert")
+        experts, weights, by_expert = routing.route(router, own, x, tokens)
+    assert called == ops
     assert torch.equal(experts, expected[0]) and torch.equal(weights, expected[1])
     assert all(torch.equal(a, b) for a, b in zip(by_expert, dsa.sort_by_expert(experts - 4, 5), strict=True))
-    if make is table_router:
-        assert torch.equal(experts, router.tid2eid[tokens[0]])
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.randn(9, 64),
-        torch.randn(65, 64).to(BF16),
-        torch.randn(9, 48).to(BF16),
-        torch.randn(64, 9).to(BF16).T,
-    ],
-    ids=["fp32", "more tokens", "channels", "columns"],
-)
-@torch.no_grad()
-def test_other_rows_take_one_op_for_each_step(x, calls):
-    route_to(grouped_router(x.shape[1], x.dtype), x)
-    assert calls == ["moe_gate", "sort_by_expert"]
-
-
-@torch.no_grad()
-def test_a_table_with_too_many_experts_per_token_is_read_by_pytorch(calls):
-    router = table_router(experts=40, top_k=33)
-    route_to(router, torch.randn(4, 64).to(BF16), count=40)
-    assert calls == ["sort_by_expert"]
 
 
 @pytest.mark.parametrize("op", ["route_to_experts", "route_by_table"])
 def test_a_gpu_without_the_kernel_does_not_take_the_op(op, monkeypatch):
     """The reference of the op would widen the router's matrix at every call."""
-    x, weight = torch.randn(4, 64).to(BF16), torch.randn(12, 64).to(BF16)
-    assert routing._takes(op, x, weight)
+    assert routing._takes(op, rows(4), rows(12))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda asked, x: asked != op)
-    assert not routing._takes(op, x, weight)
+    assert not routing._takes(op, rows(4), rows(12))
 
 
 def mixture(**options):
@@ -100,8 +79,7 @@ def mixture(**options):
     return fuse(MoE(128, 256, GroupedSigmoidRouter(128, 6, 3, dtype=options.get("dtype")), **options))
 
 
-def rank_of(moe, first, count):
-    """Leave a rank's experts in the mixture."""
+def leave_experts_of_rank(moe, first, count):
     moe.experts.count, moe.experts.first = count, first
     for name, parameter in [*moe.experts.named_parameters()]:
         part = parameter[first : first + count].clone()
@@ -114,25 +92,22 @@ def rank_of(moe, first, count):
 def test_experts_read_the_cast_of_a_single_token(fp4, use_ue8m0, monkeypatch):
     """With the bits of a cast of the experts' rows, also if this rank has only some of the experts."""
     moe, x = mixture(fp4_experts=fp4, use_ue8m0=use_ue8m0), torch.randn(1, 128)
-    cast = moe.shared_experts.gate_proj.cast(x)
-    expected = moe(x)
+    cast, expected = moe.shared_experts.gate_proj.cast(x), moe(x)
+    first = int(moe.gate(x)[0].max()) - 1  # two experts, which are not all three of the token
     with monkeypatch.context() as patch:
         patch.setattr(dsa, "scatter_cast_to_fp8", None)
         assert torch.equal(moe(x, cast=cast), expected)
-    rank_of(moe, first=int(moe.gate(x)[0].max()) - 1, count=2)  # lacks an expert of the token
-    part = moe(x)
-    assert not torch.equal(part, expected)
-    monkeypatch.setattr(dsa, "scatter_cast_to_fp8", None)
-    assert torch.equal(moe(x, cast=cast), part)
+        leave_experts_of_rank(moe, first, count=2)
+        part = moe(x, cast=cast)
+    assert torch.equal(part, moe(x)) and not torch.equal(part, expected)
 
 
 @pytest.mark.parametrize("fp4", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 @torch.no_grad()
 def test_a_rank_expects_its_share_of_the_rows(gathered, fp4, monkeypatch):
-    names = ["grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_nt"]
-    if fp4:
-        names = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"]
+    names = ["fp8_fp4_gemm_swiglu", "fp8_fp4_gemm_nt"] if fp4 else ["fp8_gemm_swiglu", "fp8_gemm_nt"]
+    names = [f"grouped_{name}" for name in names]
     found = record(monkeypatch, *names, seen=lambda *_, expected_rows, **__: expected_rows)
     moe, x, weights = mixture(fp4_experts=fp4, n_shared=0), torch.randn(7, 128), torch.rand(7, 2)
     chosen = torch.rand(7, 6).argsort(-1)[:, :2]
@@ -144,19 +119,14 @@ def test_a_rank_expects_its_share_of_the_rows(gathered, fp4, monkeypatch):
         return dsa.combine_experts(outputs, by_expert[1], weights)
 
     expected = run(weights * own)
-    rank_of(moe, first=2, count=2)
+    leave_experts_of_rank(moe, first=2, count=2)
     assert torch.equal(run(weights), expected)
     assert found == [None, None, 5, 5]  # a third of 14 rows
 
 
-@pytest.mark.parametrize("fp8", [True, False])
 @torch.no_grad()
-def test_the_residual_is_added_to_the_rounded_sum(fp8):
-    moe, x = mixture(fp8=fp8, dtype=BF16), torch.randn(9, 128).to(BF16)
-    residual = torch.randn_like(x)
-    assert torch.equal(moe(x, residual=residual), residual + moe(x))
-    shared = moe.shared_experts
-    assert torch.equal(shared(x, residual=residual), residual + shared(x))
-    if fp8:
-        cast = shared.gate_proj.cast(x)
-        assert torch.equal(shared(x, cast=cast), shared(x)) and torch.equal(moe(x, cast=cast), moe(x))
+def test_a_residual_and_a_cast_change_no_bit_of_the_sum():
+    moe, x, residual = mixture(dtype=BF16), rows(9, 128), rows(9, 128)
+    cast = moe.shared_experts.gate_proj.cast(x)
+    for layer in (moe, moe.shared_experts):
+        assert torch.equal(layer(x, cast=cast, residual=residual), residual + layer(x))
