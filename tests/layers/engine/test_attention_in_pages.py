@@ -39,35 +39,22 @@ def test_attention_in_pages_is_attention_to_what_is_read_from_them(tiny_checkpoi
     assert (expected - in_pages).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.fixture
-def model(request, tiny_checkpoint):
-    """A model of two layers. request: the kind of cache."""
-    model = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache=getattr(request, "param", "fp8"))
+@pytest.mark.parametrize(
+    ("kv_cache", "most", "reads", "in_pages"),
+    [("fp8", 2 * sum(NEW) * 576 * 4, 2, 0), ("fp8", 2 * sum(NEW) * 576 * 4 - 1, 0, 2), ("model", 0, 0, 0)],
+    ids=["all keys fit", "a byte less", "pages of the model's dtype"],
+)
+def test_the_limit_counts_the_bytes_of_all_keys(kv_cache, most, reads, in_pages, tiny_checkpoint, monkeypatch):
+    """In fp32, of a model of two layers. Each key has 576 numbers."""
+    model = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache=kv_cache)
     del model.model.layers[2:]
-    return model
+    assert logits(model, monkeypatch, most)[1:] == (reads, in_pages)
 
 
-def test_the_limit_counts_the_bytes_of_all_keys(model, monkeypatch):
-    """Each of 360 keys has 576 numbers of 4 bytes."""
-    needed = 2 * sum(NEW) * 576 * 4
-    assert logits(model, monkeypatch, needed)[1:] == (2, 0)
-    assert logits(model, monkeypatch, needed - 1)[1:] == (0, 2)
-
-
-def test_the_limit_is_of_the_heads_that_a_process_computes(model, monkeypatch):
-    seen = []
-
-    def most_read(heads):
-        seen.append(heads)
-        return 0
-
+def test_the_limit_depends_on_the_heads_that_a_process_computes(tiny_checkpoint, monkeypatch):
+    model, seen = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache="fp8"), []
     for layer in model.model.layers:
         vars(layer.self_attn)["part"] = rank_part(layer.self_attn, 0, 2)
-    logits(model, monkeypatch, most_read)
+    logits(model, monkeypatch, lambda heads: seen.append(heads) or 0)
     assert {*seen} == {model.config.num_attention_heads // 2}
     assert [paged_attention.most_read(heads) >> 20 for heads in (1, 16, 17, 128)] == [384, 384, 192, 192]
-
-
-@pytest.mark.parametrize("model", ["model"], indirect=True)  # the cache has the model's dtype
-def test_float_pages_are_attended_to_where_they_are(model, monkeypatch):
-    assert logits(model, monkeypatch, 0)[1:] == (0, 0)

@@ -54,12 +54,6 @@ def test_the_parts_follow_a_changed_matrix(weight, change, inference):
     assert is_of(parts, weight)
 
 
-def test_a_new_matrix_at_the_address_of_a_dropped_one_gets_its_parts():
-    parts = BF16Parts()
-    for _ in range(20):  # the allocator gives the same address again
-        assert is_of(parts, nn.Parameter(torch.randn(24, 40)))
-
-
 def test_a_tensor_of_inference_mode_is_split_at_each_use():
     parts = BF16Parts()
     with torch.inference_mode():

@@ -5,13 +5,10 @@ from collections import Counter
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.fused_hyper_block import MixedStreams, _FusedMixing
-from dsa_layers.io.loading import load_model
 from dsa_layers.layers.moe import SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from tests.layers.families.v4_checkpoints import write_published
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import BATCH, HIDDEN, ROPE, run_hyper_block, streams
@@ -89,19 +86,3 @@ def test_fp16_streams_take_the_ops_one_by_one(calls):
     left = connection.leave(y, MixedStreams(x, None), weights, connection)
     assert left.mix is None and torch.equal(left.streams, connection.expand(y, x, *expected))
     assert not {"hyper_collapse_norm_cast_to_fp8", "hyper_expand_mix"} & {*calls}
-
-
-@torch.no_grad()
-def test_a_model_has_the_logits_of_blocks_that_do_not_know_the_next_one(tmp_path, on_gpu, calls):
-    write_published(tmp_path)
-    model = load_model(tmp_path, progress=False)
-    tokens, batch = torch.arange(40), SequenceBatch.without_cache([40])
-    found, seen = model(tokens, batch, all_tokens=True), list(calls)
-    layers = len(model.layers)
-    assert seen.count("hyper_expand_mix") == 2 * layers - 1 and seen.count("hyper_expand") == 1
-    assert seen.count("hyper_mix") == 2  # of the first layer and of the head
-    for layer in model.layers:
-        layer.following = ()
-    calls.clear()
-    assert torch.equal(model(tokens, batch, all_tokens=True), found)
-    assert calls.count("hyper_expand") == layers and calls.count("hyper_mix") == layers + 1

@@ -98,27 +98,26 @@ def test_a_copy_and_a_file_have_the_layers_apart(products, tmp_path):
     assert same(load_file(tmp_path / "model.safetensors"), model.state_dict())
 
 
-def test_layers_whose_blocks_would_lie_across_two_stay_apart(products):
-    across = Several(72, 128)
-    join(across)
-    check(across.layers, X, products, joined=False)
-
-
 class Another(BlockFP8Linear):
     def forward(self, x):
         return super().forward(x) + 1
 
 
 @pytest.mark.parametrize(
-    "other",
-    [Linear(256, 64, dtype=torch.bfloat16), Another(256, 128), BlockFP8Linear(256, 128, use_ue8m0=False)],
-    ids=["float", "subclass", "another scaling"],
+    ("first", "second"),
+    [
+        (BlockFP8Linear(256, 72), BlockFP8Linear(256, 128)),
+        (BlockFP8Linear(256, 128), Linear(256, 64, dtype=torch.bfloat16)),
+        (BlockFP8Linear(256, 128), Another(256, 128)),
+        (BlockFP8Linear(256, 128), BlockFP8Linear(256, 128, use_ue8m0=False)),
+    ],
+    ids=["blocks across two layers", "float", "subclass", "another scaling"],
 )
 @torch.no_grad()
-def test_layers_of_different_kinds_are_called(other):
-    first = BlockFP8Linear(256, 128)
-    got = multiply(X, first, other)
-    assert torch.equal(got[0], first(X)) and torch.equal(got[1], other(X))
+def test_other_layers_are_multiplied_one_by_one(first, second):
+    joint_linear.join_layers((first, second))
+    assert joint_linear.multiply_as_one(X, first, second) is None
+    assert all(torch.equal(a, layer(X)) for a, layer in zip(multiply(X, first, second), (first, second), strict=True))
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Kernels on a second stream of a CUDA graph: neither stream touches what the other one writes."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -118,57 +119,39 @@ def test_a_read_of_what_an_open_branch_writes_is_found(watched):
         branch.join()
 
 
-class Streams(dict):
-    """Replaces torch.cuda while a stream captures: streams by their names, and which one waited for which."""
-
-    current = "main"
-
-    def __init__(self, monkeypatch, backend="native"):
-        self.waits = []
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self[self.current])
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self[f"side of {self.current}"])
-        monkeypatch.setattr(torch.cuda, "stream", self.on)
-        side_stream._second_stream.cache_clear()
-
-    def __missing__(self, name):
-        class Stream:
-            device, called = "a GPU", name
-
-            def wait_stream(_, other):
-                self.waits.append((name, other.called))
-
-        return self.setdefault(name, Stream())
-
-    @contextmanager
-    def on(self, stream):
-        before, self.current = self.current, stream.called
-        yield
-        self.current = before
-
-
 ON_GPU = SimpleNamespace(is_cuda=True, device="a GPU")
 
 
-def test_each_stream_has_one_side_stream_which_forks_and_joins(monkeypatch):
-    streams = Streams(monkeypatch)
-    for main in ("main", "main", "other"):
-        streams.current = main
-        with side_stream.side_stream(ON_GPU, None) as made:
-            assert streams.current == f"side of {main}"
-        assert streams.current == main
-        made.join()
-    forks_and_joins = [("side of main", "main"), ("main", "side of main")]
-    assert streams.waits == [*forks_and_joins * 2, ("side of other", "other"), ("other", "side of other")]
+@pytest.fixture
+def streams(monkeypatch):
+    """Mocks in place of the current stream and of new ones, while the current one captures."""
+    made = Mock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.main)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.new(device) and made.side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(made.enter(stream)))
+    side_stream._second_stream.cache_clear()
+    return made
 
 
-@pytest.mark.parametrize(
-    ("x", "backend"), [(torch.zeros(1), "native"), (ON_GPU, "cudaMallocAsync")], ids=["CPU", "another allocator"]
-)
-def test_other_passes_have_one_stream(x, backend, monkeypatch):
-    streams = Streams(monkeypatch, backend)
-    with side_stream.side_stream(x) as made:
-        assert type(made) is Branch
-    made.join()
-    assert streams.waits == []
+def test_branches_fork_to_one_side_stream_and_join(streams):
+    for _ in range(2):
+        with side_stream.side_stream(ON_GPU, None) as branch:
+            pass
+        branch.join()
+    pass_of_a_branch = [
+        call.side.wait_stream(streams.main),
+        call.enter(streams.side),
+        call.main.wait_stream(streams.side),
+    ]
+    assert streams.mock_calls == [call.new(streams.main.device), *pass_of_a_branch * 2]
+
+
+@pytest.mark.parametrize("x", [torch.zeros(1), ON_GPU], ids=["CPU", "another allocator"])
+def test_other_passes_have_one_stream(x, streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with side_stream.side_stream(x) as branch:
+        assert type(branch) is Branch
+    branch.join()
+    assert not streams.mock_calls
