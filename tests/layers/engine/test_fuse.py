@@ -74,11 +74,6 @@ class Doubled(nn.Module):
         return 2 * x
 
 
-class OtherExperts(MoE):
-    def forward(self, x, tokens=None):
-        return 2 * super().forward(x, tokens)
-
-
 class OtherRouter(GroupedSigmoidRouter):
     def forward(self, x):
         experts, weights = super().forward(x)
@@ -106,16 +101,10 @@ def hyper_block_of(ffn):
     return block
 
 
-ROUTER = GroupedSigmoidRouter(HIDDEN, 6, 2)
 OTHER_INDEXER = OtherIndexer(HIDDEN, 128, n_heads=4, top_k=4, quantize=False)
 # {test: (the layer's class, the layer, what of it stays plain)}
 FOREIGN = {
     "module in a block": (DecoderBlock, lambda: small_layers.decoder_block(Doubled), ""),
-    "subclass in a block": (
-        DecoderBlock,
-        lambda: small_layers.decoder_block(lambda: OtherExperts(HIDDEN, 64, ROUTER)),
-        "",
-    ),
     "router": (DecoderBlock, lambda: small_layers.decoder_block(other_mixture), "mlp"),
     "lightning indexer": (DSAAttention, lambda: small_layers.attention(OTHER_INDEXER), "indexer"),
     "module in a hyper block": (HyperDecoderBlock, lambda: hyper_block_of(Doubled()), ""),

@@ -42,29 +42,21 @@ def test_one_op_has_the_bits_of_sum_norm_and_cast(use_ue8m0, calls):
     assert calls[:2] == ["rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8"]
 
 
-class Another(RMSNorm):
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
 FP8, OTHER_FP8 = BlockFP8Linear(HIDDEN, 128), BlockFP8Linear(HIDDEN, 128, use_ue8m0=False)
+WITHOUT_CAST = {
+    "no layer": (norm(), ()),
+    "float": (norm(), (Linear(HIDDEN, 8),)),
+    "float and FP8": (norm(), (FP8, Linear(HIDDEN, 8))),
+    "two scalings": (norm(), (FP8, OTHER_FP8)),
+    "another norm": (norm(kind=type("Another", (RMSNorm,), {})), (FP8,)),
+    "too wide": (norm(8320), (BlockFP8Linear(8320, 128),)),
+}
 
 
-@pytest.mark.parametrize(
-    ("own", "layers", "channels"),
-    [
-        (norm(), (), HIDDEN),
-        (norm(), (Linear(HIDDEN, 8),), HIDDEN),
-        (norm(), (FP8, Linear(HIDDEN, 8)), HIDDEN),
-        (norm(), (FP8, OTHER_FP8), HIDDEN),
-        (norm(kind=Another), (FP8,), HIDDEN),
-        (norm(8320), (BlockFP8Linear(8320, 128),), 8320),
-    ],
-    ids=["no layer", "float", "float and FP8", "two scalings", "another norm", "too wide"],
-)
+@pytest.mark.parametrize(("own", "layers"), WITHOUT_CAST.values(), ids=WITHOUT_CAST)
 @torch.no_grad()
-def test_layers_that_share_no_cast_get_none(own, layers, channels):
-    x = torch.randn(2, channels).to(BF16)
+def test_layers_that_share_no_cast_get_none(own, layers):
+    x = torch.randn(2, len(own.weight)).to(BF16)
     total, y, cast = norm_and_cast(own, x, layers)
     assert total is x and cast is None and torch.equal(y, own(x))
     total, y, cast = norm_and_cast(own, x, layers, 2 * x)

@@ -14,25 +14,21 @@ PAGES = [range(6), range(6, 8)]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """For every call of attention a list of pairs (indices, counts or None)."""
-    return [
-        record(monkeypatch, "flash_mla_sparse_fwd", seen=lambda *given, **more: [(given[2], more["topk_length"])]),
-        record(monkeypatch, "window_sparse_attention", seen=lambda *given, **more: [(given[6], more["topk_length"])]),
-        record(
-            monkeypatch,
-            "flash_mla_with_kvcache",
-            seen=lambda *_, indices, topk_length, extra_indices_in_kvcache=None, extra_topk_length=None, **__: [
-                (indices, topk_length),
-                (extra_indices_in_kvcache, extra_topk_length),
-            ],
-        ),
-    ]
+    """(indices [T, K], counts [T] or None) of every call of sparse attention."""
+    found = []
 
+    def keep(indices, counts):
+        if indices is not None:
+            found.append((indices.flatten(1), counts))
 
-def found(calls):
-    """(indices [T, K], counts [T] or None) of all calls."""
-    pairs = [pair for of_op in calls for of_call in of_op for pair in of_call]
-    return [(indices.flatten(1), counts) for indices, counts in pairs if indices is not None]
+    def decoding(*_, indices, topk_length, extra_indices_in_kvcache=None, extra_topk_length=None, **__):
+        keep(indices, topk_length)
+        keep(extra_indices_in_kvcache, extra_topk_length)
+
+    record(monkeypatch, "flash_mla_sparse_fwd", seen=lambda *given, topk_length, **_: keep(given[2], topk_length))
+    record(monkeypatch, "window_sparse_attention", seen=lambda *given, topk_length, **_: keep(given[6], topk_length))
+    record(monkeypatch, "flash_mla_with_kvcache", seen=decoding)
+    return found
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
@@ -45,14 +41,13 @@ def test_counts_are_the_numbers_of_selected_keys_in_prompts_and_steps(family, ti
         for earlier in ([0, 0], NEW):
             chunks = [Chunk(n, before, own, i) for i, (n, before, own) in enumerate(zip(NEW, earlier, PAGES))]
             model(torch.arange(1, 1 + sum(NEW)), prefill_batch(chunks, cache.page_size, "cpu"), cache)
-            kinds.append(len(found(calls)))
+            kinds.append(len(calls))
         table = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 7, -1, -1, -1, -1]], dtype=torch.int32)
         lengths = torch.tensor([2 * n + 1 for n in NEW], dtype=torch.int32)
         step = DecodeBatch(table, cache.page_size, lengths, 384, torch.arange(2, dtype=torch.int32))
         model(torch.tensor([5, 6]), step, cache)
-    selections = found(calls)
-    assert 0 < kinds[0] < kinds[1] < len(selections)
-    for indices, counts in selections:
+    assert 0 < kinds[0] < kinds[1] < len(calls)
+    for indices, counts in calls:
         selected = indices >= 0
         if counts is None:
             assert selected.all()
@@ -60,4 +55,4 @@ def test_counts_are_the_numbers_of_selected_keys_in_prompts_and_steps(family, ti
             counted = torch.arange(indices.shape[1]) < counts[:, None]
             # Lists of all entries: a token sees the first ones, and the list continues after them.
             assert torch.equal(selected, counted) or (selected.all() and family == "deepseek_v4")
-    assert any(counts is not None and (counts < indices.shape[1]).any() for indices, counts in selections)
+    assert any(counts is not None and (counts < indices.shape[1]).any() for indices, counts in calls)

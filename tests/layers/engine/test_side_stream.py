@@ -140,12 +140,9 @@ def test_branches_fork_to_one_side_stream_and_join(streams):
         with side_stream.side_stream(ON_GPU, None) as branch:
             pass
         branch.join()
-    pass_of_a_branch = [
-        call.side.wait_stream(streams.main),
-        call.enter(streams.side),
-        call.main.wait_stream(streams.side),
-    ]
-    assert streams.mock_calls == [call.new(streams.main.device), *pass_of_a_branch * 2]
+    fork = [call.side.wait_stream(streams.main), call.enter(streams.side)]
+    join = [call.main.wait_stream(streams.side)]
+    assert streams.mock_calls == [call.new(streams.main.device), *(fork + join) * 2]
 
 
 @pytest.mark.parametrize("x", [torch.zeros(1), ON_GPU], ids=["CPU", "another allocator"])

@@ -12,7 +12,7 @@ from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.engine.grouped_product import grouped_products
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, linear_fp32, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, linear_fp32, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 
 
@@ -43,14 +43,11 @@ def test_a_dequantised_weight_is_kept_until_the_parameters_change():
     assert torch.equal(layer.float_weight(torch.float32), 2 * changed)
 
 
-def test_fp32_products_stay_fp32_under_autocast_and_have_gradients():
-    layer, x = FP32Linear(64, 5, scale=0.3, dtype=torch.bfloat16), torch.randn(9, 64).bfloat16()
+def test_fp32_products_stay_fp32_under_autocast():
+    x, weight = torch.randn(9, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    assert torch.equal(y, linear_fp32(x, layer.weight, 0.3)) and y.dtype == torch.float32
-    torch.testing.assert_close(y, x.float() @ layer.weight.float().T * 0.3, rtol=1e-5, atol=1e-5)
-    y.sum().backward()
-    torch.testing.assert_close(layer.weight.grad.float(), 0.3 * x.float().sum(0).expand(5, -1), rtol=1e-2, atol=1e-2)
+        y = linear_fp32(x, weight, 0.3)
+    torch.testing.assert_close(y, x.float() @ weight.float().T * 0.3, rtol=1e-5, atol=1e-5)
 
 
 class Tokens:
