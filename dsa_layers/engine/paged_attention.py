@@ -259,7 +259,7 @@ class PagedAttention(DSAAttention):
         else:
             if step.rows.shared:
                 x, qr = step.rows.gather(x, qr)
-            options = {"paged_slots": step.in_pages} if step.sparse else {"store_only": True}
+            options = {"paged_slots": step.in_pages, "store_only": not step.sparse} if step.cache is not None else {}
             topk_indices = self.indexer.select(x, qr, *step.angles, batch, step.cache, **options)
             if not step.sparse:
                 return None

@@ -205,7 +205,7 @@ class PagedCompressedAttention(CompressedAttention):
         qr = latents.values
         if step.rows.shared:
             x, qr = step.rows.gather(x, qr)
-        options = {"entry_rope": step.entry_angles, "paged_slots": step.in_pages}
+        options = {"entry_rope": step.entry_angles} | ({"paged_slots": True} if step.in_pages else {})
         return moved(indexer.select(x, qr, *step.angles, step.batch, cache, **options), ALL_ROWS, step.queries)
 
     def _prefill(

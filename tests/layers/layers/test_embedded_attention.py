@@ -1,4 +1,4 @@
-"""What docs/how-to/embed-attention.md says of its example: an engine's pages, tables and lengths around one layer."""
+"""The example of docs/how-to/embed-attention.md: one layer over the pages of an inference engine."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "how-to" / "embed-attention.md").re
 
 @pytest.fixture
 def engine():
-    """The names that the example has defined when it has run."""
+    """The names that the example defines."""
     torch.manual_seed(0)
     names = {}
     exec(EXAMPLE, names)
@@ -30,7 +30,7 @@ def test_a_decoding_step_is_the_end_of_a_prefill(engine):
 
 @torch.no_grad()
 def test_only_new_tokens_are_written(engine):
-    """Two bytes of garbage a slot would show: the tokens' own slots change, in both tensors, and no others."""
+    """In both tensors the slots of the new tokens change, and no others."""
     latent, index = engine["latent"], engine["index"]
     latent.fill_(0xFF)
     index.fill_(0xFF)
@@ -41,8 +41,8 @@ def test_only_new_tokens_are_written(engine):
 
 
 @torch.no_grad()
-def test_a_row_that_fills_up_a_batch(engine):
-    """Length 0 and no pages: 0, nothing written, and the other row as without it."""
+def test_a_padding_row_writes_nothing_and_gets_zeros(engine):
+    """It has length 0 and no pages. The other row's result does not change."""
     both = torch.tensor([301, 41], dtype=torch.int32)
     expected = engine["decode"](engine["token"], both, engine["block_table"])[0].clone()
     table = engine["block_table"].clone()
@@ -51,22 +51,3 @@ def test_a_row_that_fills_up_a_batch(engine):
     out = engine["decode"](engine["token"], torch.tensor([301, 0], dtype=torch.int32), table)
     assert torch.equal(out[0], expected) and not out[1].any()
     assert torch.equal(engine["latent"], before[0]) and torch.equal(engine["index"], before[1])
-
-
-@torch.no_grad()
-def test_what_lies_behind_a_sequence_does_not_matter(engine):
-    """Every byte of the pages but those of the sequences' own tokens may be a NaN."""
-    lengths, pages = torch.tensor([301, 41], dtype=torch.int32), engine["block_table"]
-    expected = engine["decode"](engine["token"], lengths, pages).clone()
-    own = torch.zeros(engine["PAGES"] * engine["PAGE_SIZE"], dtype=torch.bool)
-    for row, total in zip(pages.tolist(), lengths.tolist()):
-        for position in range(total):
-            own[row[position // 64] * 64 + position % 64] = True
-    engine["latent"].view(-1, 656)[~own] = 0xFF
-    assert torch.equal(engine["decode"](engine["token"], lengths, pages), expected)
-
-
-def test_a_batch_without_state_slots(engine):
-    batch = engine["DecodeBatch"](engine["block_table"], 64, torch.tensor([3, 4], dtype=torch.int32), 384)
-    with pytest.raises(ValueError, match="state_slots: must be one a sequence for this model's cache, got None"):
-        _ = batch.state_slots_tensor

@@ -1,4 +1,4 @@
-"""Rotary embeddings: angles of any position, of models that are cast, and of several embeddings at once."""
+"""Rotary embeddings: angles of any position, in cast models, and of several embeddings at once."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from dsa_layers.layers.rope import (
     RopeAngles,
     RotaryEmbedding,
     rope_frequencies,
-    turn,
     yarn_frequencies,
     yarn_mscale,
 )
@@ -25,12 +24,12 @@ def test_yarn_frequencies_of_deepseek_v32():
     assert yarn_mscale(1.0, 1.0) == 1.0
 
 
-# Also those that fp32 rounds.
+# fp32 rounds the last ones.
 POSITIONS = torch.cat((torch.arange(70), 2**20 + torch.arange(-40, 40), 2**24 + torch.arange(40)))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.25])
-def test_angles_of_positions_in_fp32(scale):
+def test_angles_are_fp32_products(scale):
     frequencies = rope_frequencies(64, 1e4)
     cos, sin = RotaryEmbedding(frequencies, scale)(POSITIONS)
     angles = POSITIONS.float()[:, None] * frequencies
@@ -48,29 +47,23 @@ def test_joint_angles_are_those_of_each_embedding():
 
 
 def cast_by_fsdp(module):
-    """As FSDP's buffer_dtype casts a module's buffers."""
+    """Cast a module's buffers like FSDP with buffer_dtype."""
     buffers = list(module.buffers())
     dtypes = [torch.bfloat16 if buffer.is_floating_point() else None for buffer in buffers]
     _cast_buffers_to_dtype_and_device(buffers, dtypes, torch.device("cpu"))
     return module
 
 
-@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, cast_by_fsdp])
-def test_angles_of_a_model_that_is_cast(cast):
-    """Frequencies stay fp32, and no checkpoint has them."""
-    positions = torch.arange(1900, 2000)
-
-    def model():
-        rotary = RotaryEmbedding(rope_frequencies(64, 1e4))
-        return nn.ModuleList((rotary, JointRotary([(rotary, 1), (rotary, 4)])))
-
-    one, joint = model()
-    own, entries = joint(positions)
-    kept = cast(model())
-    assert not kept.state_dict()
-    assert all(torch.equal(a, b) for a, b in zip(kept[0](positions), one(positions), strict=True))
-    for got, expected in zip(kept[1](positions), (own, entries), strict=True):
-        assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.double, cast_by_fsdp])
+def test_frequencies_stay_fp32_in_a_cast_model(cast):
+    """And they are in no checkpoint."""
+    rotary = RotaryEmbedding(rope_frequencies(64, 1e4))
+    model = nn.ModuleList((rotary, JointRotary([(rotary, 1), (rotary, 4)])))
+    expected = [rotary(POSITIONS), *model[1](POSITIONS)]
+    cast(model)
+    assert not model.state_dict()
+    for got, angles in zip([rotary(POSITIONS), *model[1](POSITIONS)], expected, strict=True):
+        assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(got, angles, strict=True))
 
 
 def test_angles_back_are_computed_once():
@@ -79,17 +72,6 @@ def test_angles_back_are_computed_once():
     assert RopeAngles.of(angles) is angles and angles.back[1] is angles.back[1]
     turned = apply_rotary(apply_rotary(x, *angles, interleaved=True), *angles.back, interleaved=True)
     assert torch.allclose(turned, x, atol=1e-6)
-
-
-def test_vectors_are_turned_in_place_unless_gradients_are_on():
-    x, angles = torch.randn(3, 2, 8), torch.randn(3, 2)
-    options = {"interleaved": True, "dims": "last"}
-    expected = apply_rotary(x, angles.cos(), angles.sin(), **options)
-    kept = turn(x.clone().requires_grad_(), angles.cos(), angles.sin(), **options)
-    assert torch.equal(kept, expected) and kept.requires_grad
-    with torch.no_grad():
-        own = x.clone()
-        assert turn(own, angles.cos(), angles.sin(), **options) is own and torch.equal(own, expected)
 
 
 def test_joint_angles_of_tokens_come_first():

@@ -1,12 +1,12 @@
-"""Prefills of contexts whose latents would take too much memory attend to FP8 pages, where others read these first."""
+"""A prefill reads FP8 pages before attention, unless the latents would take too much memory."""
 
 import pytest
 import torch
 
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
+from dsa_layers.engine.rank_part import rank_part
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers.own_part import OwnPart
 from tests.layers.layers.calls import record
 
 NEW, PAGES = [150, 30], [range(6), range(6, 8)]
@@ -14,8 +14,8 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 
 def logits(model, monkeypatch, most):
-    """Of the second chunks of two prompts, and what was done with pages of latents. most: the bytes that may be read,
-    or `most_read`."""
+    """(logits of the second chunks of two prompts, reads of latent pages, passes of attention in the pages). most: the
+    bytes that may be read, or a function in place of `most_read`."""
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(paged_attention, "most_read", most if callable(most) else lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)
@@ -29,45 +29,32 @@ def logits(model, monkeypatch, most):
 
 
 def test_attention_in_pages_is_attention_to_what_is_read_from_them(tiny_checkpoint, monkeypatch):
-    """glm_moe_dsa also has layers that attend to what others have selected."""
+    """glm_moe_dsa also has layers without an indexer."""
     model = load_model(tiny_checkpoint("glm_moe_dsa"), **FLOAT, kv_cache="fp8")
     layers = model.config.num_hidden_layers
     expected, *used = logits(model, monkeypatch, 10**9)
-    assert used == [layers, 0]  # the first chunks' latents need not be read
+    assert used == [layers, 0]  # the first chunks' latents are not read back
     in_pages, *used = logits(model, monkeypatch, 0)
     assert used == [0, 2 * layers]
     assert (expected - in_pages).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.fixture
-def model(request, tiny_checkpoint):
-    """With two layers, which are enough for what follows. request: the kind of cache."""
-    model = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache=getattr(request, "param", "fp8"))
+@pytest.mark.parametrize(
+    ("kv_cache", "most", "reads", "in_pages"),
+    [("fp8", 2 * sum(NEW) * 576 * 4, 2, 0), ("fp8", 2 * sum(NEW) * 576 * 4 - 1, 0, 2), ("model", 0, 0, 0)],
+    ids=["all keys fit", "a byte less", "pages of the model's dtype"],
+)
+def test_the_limit_counts_the_bytes_of_all_keys(kv_cache, most, reads, in_pages, tiny_checkpoint, monkeypatch):
+    """In fp32, of a model of two layers. Each key has 576 numbers."""
+    model = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache=kv_cache)
     del model.model.layers[2:]
-    return model
+    assert logits(model, monkeypatch, most)[1:] == (reads, in_pages)
 
 
-def test_the_limit_counts_the_bytes_of_all_keys(model, monkeypatch):
-    """All keys of 360 tokens, 576 numbers of 4 bytes each."""
-    needed = 2 * sum(NEW) * 576 * 4
-    assert logits(model, monkeypatch, needed)[1:] == (2, 0)
-    assert logits(model, monkeypatch, needed - 1)[1:] == (0, 2)
-
-
-def test_the_limit_is_of_the_heads_that_a_process_computes(model, monkeypatch):
-    seen = []
-
-    def most_read(heads):
-        seen.append(heads)
-        return 0
-
+def test_the_limit_depends_on_the_heads_that_a_process_computes(tiny_checkpoint, monkeypatch):
+    model, seen = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache="fp8"), []
     for layer in model.model.layers:
-        layer.self_attn.own_part = OwnPart(0, 2)
-    logits(model, monkeypatch, most_read)
+        vars(layer.self_attn)["part"] = rank_part(layer.self_attn, 0, 2)
+    logits(model, monkeypatch, lambda heads: seen.append(heads) or 0)
     assert {*seen} == {model.config.num_attention_heads // 2}
     assert [paged_attention.most_read(heads) >> 20 for heads in (1, 16, 17, 128)] == [384, 384, 192, 192]
-
-
-@pytest.mark.parametrize("model", ["model"], indirect=True)  # the cache's numbers are of the model's dtype
-def test_float_pages_are_attended_to_where_they_are(model, monkeypatch):
-    assert logits(model, monkeypatch, 0)[1:] == (0, 0)

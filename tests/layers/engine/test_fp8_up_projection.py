@@ -1,0 +1,103 @@
+"""Decoding multiplies with the FP8 weight of kv_b as stored, where kernels take it. Results are those of W_UK, W_UV."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.engine import fp8_up_projection
+from dsa_layers.engine.fp8_up_projection import MOST_TOKENS, stored_up_projection
+from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.rank_part import rank_part
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.linear import BlockFP8Linear
+from tests.layers.layers.calls import record
+from tests.layers.layers.small_layers import ROTARY
+
+HIDDEN, HEADS = 128, 4
+OPS = ("mla_absorb_queries", "mla_values_cast_to_fp8")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Names of the called ops, as on a GPU with their kernels. Their references run."""
+    monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: True)
+    return record(monkeypatch, *OPS)
+
+
+def make_layer(nope=128, value=128, top_k=16, **options):
+    options = {"fp8": True, "dtype": torch.bfloat16} | options
+    indexer = LightningIndexer(HIDDEN, 128, n_heads=2, head_dim=128, top_k=top_k, **options)
+    return fuse(DSAAttention(HIDDEN, HEADS, indexer, q_lora_rank=128, nope_dim=nope, v_dim=value, **options))
+
+
+def decode(layer, x, latent):
+    """Prefill two sequences with 20 tokens each, then decode the others. Returns the decoded results."""
+    cache = PagedKVCache(1, 4, 16, latent=latent, index="fp8").layer(0)
+    for part in (cache.latent, cache.index):
+        part.zero_()
+    tables, out = [[0, 2], [3, 1]], []
+    for done, new in ((0, 20), *((20 + i, 1) for i in range(x.shape[1] - 20))):
+        batch = SequenceBatch.paged([new] * 2, [done + new] * 2, tables, 16)
+        y, _ = layer(x[:, done : done + new].flatten(0, 1), *ROTARY(batch.positions), batch, cache)
+        out.append(y)
+    return torch.stack(out[1:], 1)
+
+
+@pytest.mark.parametrize("nope, value, latent", [(128, 128, "fp8"), (192, 256, torch.bfloat16)])
+@pytest.mark.parametrize("top_k", [16, 64])
+def test_decoding_equals_that_with_dequantised_weights(nope, value, latent, top_k, asked, monkeypatch):
+    torch.manual_seed(3)
+    layer, x = make_layer(nope, value, top_k), torch.randn(2, 24, HIDDEN).bfloat16()
+    got = decode(layer, x, latent)
+    assert asked == [*OPS] * 4  # in the steps of one token, not in the prompts
+    monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: False)
+    expected = decode(layer, x, latent)
+    assert len(asked) == 8
+    # Products are summed in another order, so single numbers in bf16 or in the FP8 cast differ.
+    assert (got.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+
+
+def queries(layer, tokens=2):
+    return torch.randn(tokens, HEADS, layer.nope_dim + 64).bfloat16()
+
+
+def stored(layer, tokens=2):
+    return stored_up_projection(layer, queries(layer, tokens))
+
+
+@pytest.mark.parametrize(("nope", "value"), [(128, 128), (192, 256)])
+def test_few_16_bit_queries_use_the_stored_weight(nope, value, asked, monkeypatch):
+    layer = make_layer(nope, value)
+    weight, scale = stored(layer, MOST_TOKENS)
+    assert weight is layer.kv_b_proj.weight and scale is layer.kv_b_proj.weight_scale_inv
+    assert stored(layer, MOST_TOKENS + 1) is None
+    assert stored_up_projection(layer, queries(layer).float()) is None
+    monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: False)
+    assert stored(layer) is None
+
+
+@pytest.mark.parametrize("sizes", [{"nope": 64}, {"value": 64}, {"fp8": False}], ids=str)
+def test_other_sizes_and_classes_do_not_use_it(sizes, asked):
+    assert stored(make_layer(**sizes)) is None
+    layer = make_layer()
+    layer.o_proj.__class__ = type("Another", (BlockFP8Linear,), {})
+    assert stored(layer) is None
+
+
+def test_a_part_of_the_heads_uses_views_of_whole_blocks(asked):
+    layer = make_layer(192, 256)
+    q, latents = queries(layer), torch.randn(2, HEADS, 512).bfloat16()
+    angles = torch.randn(2, 32)
+    whole = dsa.mla_absorb_queries(q[..., :192], q[..., 192:], angles, angles, stored(layer))
+    values = dsa.mla_values_cast_to_fp8(latents, stored(layer), 256)
+    for number, heads in enumerate((slice(0, 2), slice(2, 4))):
+        kv_b = stored(rank_part(layer, number, 2))
+        assert kv_b[0].untyped_storage().data_ptr() == layer.kv_b_proj.weight.untyped_storage().data_ptr()
+        got = dsa.mla_absorb_queries(q[:, heads, :192], q[:, heads, 192:], angles, angles, kv_b)
+        torch.testing.assert_close(got, whole[:, heads])
+        for one, all_heads in zip(dsa.mla_values_cast_to_fp8(latents[:, heads], kv_b, 256), values, strict=True):
+            torch.testing.assert_close(one.float(), all_heads.float().chunk(2, 1)[number], rtol=2**-3, atol=2**-9)
+    assert stored(rank_part(layer, 1, 4)) is None  # its 448 rows begin within a block

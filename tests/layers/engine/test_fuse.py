@@ -1,0 +1,128 @@
+"""Plain layers and the fused ones that `fuse` makes of them: equal results, and what stays plain."""
+
+import pytest
+import torch
+from torch import nn
+
+from dsa_layers import SequenceBatch, fuse, load_model
+from dsa_layers.engine.fuse import FUSED, fused
+from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.decoder import DecoderBlock
+from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
+from tests.layers.layers import small_layers
+from tests.layers.layers.small_layers import BATCH, CASES, HIDDEN, INDEXERS, ROPE, rows
+
+WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model, from a tiny checkpoint
+
+
+def assert_agree(got, expected):
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_every_fused_class_has_a_case():
+    assert CASES.keys() | WITHOUT_CASE == FUSED.keys()
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+@torch.no_grad()
+def test_plain_and_fused_layers_agree_in_fp32(kind):
+    case = CASES[kind]
+    layer, x = case.make(), case.inputs()
+    expected, state = case.run(layer, x), {name: value.clone() for name, value in layer.state_dict().items()}
+    assert type(layer) is kind and type(fuse(layer)) is FUSED[kind]
+    if kind in INDEXERS:
+        assert torch.equal(case.run(layer, x), expected)
+    else:
+        assert_agree(case.run(layer, x), expected)
+    assert layer.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4", "glm_moe_dsa"])
+@torch.no_grad()
+def test_plain_and_fused_models_agree_in_fp32(family, tiny_checkpoint):
+    options = {"dtype": torch.float32, "trainable": True, "progress": False}
+    model = load_model(tiny_checkpoint(family, quantized=False), **options)
+    tokens, batch = torch.arange(90), SequenceBatch.without_cache([50, 40])
+    expected = model(tokens, batch, all_tokens=True)
+    kinds = {type(part) for part in model.modules()}
+    assert_agree(fuse(model)(tokens, batch, all_tokens=True), expected)
+    assert not {type(part) for part in model.modules()} & FUSED.keys() and kinds & FUSED.keys()
+
+
+def test_fused_layers_become_plain_after_the_with_block():
+    layer, x = small_layers.decoder_block(), rows()
+    frozen = layer.mlp.gate.e_score_correction_bias
+    expected, _ = layer(x, *ROPE, BATCH)
+    with fused(layer) as same, torch.no_grad():
+        assert same is layer and type(layer.self_attn) is PagedAttention
+        assert not any(parameter.requires_grad for parameter in layer.parameters())
+        assert_agree(layer(x, *ROPE, BATCH)[0], expected)
+    assert not {type(part) for part in layer.modules()} & {*FUSED.values()}
+    assert all(parameter.requires_grad for parameter in layer.parameters() if parameter is not frozen)
+    assert torch.equal(layer(x, *ROPE, BATCH)[0], expected) and not frozen.requires_grad
+
+
+class Doubled(nn.Module):
+    def forward(self, x, *_):
+        return 2 * x
+
+
+class OtherRouter(GroupedSigmoidRouter):
+    def forward(self, x):
+        experts, weights = super().forward(x)
+        return experts, 2 * weights
+
+
+class OtherIndexer(LightningIndexer):
+    def head_weights(self, x):
+        return -super().head_weights(x)
+
+
+def other_mixture(**options):
+    return MoE(HIDDEN, 64, OtherRouter(HIDDEN, 6, 2), **options)
+
+
+def other_compressed_indexer():
+    layer = small_layers.compressed_indexer()
+    layer.compressor.__class__ = type("OtherCompressor", (type(layer.compressor),), {})
+    return layer
+
+
+def hyper_block_of(ffn):
+    block = small_layers.hyper_block()
+    block.ffn = ffn
+    return block
+
+
+OTHER_INDEXER = OtherIndexer(HIDDEN, 128, n_heads=4, top_k=4, quantize=False)
+# {test: (the layer's class, the layer, what of it stays plain)}
+FOREIGN = {
+    "module in a block": (DecoderBlock, lambda: small_layers.decoder_block(Doubled), ""),
+    "router": (DecoderBlock, lambda: small_layers.decoder_block(other_mixture), "mlp"),
+    "lightning indexer": (DSAAttention, lambda: small_layers.attention(OTHER_INDEXER), "indexer"),
+    "module in a hyper block": (HyperDecoderBlock, lambda: hyper_block_of(Doubled()), ""),
+    "compressor": (
+        CompressedAttention,
+        lambda: small_layers.compressed_attention(small_layers.compressor(512), other_compressed_indexer()),
+        "indexer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "make", "plain"), FOREIGN.values(), ids=FOREIGN)
+@torch.no_grad()
+def test_a_layer_with_a_foreign_class_inside_stays_plain_and_runs(kind, make, plain):
+    layer, case = make(), CASES[kind]
+    x, before = case.inputs(), type(layer.get_submodule(plain))
+    expected = case.run(layer, x)
+    fuse(layer)
+    assert type(layer.get_submodule(plain)) is before
+    assert {type(part) for part in layer.modules()} & {*FUSED.values()}, "the other parts are fused"
+    assert_agree(case.run(layer, x), expected)

@@ -1,0 +1,213 @@
+"""Indexers and attention, plain and over pages, against formulas in float64."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.paged_attention import AttentionPass, PagedAttention
+from dsa_layers.engine.paged_indexer import PagedIndexer
+from dsa_layers.layers import key_selection
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.indexer import LightningIndexer
+from tests.layers.layers.calls import record
+from tests.layers.layers.small_layers import ROTARY
+
+HIDDEN, RANK, HEADS, TOP_K, N = 128, 128, 4, 16, 50
+
+
+def make_indexer(kind=PagedIndexer, **options):
+    indexer = kind(HIDDEN, RANK, n_heads=64, top_k=TOP_K, **options)
+    torch.nn.init.normal_(indexer.k_norm.weight, 1, 0.2)
+    torch.nn.init.normal_(indexer.k_norm.bias, std=0.2)
+    return indexer
+
+
+def make_attention(dtype=None):
+    return fuse(DSAAttention(HIDDEN, HEADS, make_indexer(LightningIndexer, dtype=dtype), q_lora_rank=RANK, dtype=dtype))
+
+
+def rotate(x, interleaved, first):
+    """Rope on 64 of the 128 dimensions of x [T, ..., 128] by complex numbers, in float64."""
+    x = x.double()
+    part, rest = (x[..., :64], x[..., 64:]) if first else (x[..., 64:], x[..., :64])
+    a, b = (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :32], part[..., 32:])
+    angle = torch.arange(len(x)).double()[:, None] * 1e4 ** (-torch.arange(0, 64, 2).double() / 64)
+    angle = angle.view(-1, *[1] * (x.dim() - 2), 32)
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)
+    out = torch.stack((z.real, z.imag), -1).flatten(-2) if interleaved else torch.cat((z.real, z.imag), -1)
+    return torch.cat((out, rest) if first else (rest, out), -1)
+
+
+def scores(indexer, x, qr, fp8):
+    """I[t, s] of one sequence in float64, with the model's quantisation if fp8."""
+    rope = indexer.rope["interleaved"], indexer.rope["dims"] == "first"
+    q = rotate((qr.double() @ indexer.wq_b.weight.double().T).view(len(x), 64, 128), *rope)
+    k = x.double() @ indexer.wk.weight.double().T
+    k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    k = rotate(k * indexer.k_norm.weight.double() + indexer.k_norm.bias.double(), *rope)
+    if fp8:
+        hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]).double()
+        q, k = (simulate_fp8(v @ hadamard / 128**0.5) for v in (q, k))
+    w = x.double() @ indexer.weights_proj.weight.double().T * 64**-0.5 * 128**-0.5
+    return torch.einsum("th,ths->ts", w, torch.einsum("thd,sd->ths", q, k).relu())
+
+
+def simulate_fp8(v):
+    scale = torch.exp2(torch.ceil(torch.log2(v.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448)))
+    return (v / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+
+@pytest.mark.parametrize("dims", ["first", "last"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kind", [LightningIndexer, PagedIndexer])
+def test_selected_keys_have_the_largest_scores(kind, fp8, interleaved, dims):
+    torch.manual_seed(2)
+    indexer = make_indexer(kind, quantize=fp8, rope_interleaved=interleaved, rope_dims=dims)
+    x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
+    batch, exact = SequenceBatch.without_cache([N]), scores(indexer, x, qr, fp8)
+    topk_indices = indexer.select(x, qr, *ROTARY(batch.positions), batch)
+    assert topk_indices.dtype == torch.int32 and topk_indices.shape == (N, TOP_K)
+    for t, row in enumerate(topk_indices.tolist()):
+        chosen = [s for s in row if s >= 0]
+        assert len(chosen) == min(TOP_K, t + 1) and chosen == sorted(set(chosen)) and max(chosen) <= t
+        threshold = exact[t, : t + 1].topk(len(chosen)).values[-1]
+        # fp32 and float64 may round one of 8192 products to different e4m3 numbers, 2^-4 of it apart.
+        assert (exact[t, chosen] >= threshold - 5e-3).all()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_selection_over_pages_equals_that_without(fp8):
+    """Chunks and single tokens over pages select the same keys as one pass over the whole sequence."""
+    torch.manual_seed(3)
+    indexer = make_indexer(quantize=fp8)
+    x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
+    whole = SequenceBatch.without_cache([N])
+    expected = indexer.select(x, qr, *ROTARY(whole.positions), whole)
+    cache = PagedKVCache(1, 6, 16, index="fp8" if fp8 else torch.float32).layer(0)
+    cache.index.view(torch.uint8).fill_(0xFF)
+    pages, done = [4, 1, 5, 0], 0
+    for n in (20, 1, 1, 15, *[1] * 13):
+        batch = SequenceBatch.paged([n], [done + n], [pages], 16)
+        part = slice(done, done + n)
+        given = x[part], qr[part], *ROTARY(batch.positions), batch, cache
+        assert torch.equal(indexer.select(*given), expected[part])
+        slots = indexer.select(*given, paged_slots=True)
+        physical = torch.tensor(pages)[expected[part].clamp_min(0) // 16] * 16 + expected[part] % 16
+        assert torch.equal(slots.long(), torch.where(expected[part] < 0, -1, physical))
+        done += n
+
+
+@pytest.mark.parametrize("lengths", [[40], [40, 33]])
+def test_decoding_tokens_are_scored_with_the_float_keys_of_their_sequence(lengths, monkeypatch):
+    """The token of a single sequence is scored like a prompt's."""
+    indexer, x = make_indexer(quantize=False), torch.randn(len(lengths), HIDDEN)
+    scored = record(monkeypatch, "index_scores", seen=lambda q, k, w: (len(q), len(k)), owner=key_selection)
+    cache = PagedKVCache(1, 6, 16, index=torch.float32).layer(0)
+    cache.index.normal_()
+    batch = SequenceBatch.paged([1] * len(lengths), lengths, [[0, 1, 2], [3, 4, 5]][: len(lengths)], 16)
+    indexer.select(x, x, *ROTARY(batch.positions), batch, cache)
+    assert scored == ([] if len(lengths) == 1 else [(1, n) for n in lengths])
+
+
+def attend(layer, x, topk_indices):
+    """Multi-head attention in float64. topk_indices: None or [T, K] positions."""
+    x = x.double()
+
+    def norm(v, module):
+        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * module.weight.double()
+
+    qr = norm(x @ layer.q_a_proj.weight.double().T, layer.q_a_layernorm)
+    q = (qr @ layer.q_b_proj.weight.double().T).view(len(x), HEADS, 192)
+    down = x @ layer.kv_a_proj_with_mqa.weight.double().T
+    up = (norm(down[:, :512], layer.kv_a_layernorm) @ layer.kv_b_proj.weight.double().T).view(len(x), HEADS, 256)
+    pad = torch.zeros(len(x), HEADS, 64, dtype=torch.double)
+    q_pe = rotate(torch.cat((q[..., 128:], pad), -1), True, True)[..., :64]
+    k_pe = rotate(torch.cat((down[:, 512:], pad[:, 0]), -1), True, True)[:, :64]
+    z = torch.einsum("thd,shd->hts", q[..., :128], up[..., :128]) + torch.einsum("thd,sd->hts", q_pe, k_pe)
+    visible = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    if topk_indices is not None:
+        # Column len(x) takes the -1.
+        chosen = torch.zeros(len(x), len(x) + 1, dtype=torch.bool)
+        visible &= chosen.scatter_(1, topk_indices.long() % (len(x) + 1), True)[:, :-1]
+    p = (z * layer.softmax_scale).masked_fill(~visible, -torch.inf).softmax(-1)
+    o = torch.einsum("hts,shd->thd", p, up[..., 128:])
+    return o.flatten(1) @ layer.o_proj.weight.double().T
+
+
+@pytest.mark.parametrize("pages", ["fp8", torch.float32], ids=str)
+@pytest.mark.parametrize("length", [10, N])
+@torch.no_grad()
+def test_plain_attention_is_the_formula_and_attention_over_pages_is_the_same(length, pages):
+    """For a layer with an indexer, and for one without, which attends to the keys that the first one selected. In
+    prefill, in chunks and in decoding. FP8 pages round the latents and nothing else."""
+    torch.manual_seed(7)
+    indexer = make_indexer(LightningIndexer)
+    full = DSAAttention(HIDDEN, HEADS, indexer, q_lora_rank=RANK, softmax_scale=0.11)
+    shared = DSAAttention(HIDDEN, HEADS, None, q_lora_rank=RANK)
+    x = torch.randn(length, HIDDEN)
+
+    def run(n, done, batch, caches=(None, None)):
+        part, angles = slice(done, done + n), ROTARY(batch.positions)
+        first, selected = full(x[part], *angles, batch, caches[0])
+        second, passed_on = shared(x[part], *angles, batch, caches[1], selected)
+        assert passed_on is selected or type(shared) is PagedAttention
+        return torch.stack((first, second)), selected
+
+    expected, selected = run(length, 0, SequenceBatch.without_cache([length]))
+    assert (selected is None) == (length <= TOP_K)
+    for layer, found in ((full, expected[0]), (shared, expected[1])):
+        torch.testing.assert_close(found.double(), attend(layer, x, selected), rtol=1e-4, atol=1e-5)
+    fuse(full), fuse(shared)
+    outputs = []
+    for chunks in ([length], [1] * length, [4, 3, *[1] * (length - 7)]):
+        cache = PagedKVCache(2, 5, 16, latent=pages, index="fp8", index_layers=[0])
+        for tensor in (cache.layer(0).index, cache.layer(0).latent, cache.layer(1).latent):
+            tensor.view(torch.uint8).fill_(0xFF)
+        out, done = [], 0
+        for n in chunks:
+            batch = SequenceBatch.paged([n], [done + n], [[3, 0, 4, 1]], 16)
+            out.append(run(n, done, batch, (cache.layer(0), cache.layer(1)))[0])
+            done += n
+        outputs.append(torch.cat(out, 1))
+    for got in outputs:
+        for of_layer, of_prefill, exact in zip(got, outputs[0], expected):
+            error = (of_layer - exact).norm() / exact.norm()
+            assert 1e-3 < error < 0.05 if pages == "fp8" else error < 1e-5
+            # Prefill and decoding read the same bytes. Noise of fp32 changes single roundings to e4m3.
+            assert (of_layer - of_prefill).norm() / exact.norm() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [10, N])
+def test_float_pages_change_no_bit(length, dtype, monkeypatch):
+    """All keys are new, so none is read back from the pages."""
+    layer, lengths = make_attention(dtype), [length, 9]
+    x, cache = torch.randn(sum(lengths), HIDDEN).to(dtype), PagedKVCache(1, 6, 16, latent=dtype).layer(0)
+    cache.latent.fill_(torch.nan)
+    cache.index.fill_(0xFF)
+    batch = SequenceBatch.paged(lengths, lengths, [[4, 1, 5, 0], [3]], 16)
+    monkeypatch.setattr(dsa, "read_kv_cache", None)
+    expected, _ = layer(x, *ROTARY(batch.positions), SequenceBatch.without_cache(lengths))
+    assert torch.equal(layer(x, *ROTARY(batch.positions), batch, cache)[0], expected)
+    assert expected.isfinite().all() and cache.latent.view(-1, 576)[batch.slots].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_new_keys_have_the_rounding_of_fp8_pages(dtype, monkeypatch):
+    """New keys are not read back if all keys are new. If a sequence has earlier keys, all keys are read."""
+    layer, cache = make_attention(dtype), PagedKVCache(1, 6, 16, latent="fp8").layer(0)
+    kv = torch.randn(29, 576).to(dtype)
+    batch = SequenceBatch.paged([20, 9], [20, 9], [[4, 1], [3]], 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(dsa, "read_kv_cache", None)
+        got = layer._store(kv, AttentionPass(batch, ROTARY(batch.positions), cache))
+    assert torch.equal(got, dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=dtype))
+    batch = SequenceBatch.paged([2, 1], [22, 10], [[4, 1], [3]], 16)
+    later = AttentionPass(batch, ROTARY(batch.positions), cache)
+    assert layer._store(kv[:3], later) is None
+    every = layer._stored_keys(later, dtype)
+    assert torch.equal(every[:20], got[:20]) and torch.equal(every[22:31], got[20:]) and len(every) == 32

@@ -1,0 +1,154 @@
+"""Kernels on a second stream of a CUDA graph: neither stream touches what the other one writes."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsa_layers.engine import fused_moe, paged_attention, paged_compressed_attention, side_stream
+from dsa_layers.engine.side_stream import Branch
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.loading import load_model
+from tests.layers.layers.calls import record
+
+PROMPTS = [list(range(40, 180)), list(range(7, 60))]
+
+
+def memory(values):
+    return {StorageWeakRef(x.untyped_storage()) for x in tree_leaves(values) if torch.is_tensor(x)}
+
+
+class Accesses(TorchDispatchMode):
+    """Records in `into` which memory PyTorch's operators read and write."""
+
+    into = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if self.into is not None:
+            schema = func._schema.arguments
+            given = dict(zip((a.name for a in schema), args)) | (kwargs or {})
+            written = [given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+            read = memory((args, kwargs))
+            self.into.write |= memory(written) | (memory(made) - read)
+            self.into.read |= read
+        return made
+
+
+class Watched(Branch):
+    """open: the branches without a join so far, including this one."""
+
+    joined = False
+
+    def __init__(self, accesses, open_, reads):
+        self.accesses, self.open, self.reads = accesses, open_, reads
+        self.inside, self.behind = (SimpleNamespace(read=set(), write=set()) for _ in range(2))
+
+    def join(self):
+        assert self is self.open[-1]  # joins the earlier ones, too
+        self.accesses.into = None
+        made = set().union(*(one.inside.write for one in self.open))
+        for number, one in enumerate(self.open):
+            inside = one.inside
+            for behind in (later.behind for later in self.open[number:]):
+                assert not inside.write & (behind.read | behind.write) and not behind.write & inside.read
+            # The allocator must not reuse memory that the branch reads.
+            assert not [x for x in inside.read if x.expired() and x not in made]
+        for one in self.open:
+            one.joined, one.reads = True, ()
+        self.open.clear()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The branches of all passes, in order."""
+    found, open_, accesses = [], [], Accesses()
+
+    @contextmanager
+    def watch(*reads):
+        for earlier in open_:
+            assert accesses.into is earlier.behind or earlier is not open_[-1]  # none within another
+            earlier.reads = ()  # a later branch is joined in its place
+        open_.append(made := Watched(accesses, open_, reads))
+        found.append(made)
+        accesses.into = made.inside
+        yield made
+        accesses.into = made.behind
+
+    for module in (paged_attention, paged_compressed_attention, fused_moe):
+        monkeypatch.setattr(module, "side_stream", watch)
+    with accesses:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "drafts"), [("deepseek_v32", 0), ("deepseek_v4", 2), ("deepseek_v32", 2), ("glm_moe_dsa", 2)]
+)
+def test_a_branch_and_the_kernels_beside_it_are_independent(family, drafts, tiny_checkpoint, watched, monkeypatch):
+    """In decoding passes of one token and of several, with more visible keys than selected ones."""
+    model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
+    generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
+    owner = generator.engine._cache.passes
+    starts = record(monkeypatch, "_decode", seen=lambda *_: len(watched), owner=owner)
+    generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
+    assert starts and all(branch.joined for branch in watched)
+    for start, end in zip(starts, [*starts[1:], len(watched)]):
+        # Attention and experts have kernels in both chains, except in layers without an indexer.
+        both = [branch for branch in watched[start:end] if branch.inside.write and branch.behind.write]
+        assert len(both) > model.config.num_hidden_layers
+
+
+def test_a_read_of_what_an_open_branch_writes_is_found(watched):
+    """A check of the checks above. A later branch may read it."""
+    with paged_attention.side_stream(torch.zeros(1)):
+        made = torch.ones(2) + 1
+    with paged_attention.side_stream(torch.zeros(1)) as last:
+        made + 1
+    last.join()
+    with paged_attention.side_stream(torch.zeros(1)) as branch:
+        made = torch.ones(2) + 1
+    made + 1
+    with pytest.raises(AssertionError):
+        branch.join()
+
+
+ON_GPU = SimpleNamespace(is_cuda=True, device="a GPU")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Mocks in place of the current stream and of new ones, while the current one captures."""
+    made = Mock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.main)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.new(device) and made.side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(made.enter(stream)))
+    side_stream._second_stream.cache_clear()
+    return made
+
+
+def test_branches_fork_to_one_side_stream_and_join(streams):
+    for _ in range(2):
+        with side_stream.side_stream(ON_GPU, None) as branch:
+            pass
+        branch.join()
+    fork = [call.side.wait_stream(streams.main), call.enter(streams.side)]
+    join = [call.main.wait_stream(streams.side)]
+    assert streams.mock_calls == [call.new(streams.main.device), *(fork + join) * 2]
+
+
+@pytest.mark.parametrize("x", [torch.zeros(1), ON_GPU], ids=["CPU", "another allocator"])
+def test_other_passes_have_one_stream(x, streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with side_stream.side_stream(x) as branch:
+        assert type(branch) is Branch
+    branch.join()
+    assert not streams.mock_calls

@@ -1,0 +1,48 @@
+"""Ranks' embeddings: each has the rows of its own tokens and zeros for others, by either way of computing them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsa.runtime.asked_variants import asked_variants
+from dsa_layers.engine import vocabulary
+from dsa_layers.engine.vocabulary import SplitEmbedding
+from dsa_layers.layers.linear import Embedding
+from dsa_layers.parallel.ranks import Ranks
+
+
+def embedding_of(rank, dtype):
+    part = SplitEmbedding(4, 8, dtype=dtype)
+    part.ranks = Ranks(rank, 3)
+    return part
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_the_ranks_embeddings_add_up(shape, dtype, one_kernel, monkeypatch):
+    monkeypatch.setattr(vocabulary, "backends", SimpleNamespace(runs_kernel=lambda *_: one_kernel))
+    monkeypatch.setattr(Ranks, "sum", lambda self, x: x)  # each rank's part by itself
+    whole = Embedding(12, 8, dtype=dtype)
+    tokens = torch.randint(12, shape)
+    total = torch.zeros_like(whole(tokens))
+    for rank in range(3):
+        part = embedding_of(rank, dtype)
+        part.weight.data = whole.weight[4 * rank : 4 * rank + 4]
+        own = part(tokens)
+        assert own.shape == (*shape, 8) and own.dtype == dtype
+        assert torch.equal(own, torch.where((tokens // 4 == rank)[..., None], whole(tokens), 0))
+        total += own
+    assert torch.equal(total, whole(tokens))
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+@torch.inference_mode()
+def test_a_ranks_embedding_is_one_kernel_on_a_gpu(shape, monkeypatch):
+    monkeypatch.setattr(Ranks, "sum", lambda self, x: x)
+    part, tokens = embedding_of(1, torch.bfloat16).to("meta"), torch.empty(shape, dtype=torch.int64, device="meta")
+    with asked_variants("sm_90") as asked:
+        assert part(tokens).shape == (*shape, 8)
+    assert {variant.function for variant in asked} == {"compile_combine_experts"}

@@ -1,0 +1,140 @@
+"""Linear layers, routers and experts against formulas in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dsa
+from dsa.testing import calc_diff
+from dsa_layers.batch.group_rows import GroupRows
+from dsa_layers.engine.grouped_product import grouped_products
+from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.grouped_linear import GroupedLinear
+from dsa_layers.layers.linear import BlockFP8Linear, linear_fp32, make_linear
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
+
+
+def test_fp8_linear_quantises_weights_by_block_and_activations_by_token():
+    layer = BlockFP8Linear(256, 200)
+    x = torch.randn(7, 256) * torch.logspace(-2, 2, 7)[:, None]
+    assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight_scale_inv.shape == (2, 2)
+    scales = layer.weight_scale_inv.double()
+    w = torch.stack([layer.weight[o].double() * scales[o // 128].repeat_interleave(128) for o in range(200)])
+    groups = x.double().unflatten(1, (2, 128))
+    scale = 2.0 ** torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448))
+    xq = ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(1)
+    torch.testing.assert_close(layer(x).double(), xq @ w.T, rtol=1e-5, atol=1e-4)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(layer.float_weight(torch.float32).double(), w)
+    assert calc_diff(layer(x), x.double() @ w.T) < 2e-3, "far from the exact product"
+
+
+def test_a_dequantised_weight_is_kept_until_the_parameters_change():
+    layer, other = BlockFP8Linear(128, 256), BlockFP8Linear(128, 256)
+    first = layer.float_weight(torch.bfloat16)
+    assert layer.float_weight(torch.bfloat16) is first
+    with torch.inference_mode():
+        layer.load_state_dict(other.state_dict())
+        changed = layer.float_weight(torch.float32)
+    assert torch.equal(changed, other.float_weight(torch.float32)) and not changed.is_inference()
+    layer.weight_scale_inv.data = 2 * layer.weight_scale_inv.data
+    assert torch.equal(layer.float_weight(torch.float32), 2 * changed)
+
+
+def test_fp32_products_stay_fp32_under_autocast():
+    x, weight = torch.randn(9, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear_fp32(x, weight, 0.3)
+    torch.testing.assert_close(y, x.float() @ weight.float().T * 0.3, rtol=1e-5, atol=1e-5)
+
+
+class Tokens:
+    """The part of a batch that a grouped product uses."""
+
+    def group_rows(self, groups, tokens):
+        return GroupRows.of(tokens, groups, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("fp8", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_a_grouped_layer_multiplies_each_group_with_its_rows(fp8, tokens):
+    """By itself, and with the next projection in fused form."""
+    grouped, then = GroupedLinear(3, 256, 128, fp8=fp8[0]), make_linear(384, 256, fp8=fp8[1])
+    x = torch.randn(tokens, 3, 256)
+    layer, parts = grouped.matrices, []
+    for g in range(3):
+        rows = slice(128 * g, 128 * (g + 1))
+        if fp8[0]:
+            weight = layer.weight[rows], layer.weight_scale_inv[g : g + 1]
+            parts.append(dsa.fp8_gemm_nt(layer.cast(x[:, g].contiguous()), weight, x.dtype))
+        else:
+            parts.append(nn.functional.linear(x[:, g], layer.weight[rows]))
+    torch.testing.assert_close(grouped(x), torch.stack(parts, 1), atol=1e-5, rtol=1e-5)
+    expected = then(torch.cat(parts, -1))
+    assert expected.shape == (tokens, 256)
+    torch.testing.assert_close(grouped_products(x, grouped, then, Tokens()), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_bias_of_a_router_chooses_and_does_not_weigh():
+    router, x = GroupedSigmoidRouter(16, 24, 4, n_group=6, topk_group=2, scale=2.5), torch.randn(50, 16) * 2
+    router.e_score_correction_bias.data = torch.randn(24) * 0.3
+    experts, weights = router(x)
+    scores = torch.sigmoid(x.double() @ router.weight.double().T).gather(1, experts)
+    torch.testing.assert_close(weights.double(), 2.5 * scores / scores.sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
+    router.e_score_correction_bias.data.zero_()
+    assert not torch.equal(router(x)[0], experts)
+
+
+def mixture(x, experts, weights, gate_up, down):
+    """Token by token, expert by expert."""
+    out = []
+    for token, chosen, of_token in zip(x, experts.tolist(), weights):
+        y = 0
+        for expert, weight in zip(chosen, of_token):
+            gate, up = (gate_up[expert] @ token).chunk(2)
+            y = y + weight * (down[expert] @ (nn.functional.silu(gate) * up))
+        out.append(y)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("n_shared", [0, 2])
+def test_moe_is_the_weighted_sum_of_its_experts(n_shared):
+    """And so are its gradients."""
+    moe, x = MoE(16, 8, GroupedSigmoidRouter(16, 6, 2, scale=1.5), n_shared=n_shared), torch.randn(9, 16)
+    exact, (experts, weights) = copy.deepcopy(moe).double(), moe.gate(x)
+    expected = mixture(x.double(), experts, weights.detach().double(), *exact.experts.parameters())
+    if n_shared:
+        shared = exact.shared_experts
+        assert shared.up_proj.weight.shape == (16, 16)
+        h = nn.functional.silu(x.double() @ shared.gate_proj.weight.T) * (x.double() @ shared.up_proj.weight.T)
+        expected = expected + h @ shared.down_proj.weight.T
+    got = moe(x)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+    got.square().sum().backward()
+    expected.square().sum().backward()
+    for parameter, of_exact in zip(moe.experts.parameters(), exact.experts.parameters()):
+        torch.testing.assert_close(parameter.grad.double(), of_exact.grad, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # rounds the shared expert alone
+        rounded = moe(x)
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, got, rtol=0.02, atol=0.02)
+
+
+def test_fp8_experts_are_swiglus():
+    """An expert computes the same for a token whatever other tokens there are."""
+    experts = Experts(5, 128, 256, limit=1.0, fp8=True)
+    topk_indices, weights = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2)
+    topk_indices[topk_indices == 3] = 4  # an expert without tokens, and a token with one expert twice
+    x = torch.randn(12, 128)
+    for e in range(5):
+        single = SwiGLU(128, 256, limit=1.0, fp8=True)
+        weights_of = (*experts.gate_up_proj[e].chunk(2), experts.down_proj[e])
+        scales = (*experts.gate_up_proj_scale_inv[e].chunk(2), experts.down_proj_scale_inv[e])
+        for layer, weight, scale in zip((single.gate_proj, single.up_proj, single.down_proj), weights_of, scales):
+            layer.weight.data, layer.weight_scale_inv.data = weight, scale
+        only = experts(x, torch.full((12, 1), e), torch.ones(12, 1))
+        torch.testing.assert_close(only, single(x), rtol=1e-6, atol=1e-6)
+    alone = torch.cat([experts(x[i : i + 1], topk_indices[i : i + 1], weights[i : i + 1]) for i in range(12)])
+    torch.testing.assert_close(experts(x, topk_indices, weights), alone, rtol=1e-5, atol=1e-6)
