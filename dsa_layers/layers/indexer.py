@@ -118,8 +118,8 @@ class LightningIndexer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
         quantised, with gradients."""
-        q = dsa.apply_rotary(self._by_head(self.wq_b(qr)), cos, sin, **self.rope)
-        return q, self._normed(self.wk(x), cos, sin), self.head_weights(x)
+        q = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim))
+        return dsa.apply_rotary(q, cos, sin, **self.rope), self.keys(x, cos, sin), self.head_weights(x)
 
     def loss(
         self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention

@@ -19,7 +19,7 @@ MOST_KEPT = 100
 
 
 def rows_of(batch: Tokens, ranks: Ranks) -> Rows:
-    """How the rows of a pass lie on the ranks. All layers get the same object, which keeps what several of them read."""
+    """How the rows of a pass lie on the ranks. All layers get the same object, which keeps rows that several read."""
     if ranks.size == 1:
         return ALL_ROWS
     count = sum(batch.query_lens)

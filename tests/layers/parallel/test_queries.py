@@ -1,7 +1,6 @@
 """Attention that long passes split by queries: a rank's rows have the bits of one process, and ranks exchange few."""
 
 import contextlib
-import functools
 import itertools
 from unittest import mock
 
@@ -167,7 +166,7 @@ def of_forms(ranks, directory):
 
 @pytest.mark.slow
 def test_the_choice_of_a_form_counts_the_exchanged_bytes(tiny_checkpoint):
-    """It gets a rank's heads, and what the multi-head form exchanges beyond the absorbed one: in short passes nothing."""
+    """It gets a rank's heads and what the multi-head form exchanges beyond the absorbed one: nothing in short passes."""
     for found in in_ranks(2, of_forms, tiny_checkpoint("deepseek_v32")):
         for case in itertools.product(OPTIONS, SELECTIONS):
             (absorbed, choices), (multi_head, others) = found[*case, False], found[*case, True]

@@ -41,7 +41,7 @@ class Small(nn.Module):
     def forward(self, tokens, batch):
         x = self.embed(tokens)
         for layer in self.layers:
-            x = x + layer(x, *self.rotary(batch.positions), batch)
+            x = x + layer(x, *self.rotary(batch.positions), batch)[0]
         return x
 
 
