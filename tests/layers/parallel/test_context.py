@@ -1,6 +1,6 @@
 """Ranks that share the tokens of packed sequences train indexers as one rank does."""
 
-import copy
+import functools
 import re
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class DotProductIndexer(nn.Module):
 
 
 def losses(model, stage, lens, ranks):
-    """(the rank's loss, what all of them have) of a pass."""
+    """(the rank's loss, the language model's and the indexers' loss over all ranks)"""
     tokens, weights = torch.arange(sum(lens)) * 7 % 50, torch.linspace(-1, 1, sum(lens))
     share = stage.share(lens, ranks)
     out = model(share.own(tokens), share)
@@ -61,32 +61,31 @@ def trained(name, lens, ranks, own_indexer=False):
     return total, {n: ranks.sum(p.grad.flatten()) / ranks.size for n, p in model.named_parameters()}
 
 
+def assert_close(found, expected):
+    """Losses and gradients, which ranks sum in another order."""
+    assert torch.allclose(found[0], expected[0], rtol=TOLERANCE, atol=0)
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+
+
 CASES = [(name, lens, own_indexer) for name in ("warmup", "sparse") for lens in LENS for own_indexer in (False, True)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks(size):
-    """Losses and gradients are those of one rank, the same bits on each; and CHECKS hold."""
-    first, *others = in_ranks(size, of_a_rank)
-    assert first[1] == [check.__name__ for check in CHECKS[size]]
-    for case, (total, gradients), *of_others in zip(CASES, first[0], *(other[0] for other in others)):
-        name, lens, own_indexer = case
-        expected = trained(name, lens, ALONE, own_indexer)
-        assert torch.allclose(total, expected[0], rtol=TOLERANCE, atol=0), case
-        for name, gradient in expected[1].items():
-            assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), (case, name)
-        for other in of_others:
-            assert torch.equal(other[0], total)
-            assert all(torch.equal(other[1][name], gradient) for name, gradient in gradients.items())
+def test_ranks_train_as_one_rank_does(size):
+    """Losses and gradients are those of one rank, the same bits on all ranks; and CHECKS hold."""
+    for case, first, *others in zip(CASES, *in_ranks(size, of_a_rank), strict=True):
+        assert_close(first, trained(*case[:2], ALONE, case[2]))
+        for total, gradients in others:
+            assert torch.equal(total, first[0])
+            assert all(torch.equal(gradient, first[1][name]) for name, gradient in gradients.items())
 
 
 def of_a_rank(ranks):
-    """All in one start of processes, which takes seconds."""
-    done = []
+    """All in the same processes, which take seconds to start."""
     for check in CHECKS[ranks.size]:
         check(ranks)
-        done.append(check.__name__)
-    return [trained(name, lens, ranks, own_indexer) for name, lens, own_indexer in CASES], done
+    return [trained(name, lens, ranks, own_indexer) for name, lens, own_indexer in CASES]
 
 
 def warmup_under_fsdp2(ranks):
@@ -136,18 +135,13 @@ def documented_loop(ranks):
 
 def checkpointed(ranks):
     """Layers that run again in the backward pass gather again."""
-    model = Small(TOP_K)
-    layers = [copy.copy(layer.forward) for layer in model.layers]
-    found = []
-    for again in (False, True):
-        for layer, forward in zip(model.layers, layers):
-            if again:
-                layer.forward = lambda *a, forward=forward: checkpoint(forward, *a, use_reentrant=False)
-        with IndexerStage(model, "sparse") as stage:
-            losses(model, stage, LENS[0], ranks)[0].backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found))
+    expected, model = trained("sparse", LENS[0], ranks), Small(TOP_K)
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    with IndexerStage(model, "sparse") as stage:
+        losses(model, stage, LENS[0], ranks)[0].backward()
+    for name, p in model.named_parameters():
+        assert torch.allclose(ranks.sum(p.grad.flatten()) / ranks.size, expected[1][name], atol=1e-6), name
 
 
 def gradients_of_rows(ranks):
@@ -174,33 +168,24 @@ def gradients_of_rows(ranks):
 
 
 def wrong_lengths(ranks):
-    """All ranks hear of what one of them has, and go on."""
-    stage = IndexerStage(Small(TOP_K), "warmup")
-    own = [12, 3] if ranks.rank == 0 else [12, 4]
-    line = (
-        r"^lens: must be the same on all ranks, got 2 of 15 tokens, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\]"
-    )
-    with pytest.raises(ValueError, match=line + " on rank 1$"):
-        stage.share(own, ranks)
-    with pytest.raises(ValueError, match=r"^lens: every sequence needs .*, got \[3, 0\] \(on rank 1\)$"):
-        stage.share([3, ranks.size - 1 - ranks.rank], ranks)
-    with pytest.raises(TypeError, match=r"^lens\[0\]: must be an integer, got 2.5 \(on rank 0\)$"):
-        stage.share([2.5] if ranks.rank == 0 else [2], ranks)
-    with pytest.raises(
-        ValueError, match=r"^lens: must have at least a token for each of 2 ranks, got \[1\] \(on rank 0"
-    ):
-        stage.share([1], ranks)
+    """All ranks raise what one of them finds, and go on."""
+    stage, rank = IndexerStage(Small(TOP_K), "warmup"), ranks.rank
+    same = r"must be the same on all ranks, got .*, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\] on rank 1"
+    for own, error, message in [
+        ([12, 3 + rank], ValueError, same),
+        ([3, 1 - rank], ValueError, r"every sequence needs .*, got \[3, 0\] \(on rank 1\)"),
+        ([(2.5, 2)[rank]], TypeError, r"must be an integer, got 2.5 \(on rank 0\)"),
+        ([1], ValueError, r"must have at least a token for each of 2 ranks, got \[1\] \(on rank 0\)"),
+    ]:
+        with pytest.raises(error, match=rf"^lens(\[0\])?: {message}$"):
+            stage.share(own, ranks)
     assert stage.share([2], ranks).query_lens == (1,)
 
 
 def in_groups(ranks):
     """Two groups of two ranks have sequences of their own."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    number = ranks.rank // 2
-    got, expected = (trained("sparse", LENS[number], of) for of in (Ranks.of(groups[number]), ALONE))
-    assert torch.allclose(got[0], expected[0], rtol=TOLERANCE, atol=0)
-    for name, gradient in expected[1].items():
-        assert (got[1][name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+    groups, number = [dist.new_group([0, 1]), dist.new_group([2, 3])], ranks.rank // 2
+    assert_close(*(trained("sparse", LENS[number], of) for of in (Ranks.of(groups[number]), ALONE)))
     with pytest.raises(ValueError, match=r"^ranks: this process must be one of its .* ranks, got rank -1$"):
         IndexerStage(Small(TOP_K), "sparse").share([8], Ranks.of(groups[1 - number]))
 
@@ -209,8 +194,8 @@ CHECKS = {2: (warmup_under_fsdp2, documented_loop, checkpointed, gradients_of_ro
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_cuts(size):
-    """Every token is one rank's, equally many each, and in long sequences each rank's see as many keys."""
+def test_every_token_is_one_ranks_and_all_ranks_have_equal_work(size):
+    """In long sequences the tokens of all ranks see equally many keys."""
     for lens in ([1] * size, [5000], [1, 2, 3, 4, 5, 6, 7], [3000, 17, 900, 1, 1, 2222]):
         shares = cut(lens, size)
         found = sorted((p.sequence, t) for share in shares for p in share.pieces for t in range(p.begin, p.end))

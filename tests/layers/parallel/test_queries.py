@@ -166,7 +166,7 @@ def of_forms(ranks, directory):
 
 @pytest.mark.slow
 def test_the_choice_of_a_form_counts_the_exchanged_bytes(tiny_checkpoint):
-    """It gets a rank's heads and what the multi-head form exchanges beyond the absorbed one: nothing in short passes."""
+    """It gets a rank's heads, and what only the multi-head form exchanges: nothing in short passes."""
     for found in in_ranks(2, of_forms, tiny_checkpoint("deepseek_v32")):
         for case in itertools.product(OPTIONS, SELECTIONS):
             (absorbed, choices), (multi_head, others) = found[*case, False], found[*case, True]
