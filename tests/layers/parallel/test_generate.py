@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -98,15 +97,6 @@ def test_wrong_calls_are_reported_once(checkpoint, options, said, generate_here)
     assert sum(said in line for line in done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_a_port_in_use_is_reported_once(checkpoint, generate_here):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = generate_here(checkpoint, "--prompt", "x", "--gpus", "2", MASTER_PORT=port)
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"dsa generate: MASTER_PORT: port {port} of 127.0.0.1 cannot be used")
-
-
 @pytest.mark.slow
 def test_failed_sequences_are_reported_once(checkpoint, tmp_path, generate_here):
     changed(checkpoint, tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(math.nan))
@@ -124,50 +114,6 @@ def of_rank(rank, parent):
             if of_parent == parent and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 return int(entry.name)
     raise AssertionError(f"no rank {rank}")
-
-
-# Python runs this at the start of every process. On the second rank the fifth pass raises RAISED.
-FAILS = """
-import os, sys
-if os.environ.get("RANK") == "1":
-    class Finder:
-        def find_spec(self, name, path, target=None):
-            if name != "dsa_layers.generation.generator":
-                return None
-            sys.meta_path.remove(self)
-            import torch
-            from dsa_layers.generation.passes import Passes
-            extend, passes = Passes.extend, iter(range(4))
-
-            def failing(*arguments, **options):
-                if next(passes, None) is None:
-                    raise RAISED
-                return extend(*arguments, **options)
-
-            Passes.extend = failing
-
-    sys.meta_path.insert(0, Finder())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("raised", "said", "code"),
-    [
-        ('torch.OutOfMemoryError("CUDA out of memory")', "dsa generate: CUDA out of memory", 1),
-        ('KeyError("a defect")', "KeyError: 'a defect'", 1),
-        ("KeyboardInterrupt", "", 130),
-    ],
-)
-def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, code, generate_here):
-    (tmp_path / "sitecustomize.py").write_text(FAILS.replace("RAISED", raised))
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    options = ["--prompt", "x", "--max-tokens", "60000", "--temperature", "0"]
-    done = generate_here(checkpoint, *options, "--gpus", "2", PYTHONPATH=path)  # or it would run into the time limit
-    assert done.returncode == code and done.stdout.startswith("x")
-    *_, cause, end = done.stderr.splitlines()
-    assert cause.removeprefix("[rank1]: ") == said, done.stderr  # torch's, before what Python writes
-    assert end == f"dsa: rank 1 of 2 ended with exit code {code}; the other ranks have been stopped"
 
 
 def start(checkpoint, *options):
