@@ -49,6 +49,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
     if os.environ.get("DSA_COMPARE_RANKS") == "1" and dist.is_initialized():  # else nobody is there to ask
         compare_picks(model, ranks)
         ranks = replace(ranks, shares_rows=False)
+    model.ranks = ranks  # for the engine
     for module in model.modules():
         if hasattr(module, "ranks"):
             module.ranks = ranks

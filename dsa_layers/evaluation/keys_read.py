@@ -53,6 +53,9 @@ class KeysRead:
                 "model: must have attention layers that tell how many keys they read, by the attribute `key_counter` "
                 f"of dsa_layers.layers.selecting_attention, got {type(model).__name__} without such a layer"
             )
+        # On several ranks the part of a layer, which is no submodule, computes some passes.
+        parts = [getattr(layer, "part", None) for layer in self._layers]
+        self._layers += [part for part in parts if part is not None]
         self._before: list[list] = []  # for each `with` that is entered, what the layers had
         self._tokens = 0
         self._sums = self._most = torch.zeros(3, dtype=torch.int64)

@@ -101,10 +101,11 @@ def _pick_latest(layer: SelectingAttention) -> Callable[..., torch.Tensor]:
     """What takes the place of the `pick` of the layer's indexer."""
     top_k, selectable = layer.indexer.top_k, layer.selectable
 
-    def pick(queries: torch.Tensor, keys: Any, weights: torch.Tensor, step: LayerPass, *_: Any) -> torch.Tensor:
+    def pick(queries: torch.Tensor, keys: Any, weights: torch.Tensor, step: LayerPass, *rest: Any) -> torch.Tensor:
+        *_, rows = rest  # DeepSeek-V4's `pick` takes a cache before the rows
         selected_among = selectable(step.batch)
         latest = _latest(selected_among.visible_keys, top_k)
-        return selected_among.slots_of(latest) if step.in_pages else latest
+        return rows.own(selected_among.slots_of(latest) if step.in_pages else latest)
 
     return pick
 

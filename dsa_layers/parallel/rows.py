@@ -14,15 +14,21 @@ from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
 # New tokens of a pass from which on each rank has its own share of the rows between layers.
 SHARED_ROWS = 256
+# Tensors of which `SharedRows` keeps this rank's rows. A pass has fewer.
+MOST_KEPT = 100
 
 
 def rows_of(batch: Tokens, ranks: Ranks) -> Rows:
-    """How the rows of a pass lie on the ranks."""
+    """How the rows of a pass lie on the ranks. All layers get the same object, which keeps rows that several read."""
     if ranks.size == 1:
         return ALL_ROWS
     count = sum(batch.query_lens)
-    shared = ranks.shares_rows and not batch.is_decode and count >= SHARED_ROWS
-    return SharedRows(ranks, count) if shared else WholeRows(ranks)
+    if not ranks.shares_rows or batch.is_decode or count < SHARED_ROWS:
+        return WholeRows(ranks)
+    rows = vars(batch).get("shared_rows")
+    if rows is None or rows._ranks != ranks:
+        rows = vars(batch)["shared_rows"] = SharedRows(ranks, count)
+    return rows
 
 
 class WholeRows(Rows):
@@ -135,6 +141,8 @@ class SharedRows(Rows):
     def _keep(self, what: str, x: Kept, make: Callable[[Kept], Kept]) -> Kept:
         """what: `make` makes of x."""
         if (what, id(x)) not in self._kept:
+            if len(self._kept) >= MOST_KEPT:  # of earlier passes over the same batch
+                self._kept.clear()
             self._kept[what, id(x)] = x, make(x)  # with x, so that its number stays its own
         return self._kept[what, id(x)][1]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsa.testing import calc_diff
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
@@ -51,14 +52,18 @@ def elements(shapes):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek_v4", "deepseek_v32", "glm_moe_dsa"])
 def test_ranks_compute_what_one_process_does(tiny_checkpoint, model):
-    """The ranks have the same bits; also in FP8 and FP4 as they are stored, with bytes in the caches."""
+    """Ranks have the same bits. The second checkpoint keeps its weights in FP8 and FP4, and its caches bytes."""
     assert CHUNKS[0] >= SHARED_ROWS > CHUNKS[1]
     directories = [tiny_checkpoint(model, quantized) for quantized in (False, True)]
     of_ranks = in_ranks(2, of_rank, directories)
     for (first, parts), (second, others) in zip(*of_ranks):
         assert parts == others
         assert all(torch.equal(mine, theirs) and mine.isfinite().all() for mine, theirs in zip(first, second))
-    (found, parts), (expected, whole) = of_ranks[0][0], outcome(load_model(directories[0], **OPTIONS))
+    exact, quantized = (outcome(load_model(directory, **OPTIONS)) for directory in directories)
+    (found, parts), (expected, whole) = of_ranks[0][0], exact
     assert parts.keys() == whole.keys() and elements(parts) < 0.8 * elements(whole)  # attention has all heads
-    for ours, exact in zip(found, expected):
-        assert ours.shape == exact.shape and (ours - exact).abs().max() <= 2e-5 * exact.abs().max()
+    for ours, theirs in zip(found, expected):
+        assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    # Some roundings to FP8 differ, and with random weights these choose other keys and experts.
+    ours, theirs = of_ranks[0][1][0][-1], quantized[0][-1]
+    assert calc_diff(ours, theirs) < 0.05

@@ -1,6 +1,6 @@
 """Ranks that share the tokens of packed sequences train indexers as one rank does."""
 
-import copy
+import functools
 import re
 from pathlib import Path
 
@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsa_layers.layers.trained_attention import SparseAttention
 from dsa_layers.parallel import environment, process_group
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.context_cut import cut
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training.indexer_stage import STAGES, IndexerStage
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.training.test_indexer_stage import Small
 
@@ -40,7 +39,7 @@ class DotProductIndexer(nn.Module):
 
 
 def losses(model, stage, lens, ranks):
-    """(the rank's loss, what all of them have) of a pass."""
+    """(the rank's loss, the language model's and the indexers' loss over all ranks)"""
     tokens, weights = torch.arange(sum(lens)) * 7 % 50, torch.linspace(-1, 1, sum(lens))
     share = stage.share(lens, ranks)
     out = model(share.own(tokens), share)
@@ -61,93 +60,58 @@ def trained(name, lens, ranks, own_indexer=False):
     return total, {n: ranks.sum(p.grad.flatten()) / ranks.size for n, p in model.named_parameters()}
 
 
-CASES = [(name, lens, own_indexer) for name in ("warmup", "sparse") for lens in LENS for own_indexer in (False, True)]
+def assert_close(found, expected):
+    """Losses and gradients, which ranks sum in another order."""
+    assert torch.allclose(found[0], expected[0], rtol=TOLERANCE, atol=0)
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+
+
+CASES = [(name, lens, own_indexer) for name in STAGES for lens in LENS for own_indexer in (False, True)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks(size):
-    """Losses and gradients are those of one rank, the same bits on each; and CHECKS hold."""
-    first, *others = in_ranks(size, of_a_rank)
-    assert first[1] == [check.__name__ for check in CHECKS[size]]
-    for case, (total, gradients), *of_others in zip(CASES, first[0], *(other[0] for other in others)):
-        name, lens, own_indexer = case
-        expected = trained(name, lens, ALONE, own_indexer)
-        assert torch.allclose(total, expected[0], rtol=TOLERANCE, atol=0), case
-        for name, gradient in expected[1].items():
-            assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), (case, name)
-        for other in of_others:
-            assert torch.equal(other[0], total)
-            assert all(torch.equal(other[1][name], gradient) for name, gradient in gradients.items())
+def test_ranks_train_as_one_rank_does(size):
+    """Losses and gradients are those of one rank, the same bits on all ranks; and CHECKS hold."""
+    for case, first, *others in zip(CASES, *in_ranks(size, of_a_rank), strict=True):
+        assert_close(first, trained(*case[:2], ALONE, case[2]))
+        for total, gradients in others:
+            assert torch.equal(total, first[0])
+            assert all(torch.equal(gradient, first[1][name]) for name, gradient in gradients.items())
 
 
 def of_a_rank(ranks):
-    """All in one start of processes, which takes seconds."""
-    done = []
+    """All in the same processes, which take seconds to start."""
     for check in CHECKS[ranks.size]:
         check(ranks)
-        done.append(check.__name__)
-    return [trained(name, lens, ranks, own_indexer) for name, lens, own_indexer in CASES], done
-
-
-def warmup_under_fsdp2(ranks):
-    """Sharded parameters, updated in each step, are those of one rank. The documented loop has the sparse stage."""
-    # Imported late: every process imports this module, and these take seconds.
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    from torch.distributed.tensor import DTensor
-
-    whole, sharded = Small(TOP_K), Small(TOP_K)
-    before = {n: p.clone() for n, p in whole.named_parameters()}
-    for layer in sharded.layers:
-        fully_shard(layer.indexer)
-        register_fsdp_forward_method(layer.indexer, "loss")
-        fully_shard(layer)
-    fully_shard(sharded)
-    for model, of in ((whole, ALONE), (sharded, ranks)):
-        stage = IndexerStage(model, "warmup")
-        model.requires_grad_(False)
-        for p in stage.parameters():
-            p.requires_grad_(True)
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.05)
-        with stage:
-            for lens in LENS:
-                loss, _ = losses(model, stage, lens, of)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    for (n, p), shard in zip(whole.named_parameters(), sharded.parameters()):
-        assert isinstance(shard, DTensor)
-        assert torch.equal(p, before[n]) != p.requires_grad, n
-        assert torch.allclose(shard.full_tensor(), p, rtol=0, atol=TOLERANCE * p.abs().max().item()), n
+    return [trained(name, lens, ranks, own_indexer) for name, lens, own_indexer in CASES]
 
 
 def documented_loop(ranks):
-    """The document's loop, with sharded parameters, has the losses of one rank."""
+    """The document's loop, with parameters that FSDP2 shards, has the losses of one rank in both stages."""
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
     (code,) = re.findall(r"## On several GPUs\n.*?```python\n(.*?)```", text, re.S)
-    alone, shared = {}, {}
-    exec(code, alone)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "started_ranks", lambda: ranks.size)
-        patch.setattr(process_group, "join", lambda kind: (ranks, torch.device(kind)))
-        exec(code, shared)
-    assert shared["share"].ranks.size == 2 and alone["share"].ranks.size == 1
-    assert shared["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
+    assert 'IndexerStage(model, "sparse")' in code
+    for name in STAGES:
+        of_stage, alone, shared = code.replace('"sparse"', f'"{name}"'), {}, {}
+        exec(of_stage, alone)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(environment, "started_ranks", lambda: ranks.size)
+            patch.setattr(process_group, "join", lambda kind: (ranks, torch.device(kind)))
+            exec(of_stage, shared)
+        assert shared["share"].ranks.size == 2 and alone["share"].ranks.size == 1
+        assert shared["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
 
 
 def checkpointed(ranks):
     """Layers that run again in the backward pass gather again."""
-    model = Small(TOP_K)
-    layers = [copy.copy(layer.forward) for layer in model.layers]
-    found = []
-    for again in (False, True):
-        for layer, forward in zip(model.layers, layers):
-            if again:
-                layer.forward = lambda *a, forward=forward: checkpoint(forward, *a, use_reentrant=False)
-        with IndexerStage(model, "sparse") as stage:
-            losses(model, stage, LENS[0], ranks)[0].backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found))
+    expected, model = trained("sparse", LENS[0], ranks), Small(TOP_K)
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    with IndexerStage(model, "sparse") as stage:
+        losses(model, stage, LENS[0], ranks)[0].backward()
+    for name, p in model.named_parameters():
+        assert torch.allclose(ranks.sum(p.grad.flatten()) / ranks.size, expected[1][name], atol=1e-6), name
 
 
 def gradients_of_rows(ranks):
@@ -174,43 +138,34 @@ def gradients_of_rows(ranks):
 
 
 def wrong_lengths(ranks):
-    """All ranks hear of what one of them has, and go on."""
-    stage = IndexerStage(Small(TOP_K), "warmup")
-    own = [12, 3] if ranks.rank == 0 else [12, 4]
-    line = (
-        r"^lens: must be the same on all ranks, got 2 of 15 tokens, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\]"
-    )
-    with pytest.raises(ValueError, match=line + " on rank 1$"):
-        stage.share(own, ranks)
-    with pytest.raises(ValueError, match=r"^lens: every sequence needs .*, got \[3, 0\] \(on rank 1\)$"):
-        stage.share([3, ranks.size - 1 - ranks.rank], ranks)
-    with pytest.raises(TypeError, match=r"^lens\[0\]: must be an integer, got 2.5 \(on rank 0\)$"):
-        stage.share([2.5] if ranks.rank == 0 else [2], ranks)
-    with pytest.raises(
-        ValueError, match=r"^lens: must have at least a token for each of 2 ranks, got \[1\] \(on rank 0"
-    ):
-        stage.share([1], ranks)
+    """All ranks raise what one of them finds, and go on."""
+    stage, rank = IndexerStage(Small(TOP_K), "warmup"), ranks.rank
+    same = r"must be the same on all ranks, got .*, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\] on rank 1"
+    for own, error, message in [
+        ([12, 3 + rank], ValueError, same),
+        ([3, 1 - rank], ValueError, r"every sequence needs .*, got \[3, 0\] \(on rank 1\)"),
+        ([(2.5, 2)[rank]], TypeError, r"must be an integer, got 2.5 \(on rank 0\)"),
+        ([1], ValueError, r"must have at least a token for each of 2 ranks, got \[1\] \(on rank 0\)"),
+    ]:
+        with pytest.raises(error, match=rf"^lens(\[0\])?: {message}$"):
+            stage.share(own, ranks)
     assert stage.share([2], ranks).query_lens == (1,)
 
 
 def in_groups(ranks):
     """Two groups of two ranks have sequences of their own."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    number = ranks.rank // 2
-    got, expected = (trained("sparse", LENS[number], of) for of in (Ranks.of(groups[number]), ALONE))
-    assert torch.allclose(got[0], expected[0], rtol=TOLERANCE, atol=0)
-    for name, gradient in expected[1].items():
-        assert (got[1][name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+    groups, number = [dist.new_group([0, 1]), dist.new_group([2, 3])], ranks.rank // 2
+    assert_close(*(trained("sparse", LENS[number], of) for of in (Ranks.of(groups[number]), ALONE)))
     with pytest.raises(ValueError, match=r"^ranks: this process must be one of its .* ranks, got rank -1$"):
         IndexerStage(Small(TOP_K), "sparse").share([8], Ranks.of(groups[1 - number]))
 
 
-CHECKS = {2: (warmup_under_fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
+CHECKS = {2: (documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_cuts(size):
-    """Every token is one rank's, equally many each, and in long sequences each rank's see as many keys."""
+def test_every_token_is_one_ranks_and_all_ranks_have_equal_work(size):
+    """In long sequences the tokens of all ranks see equally many keys."""
     for lens in ([1] * size, [5000], [1, 2, 3, 4, 5, 6, 7], [3000, 17, 900, 1, 1, 2222]):
         shares = cut(lens, size)
         found = sorted((p.sequence, t) for share in shares for p in share.pieces for t in range(p.begin, p.end))
@@ -231,8 +186,6 @@ def test_cuts(size):
         ([12, 3], Ranks(0, 2), RuntimeError, r"ranks: torch\.distributed is not initialised"),
         ([12, 3], Ranks(-1, 2, object()), ValueError, "ranks: this process must be one of its 2 ranks, got rank -1$"),
         ([12, 3], 5, TypeError, "ranks: must be Ranks, got int$"),
-        ([0], ALONE, ValueError, r"lens: every sequence needs at least one new token, got \[0\]$"),
-        ([], ALONE, ValueError, r"lens: must have at least a token for each of 1 ranks, got \[\]$"),
     ],
 )
 def test_wrong_shares(lens, ranks, error, message):
@@ -255,15 +208,3 @@ def test_wrong_uses_of_a_share():
         model(torch.arange(15), share)
     with IndexerStage(model, "sparse"), pytest.raises(RuntimeError, match=r"^batch: .* that made it$"):
         model(torch.arange(15), share)
-
-
-def test_scores_that_were_not_gathered():
-    """An indexer that scores a rank's own tokens alone is told of all keys."""
-    shares = tuple(cut([9, 4], 2))
-    own = tuple(piece.end - piece.begin for piece in shares[0].pieces)
-    of_rank = {"lens": (9, 4), "shares": shares, "ranks": Ranks(0, 2), "in_stage": lambda: True}
-    batch = ContextBatch(own, own, torch.device("cpu"), **of_rank)
-    keys = sum(batch.keyed.key_lens)
-    attention = SparseAttention(torch.zeros(7, 1, 8), torch.zeros(keys, 8), 1.0, 4, 2, batch)
-    with pytest.raises(ValueError, match=rf"^scores: must be \[7, {keys}\], of each token and key, got \[7, 7\]$"):
-        attention.kl(torch.zeros(7, 7))

@@ -33,24 +33,23 @@ def test_a_rank_that_there_cannot_be(monkeypatch, rank, ranks, problem):
         started_ranks()
 
 
-@pytest.mark.parametrize(
-    ("ends", "first"),
-    [
-        pytest.param({1: (3, 100, None), 0: (-15, 100, None)}, 1, id="the launcher's SIGTERM is no cause"),
-        pytest.param({1: (-15, 100, None), 0: (1, 100, 100.4)}, 1, id="the first SIGTERM is not the launcher's"),
-        pytest.param({0: (1, 100, 100.4), 1: (-9, 102, None)}, 1, id="a killed rank that took 2 s to end"),
-        pytest.param({1: (1, 100, 99.9), 0: (-9, 130, None)}, 1, id="the launcher's SIGKILL is no cause"),
-        pytest.param({0: (-6, 100, None), 1: (2, 101, None)}, 1, id="an abort follows from a lost connection"),
-        pytest.param(
-            {1: (-9, 100, None), 0: (-9, 130, 100.4)}, 1, id="the launcher's SIGKILL after a note is no cause"
-        ),
-        pytest.param({0: (1, 100, 100.5), 1: (-6, 100, 100.4)}, 1, id="an abort after a note"),
-        pytest.param({0: (1, 100, 100.5), 1: (1, 100, 100.4)}, 1, id="noted 0.1 s earlier"),
-        pytest.param({0: (1, 100, None), 1: (1, 101, 100.9)}, 1, id="noted beats not noted in the same second"),
-    ],
-)
-def test_first_failed_rank(monkeypatch, tmp_path, ends, first):
-    """ends: exit code, second in which the launcher found it, time in note_failure, per rank in the order found."""
+# {why it is the second rank: {rank in the order found: (exit code, second in which the launcher found it, time in
+# note_failure)}}
+SECOND_FAILED_FIRST = {
+    "the launcher's SIGTERM is no cause": {1: (3, 100, None), 0: (-15, 100, None)},
+    "the first SIGTERM is not the launcher's": {1: (-15, 100, None), 0: (1, 100, 100.4)},
+    "a killed rank took 2 s to end": {0: (1, 100, 100.4), 1: (-9, 102, None)},
+    "the launcher's SIGKILL is no cause": {1: (1, 100, 99.9), 0: (-9, 130, None)},
+    "an abort follows from a lost connection": {0: (-6, 100, None), 1: (2, 101, None)},
+    "the launcher's SIGKILL after a note is no cause": {1: (-9, 100, None), 0: (-9, 130, 100.4)},
+    "an abort after a note": {0: (1, 100, 100.5), 1: (-6, 100, 100.4)},
+    "noted 0.1 s earlier": {0: (1, 100, 100.5), 1: (1, 100, 100.4)},
+    "noted beats not noted in the same second": {0: (1, 100, None), 1: (1, 101, 100.9)},
+}
+
+
+@pytest.mark.parametrize("ends", SECOND_FAILED_FIRST.values(), ids=SECOND_FAILED_FIRST)
+def test_the_first_failed_rank_is_found(monkeypatch, tmp_path, ends):
     failures = {}
     for rank, (code, found, noted) in ends.items():
         path = tmp_path / str(rank)
@@ -61,4 +60,4 @@ def test_first_failed_rank(monkeypatch, tmp_path, ends, first):
             note_failure("wrong")
         monkeypatch.setattr("time.time", lambda found=found: found)
         failures[rank] = ProcessFailure(rank, 1, code, str(path))
-    assert first_failed(failures) == first
+    assert first_failed(failures) == 1

@@ -1,14 +1,24 @@
-"""What ranks do otherwise than others: it is the same after all, or all of them hear of it and nobody waits."""
+"""What differs on one rank: all ranks raise an error, and none waits for another."""
 
+import contextlib
 import os
+import re
+from unittest import mock
 
 import pytest
 import torch
 
+import dsa
 from dsa_layers import Generator, SamplingParams, load_model
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.io import loading
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.io.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
+SAME = "must be the same on all ranks, got"
+DIGESTS = r"one(s)? of digest \w{12} on rank 0 and one(s)? of digest \w{12} on rank 1"
 
 
 @pytest.fixture(scope="module")
@@ -25,77 +35,143 @@ class Ends:
         self.eos_token_id = token
 
 
-def said_by(calls):
-    """What each of several calls raises."""
-    found = []
-    for call in calls:
+def problem(call, *patches):
+    """What a call raises, with these patches."""
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
         with pytest.raises(ValueError) as raised:
             call()
-        found.append(str(raised.value))
-    return found
+    return str(raised.value)
 
 
-def of_other_calls(ranks, directory):
-    """Tokens that are sampled without a seed, and what each of several calls raises that are not the same on all
-    ranks."""
-    model = load_model(directory, mesh=ranks, **OPTIONS)
+def problems_of_calls(ranks, directory):
+    """Tokens that are sampled without a seed, and what each of several calls raises."""
+    rank, model = ranks.rank, load_model(directory, mesh=ranks, **OPTIONS)
     generator = Generator(model, None, cache_tokens=2048)
-    calls = [
-        lambda: generator.generate([[5, 6, 7 + ranks.rank]]),
-        lambda: generator.generate([[5, 6, 7]], SamplingParams(max_tokens=4 + ranks.rank)),
-        lambda: generator.generate([[5, 6, 7], *[[1]] * ranks.rank]),
-        lambda: generator.generate([[5, 6, -ranks.rank]]),
-        lambda: load_model(directory / ("" if ranks.rank == 0 else "none"), mesh=ranks, **OPTIONS),
-        lambda: load_model(directory, mesh=ranks, **OPTIONS | {"dtype": (torch.float32, torch.bfloat16)[ranks.rank]}),
-        lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=100 + ranks.rank),
-        lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - ranks.rank),
-        lambda: Generator(model, Ends(7 + ranks.rank), cache_tokens=2048),
-    ]
     (sampled,) = generator.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=1.0))
-    return sampled.tokens, said_by(calls)
+    calls = [
+        lambda: generator.generate([[5, 6, 7 + rank]]),
+        lambda: generator.generate([[5, 6, 7]], SamplingParams(max_tokens=4 + rank)),
+        lambda: generator.generate([[5, 6, 7], *[[1]] * rank]),
+        lambda: generator.generate([[5, 6, -rank]]),
+        lambda: load_model(directory / ("" if rank == 0 else "none"), mesh=ranks, **OPTIONS),
+        lambda: load_model(directory, mesh=ranks, **OPTIONS | {"dtype": (torch.float32, torch.bfloat16)[rank]}),
+        lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=100 + rank),
+        lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - rank),
+        lambda: Generator(model, Ends(7 + rank), cache_tokens=2048),
+    ]
+    return sampled.tokens, list(map(problem, calls))
 
 
-def test_calls_that_differ(checkpoint):
-    """All ranks hear of them; without a seed they draw the same numbers."""
-    (tokens, first), (others, second) = in_ranks(2, of_other_calls, checkpoint)
+def test_calls_that_differ_raise_on_all_ranks(checkpoint):
+    """Without a seed all ranks draw the same numbers."""
+    (tokens, first), (others, second) = in_ranks(2, problems_of_calls, checkpoint)
     assert tokens == others
-    for i, name in enumerate(("prompts", "params", "prompts")):
-        assert first[i] == second[i] and first[i].startswith(
-            f"{name}: must be the same on all ranks, got ones of digest"
-        )
-    assert first[3] == f"{second[3]} (rank 1)" and "prompts[0]" in second[3]
-    assert first[4] == f"{second[4]} (rank 1)" and "none" in second[4]
-    assert first[5] == second[5] and first[5].startswith("precision: must be the same on all ranks, got ")
-    assert first[6] == second[6] == "prefill_chunk: must be the same on all ranks, got 100 on rank 0 and 101 on rank 1"
-    assert first[7] == f"{second[7]} (rank 1)" and second[7] == "prefill_chunk: must be at least 1, got 0"
-    assert first[8] == second[8] and first[8].startswith("tokens that end: must be the same on all ranks, got [")
+    expected = [
+        f"prompts: {SAME} {DIGESTS}",
+        f"params: {SAME} {DIGESTS}",
+        f"prompts: {SAME} {DIGESTS}",
+        r".*prompts\[0\].*",
+        ".*none.*",
+        f"precision: {SAME} .*",
+        f"prefill_chunk: {SAME} 100 on rank 0 and 101 on rank 1",
+        "prefill_chunk: must be at least 1, got 0",
+        rf"tokens that end: {SAME} \[.*",
+    ]
+    for i, (mine, theirs, pattern) in enumerate(zip(first, second, expected, strict=True)):
+        assert re.fullmatch(pattern, theirs, re.DOTALL), theirs
+        assert mine == (f"{theirs} (rank 1)" if i in (3, 4, 7) else theirs)
 
 
-def of_other_environments(ranks, directory, settings):
-    """What each of several calls raises where ranks have other values of a setting, None for none."""
-    for name in settings:
-        os.environ.pop(name, None)
-    model = load_model(directory, mesh=ranks, **OPTIONS)
-    generator = Generator(model, None, cache_tokens=2048)
+def problems_of_loading(ranks, whole, broken, other):
+    """What loading raises if the second rank misses a tensor, has other weights, no room, another GPU or versions."""
+
+    def load(*patches, directory=whole):
+        return problem(lambda: load_model(directory, mesh=ranks, **OPTIONS), *patches)
+
+    rank, facts, gpu = ranks.rank, loading._facts, torch.device("cuda", 0)
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    return {
+        "missing": load(directory=broken),
+        "weights": load(directory=(whole, other)[rank]),
+        "room": load(*[(loading, "load_weights", full)] * rank),
+        "device": load(
+            (torch.cuda, "get_device_name", lambda _: ("NVIDIA H100", "NVIDIA H200")[rank]),
+            (loading, "_facts", lambda checkpoint, precision, _: facts(checkpoint, precision, gpu)),
+        ),
+        "dsa": load((dsa, "__version__", ("1.0", "1.1")[rank])),
+        "torch": load((torch, "__version__", ("2.11.0", "2.12.0")[rank])),
+    }
+
+
+def test_what_one_rank_finds_in_loading_all_raise(checkpoint, tmp_path):
+    name = "model.layers.1.mlp.experts.7.down_proj.weight"
+    broken = changed(checkpoint, tmp_path / "broken", lambda tensors: tensors.pop(name))
+    # Its names and shapes are the same.
+    write_tiny_checkpoint(tmp_path / "other", model="deepseek_v32", quantized=False, seed=7)
+    first, second = in_ranks(2, problems_of_loading, checkpoint, broken, tmp_path / "other")
+    assert f"{name}: missing" in second["missing"] and first.pop("missing") == f"{second.pop('missing')} (rank 1)"
+    assert second.pop("room") == "CUDA out of memory" and first.pop("room") == "CUDA out of memory (rank 1)"
+    assert first == second
+    assert re.fullmatch(f"checkpoint: {SAME} {DIGESTS}", first.pop("weights"))
+    assert first == {
+        "dsa": f"dsa: {SAME} 1.0 on rank 0 and 1.1 on rank 1",
+        "torch": f"torch: {SAME} 2.11.0 on rank 0 and 2.12.0 on rank 1",
+        "device": f"device: {SAME} NVIDIA H100 on rank 0 and NVIDIA H200 on rank 1",
+    }
+
+
+def problems_of_environments(ranks, directory, settings):
+    """What each of several calls raises if ranks have other values of a setting, None for none."""
+    generator = Generator(load_model(directory, mesh=ranks, **OPTIONS), None, cache_tokens=2048)
     calls = [
         lambda: load_model(directory, mesh=ranks, **OPTIONS),
-        lambda: Generator(model, None, cache_tokens=2048),
+        lambda: Generator(generator.model, None, cache_tokens=2048),
         lambda: generator.generate([[5, 6, 7]]),
     ]
     found = {}
     for name, values in settings.items():
-        if values[ranks.rank] is not None:
-            os.environ[name] = values[ranks.rank]
-        found[name] = said_by(calls)
-        os.environ.pop(name, None)
+        own = {} if values[ranks.rank] is None else {name: values[ranks.rank]}
+        with mock.patch.dict(os.environ, own):
+            found[name] = list(map(problem, calls))
     return found
 
 
-def test_environments_that_differ(checkpoint):
+def test_environments_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
     settings = {"DSA_BACKEND": ("cute", "reference"), "DSA_COMPARE_RANKS": (None, "1")}
-    same = "must be the same on all ranks, got"
+    for name in settings:
+        monkeypatch.delenv(name, raising=False)
     told = {
-        "DSA_BACKEND": [f"DSA_BACKEND: {same} cute on rank 0 and reference on rank 1"] * 3,
-        "DSA_COMPARE_RANKS": [f"DSA_COMPARE_RANKS: {same} unset on rank 0 and 1 on rank 1"] * 3,
+        "DSA_BACKEND": [f"DSA_BACKEND: {SAME} cute on rank 0 and reference on rank 1"] * 3,
+        "DSA_COMPARE_RANKS": [f"DSA_COMPARE_RANKS: {SAME} unset on rank 0 and 1 on rank 1"] * 3,
     }
-    assert in_ranks(2, of_other_environments, checkpoint, settings) == [told] * 2
+    assert in_ranks(2, problems_of_environments, checkpoint, settings) == [told] * 2
+
+
+LAYERS = {"deepseek_v32": "model.layers.2.self_attn.indexer", "deepseek_v4": "layers.1.attn.indexer"}
+
+
+@torch.inference_mode()
+def problems_of_picks(ranks, directories):
+    """What passes raise while ranks agree, and once index queries of one layer differ on the second rank."""
+    tokens, found = torch.tensor([2 + i * i % 2000 for i in range(300)]), {}
+    batch = SequenceBatch.without_cache([len(tokens)])
+    for name, directory in directories.items():
+        model = load_model(directory, mesh=ranks, **OPTIONS)
+        model(tokens, batch)
+        if ranks.rank == 1:
+            model.get_submodule(LAYERS[name]).wq_b.weight.data.neg_()
+        with pytest.raises(RuntimeError) as raised:
+            model(tokens, batch)
+        found[name] = str(raised.value)
+    return found
+
+
+@pytest.mark.slow
+def test_other_selected_keys_raise_on_all_ranks(tiny_checkpoint, monkeypatch):
+    monkeypatch.setenv("DSA_COMPARE_RANKS", "1")
+    first, second = in_ranks(2, problems_of_picks, {name: tiny_checkpoint(name, quantized=False) for name in LAYERS})
+    assert first == second
+    for name, layer in LAYERS.items():
+        assert first[name].startswith(f"{layer}: ranks have selected other keys for token ")

@@ -178,21 +178,6 @@ def test_there_is_no_line_after_what_rank_0_has_written(run, capfd, other):
     assert capfd.readouterr().err == "wrong\n"
 
 
-@pytest.mark.slow
-def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(run, tmp_path, capfd):
-    """By torch's launcher, after 30 s."""
-    source = """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if rank == 0 and os.fork() == 0: rank = 2
-        write_pid()
-        wait_for(0, 2)
-        sys.exit(3) if rank == 1 else time.sleep(600)
-    """
-    assert run(2, source) == 3
-    assert capfd.readouterr().err.startswith("dsa: rank 1 of 2 ended with exit code 3;")
-    wait_for(lambda: not any(map(is_running, pids(tmp_path, 3))))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_get_a_signal_once_and_end(start, tmp_path, number):
     """Rank 0 finishes; rank 1 ignores the signal and is killed."""

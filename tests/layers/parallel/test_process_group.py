@@ -1,4 +1,4 @@
-"""What a rank on a GPU needs before it meets the others, and what one on a CPU leaves behind when it ends."""
+"""What a rank needs before it meets the others, and what it leaves behind when it ends."""
 
 import subprocess
 import sys
@@ -11,8 +11,17 @@ import torch.distributed as dist
 from dsa_layers.parallel.process_group import join
 
 SECONDS = 300  # for what takes few
-# Runs in a rank before it leaves, and so is asked last: what is left of gloo's threads.
-RANK = """
+
+
+def torchrun(folder, source):
+    """Run this source in two ranks."""
+    (folder / "rank.py").write_text(textwrap.dedent(source))
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", folder / "rank.py"]
+    return subprocess.run(start, capture_output=True, text=True, timeout=SECONDS)
+
+
+# The function that a rank registers first runs last, after the rank has left the group.
+THREADS = """
     import atexit
     import gc
     from pathlib import Path
@@ -28,12 +37,11 @@ RANK = """
     def run():
         ranks, _ = join("cpu")
         print(f"there: {of_gloo()}\\n", end="")
-        raise_error = %s
         with together(ranks):
-            if raise_error:
+            if RAISES:
                 raise RuntimeError("no memory")
 
-    gc.disable()  # not by chance
+    gc.disable()  # threads must not end only because of it
     try:
         run()
     except ValueError:
@@ -41,14 +49,12 @@ RANK = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the names of threads")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("raises", [False, True])
 def test_no_thread_of_gloo_is_left_when_python_ends(raises, tmp_path):
-    """One that asks for the interpreter while that ends aborts the process."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK % raises))
-    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=SECONDS)
+    """A thread that asks for the interpreter while Python ends aborts the process."""
+    done = torchrun(tmp_path, THREADS.replace("RAISES", str(raises)))
     assert done.returncode == raises, done.stderr
     said = done.stdout.splitlines()
     assert "there: 0" not in said and said.count("left: 0") == 2, said
@@ -61,8 +67,7 @@ def test_no_thread_of_gloo_is_left_when_python_ends(raises, tmp_path):
         ("2", True, r"^gpus: rank 2 needs a GPU of its own, and torch sees 2$"),
     ],
 )
-def test_what_is_not_there_is_said_before_ranks_meet(local, has_nccl, message, monkeypatch):
-    """By all of them alike: nobody waits for a rank that has ended."""
+def test_what_is_missing_is_reported_before_ranks_wait(local, has_nccl, message, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
@@ -71,10 +76,8 @@ def test_what_is_not_there_is_said_before_ranks_meet(local, has_nccl, message, m
         join("cuda")
 
 
-# As where one rank sees no GPU, and so computes on its CPU: here it is the second that believes it has one.
 OTHER_DEVICE = """
     import os
-
     import torch
     import torch.distributed as dist
     from dsa_layers.parallel.process_group import join
@@ -90,9 +93,6 @@ OTHER_DEVICE = """
 
 @pytest.mark.slow
 def test_ranks_of_different_devices_end(tmp_path):
-    """In place of a wait for each other, of gloo and NCCL."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    (tmp_path / "rank.py").write_text(textwrap.dedent(OTHER_DEVICE))
-    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=SECONDS)
+    done = torchrun(tmp_path, OTHER_DEVICE)
     told = "said: device: must be the same on all ranks, got cpu on rank 0 and cuda on rank 1"
     assert done.returncode == 1 and [line for line in done.stderr.splitlines() if "said" in line] == [told], done.stderr

@@ -1,10 +1,18 @@
 """Rows that ranks share: every row is one rank's, gathered rows are the whole, and sums those of whole rows."""
 
+import contextlib
+import functools
+import time
+from unittest import mock
+
 import pytest
 import torch
 
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine import fused_moe
+from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.ranks import ALONE, Ranks
@@ -105,15 +113,73 @@ class FirstHalf(Rows):
 @torch.inference_mode()
 def test_experts_send_casts_of_their_rows(fp4_experts):
     """A byte per channel; the result has the bits of a process with all rows."""
-    moe = MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True, fp4_experts=fp4_experts)
+    router = GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16)
+    moe = fuse(MoE(256, 128, router, fp8=True, fp4_experts=fp4_experts))
     x = torch.randn(10, 256).bfloat16()
     cast, choice = moe.shared_experts.gate_proj.cast(x), moe.gate(x)
     rows = FirstHalf(*cast, *choice)
     own = tuple(map(rows.own, cast))
-    expected = rows.own(moe.experts(x, *choice, cast=cast)) + moe.shared_experts(rows.own(x), cast=own)
+    expected = rows.own(moe.experts(x, *choice)) + moe.shared_experts(rows.own(x))
     assert torch.equal(moe(rows.own(x), cast=own, rows=rows), expected)
     assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
     assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
+
+
+PATIENCE = 20  # seconds for what takes one
+
+
+def await_file(path):
+    until = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert time.monotonic() < until, f"{path.name}: the first rank waits for this one before it computes"
+        time.sleep(0.01)
+
+
+@torch.inference_mode()
+def with_a_late_rank(ranks, folder):
+    """(whether the result is as ever, what the first rank has computed when it begins each exchange). The second rank
+    sends its rows after the first one has chosen experts, and its part of the sum after the first one has computed the
+    shared expert."""
+    torch.manual_seed(0)
+    moe = fuse(MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True))
+    x, rows = torch.randn(270, 256).bfloat16(), SharedRows(ranks, 270)
+    cast = tuple(map(rows.own, moe.shared_experts.gate_proj.cast(x)))
+    expected = moe(rows.own(x), cast=cast, rows=rows)
+    chosen, shared, begun = folder / "chosen", folder / "shared", []
+
+    def wrap(owner, name, before, after):
+        function = getattr(owner, name)
+
+        def call(*arguments, **options):
+            before()
+            result = function(*arguments, **options)
+            after()
+            return result
+
+        return mock.patch.object(owner, name, call)
+
+    def nothing():
+        pass
+
+    def note():
+        begun.append((chosen.exists(), shared.exists()))
+
+    if ranks.rank == 0:
+        changes = [(fused_moe, "choose", nothing, chosen.touch), (FusedSwiGLU, "product", nothing, shared.touch)]
+        changes += [(SharedRows, name, note, nothing) for name in ("_begin_gather", "_begin_sum")]
+    else:
+        files = {"_begin_gather": chosen, "_begin_sum": shared}
+        changes = [(SharedRows, name, functools.partial(await_file, file), nothing) for name, file in files.items()]
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(wrap(*change))
+        late = moe(rows.own(x), cast=cast, rows=rows)
+    return torch.equal(late, expected), begun
+
+
+def test_ranks_compute_while_they_await_others(tmp_path):
+    first, second = in_ranks(2, with_a_late_rank, tmp_path)
+    assert first == (True, [(False, False), (True, False), (True, False)]) and second == (True, [])
 
 
 def test_few_rows_and_decoding_are_whole():
@@ -122,3 +188,9 @@ def test_few_rows_and_decoding_are_whole():
     assert isinstance(rows_of(long, two), SharedRows) and isinstance(rows_of(short, two), WholeRows)
     assert isinstance(rows_of(SequenceBatch.without_cache([1] * 2 * SHARED_ROWS), two), WholeRows)
     assert rows_of(long, ALONE) is ALL_ROWS
+
+
+def test_all_layers_of_a_pass_get_the_same_shared_rows():
+    batch, other = (SequenceBatch.without_cache([SHARED_ROWS]) for _ in range(2))
+    assert rows_of(batch, Ranks(0, 2)) is rows_of(batch, Ranks(0, 2)) is not rows_of(other, Ranks(0, 2))
+    assert rows_of(batch, Ranks(1, 2)) is not rows_of(batch, Ranks(0, 2))

@@ -1,4 +1,7 @@
-"""Passes over a cache whose rows ranks share: prompts in chunks, mixed with single tokens, beside whole rows."""
+"""Passes over a cache whose rows ranks share: prompts in chunks, mixed with single tokens, and passes of whole rows.
+
+On the host each collective costs as much as many kernels, so that passes have few.
+"""
 
 import contextlib
 import functools
@@ -6,19 +9,20 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
-from dsa_layers.engine.norm_and_cast import takes
+from dsa_layers.engine.fused_moe import FusedMoE
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.families.registry import model_types
-from dsa_layers.layers import moe
 from dsa_layers.parallel import rows
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
 
-# New tokens of each of three sequences, a pass. Rows are shared from 256 on, of single tokens never.
-# Of the first sequence deepseek_v4 selects among more entries than it takes, which have four tokens each.
+# New tokens of three sequences in each pass. Ranks share rows from 256 on. In the first sequence deepseek_v4 selects
+# among more entries, of four tokens each, than its indexer takes.
 FEW = (262, 0, 1), (57, 199, 1), (1, 1, 1)
 PASSES = *FEW, (1, 255, 0), (86, 87, 86), (256, 0, 0)
 LENGTH = 900
@@ -27,86 +31,114 @@ QUANTIZED = "deepseek_v32", "deepseek_v4"
 FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tiny_checkpoint):
-    cases = [(model, False) for model in model_types()] + [(model, True) for model in QUANTIZED]
-    return {case: tiny_checkpoint(*case) for case in cases}
-
-
 @contextlib.contextmanager
 def form(multi_head):
-    """As on a GPU, where prompts take the multi-head form."""
-    if not multi_head:
+    """Take the multi-head form in prompts, as on a GPU."""
+    with contextlib.ExitStack() as stack:
+        if multi_head:
+            stack.enter_context(mock.patch.object(PagedAttention, "_has_multi_head_kernel", lambda *_: True))
+            stack.enter_context(mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True))
         yield
-        return
-    with (
-        mock.patch.object(paged_attention.PagedAttention, "_has_multi_head_kernel", lambda *_: True),
-        mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True),
-    ):
-        yield
+
+
+class Collectives(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function.namespace == "c10d"
+        return function(*arguments, **(options or {}))
 
 
 @torch.inference_mode()
-def passes(model, of=PASSES):
-    """Logits of all tokens of all passes."""
-    size, cached, found = model.page_size, [0] * 3, []
+def passes(model, of):
+    """(logits of all tokens of all passes, the number of collectives of each pass)"""
+    size, cached, found, counts = model.page_size, [0] * 3, [], []
     cache = model.make_cache(3 * -(-LENGTH // size), size)
     pages = [cache.allocator.allocate(-(-LENGTH // size)) for _ in range(3)]
     slots = cache.state_slots.allocate(3)
     for lens in of:
         chunks = [Chunk(n, cached[s], pages[s], slots[s]) for s, n in enumerate(lens) if n]
         tokens = [t for s, n in enumerate(lens) for t in TOKENS[s][cached[s] : cached[s] + n]]
-        found.append(model(torch.tensor(tokens), prefill_batch(chunks, size, "cpu"), cache, all_tokens=True))
+        with Collectives() as collectives:
+            logits = model(torch.tensor(tokens), prefill_batch(chunks, size, "cpu"), cache, all_tokens=True)
+        found.append(logits)
+        counts.append(collectives.count)
         cached = [c + n for c, n in zip(cached, lens)]
-    return torch.cat(found)
+    return torch.cat(found), counts
 
 
-def of_ranks(ranks, directories, options, of, way="queries", multi_head=False, shared_rows=rows.SHARED_ROWS):
-    with split_by(way), form(multi_head), mock.patch.object(rows, "SHARED_ROWS", shared_rows):
-        return [passes(load_model(directory, mesh=ranks, **options), of) for directory in directories]
+def most_collectives(config, way):
+    """In a long pass: in attention keys; with a rank's heads queries, selected keys and a sum, too. In dense MLPs rows
+    and a sum, in other MLPs the choice of experts, too. Two for the embedding's sum, one for the last layer's rows, and
+    one for the logits."""
+    layers, dense = config.num_hidden_layers, getattr(config, "first_k_dense_replace", 0)
+    return layers * {"queries": 1, "heads": 4}[way] + dense * 2 + (layers - dense) * 3 + 4
+
+
+def of_ranks(ranks, directories, of, way, multi_head):
+    """{directory: (logits, collectives of passes, most of a long pass, those of a step)}"""
+    found = {}
+    with split_by(way), form(multi_head):
+        for directory in directories:
+            model = load_model(directory, mesh=ranks, **FLOAT)
+            step = 2 * model.config.num_hidden_layers + 2  # sums of attention, MLPs and embedding, and the logits
+            found[directory] = *passes(model, of), most_collectives(model.config, way), step
+    return found
 
 
 @functools.cache
 def alone(directory, multi_head, of):
     """The logits of one process."""
     with form(multi_head):
-        return passes(load_model(directory, **FLOAT), of)
+        return passes(load_model(directory, **FLOAT), of)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "multi_head", "of"),
     [
-        ("queries", False, FEW),
         ("queries", False, PASSES),
         ("heads", False, FEW),
         ("queries", True, FEW),
     ],
 )
-def test_passes_are_those_of_one_process(checkpoints, way, multi_head, of):
-    directories = [checkpoints[model, False] for model in model_types()]
-    first, second = in_ranks(2, of_ranks, directories, FLOAT, of, way, multi_head)
-    for model, directory, shared, other in zip(model_types(), directories, first, second):
-        assert torch.equal(shared, other), model
+def test_passes_are_those_of_one_process(tiny_checkpoint, way, multi_head, of):
+    first, second = in_ranks(
+        2, of_ranks, [tiny_checkpoint(model, False) for model in model_types()], of, way, multi_head
+    )
+    for directory, (logits, collectives, most, step) in first.items():
+        assert torch.equal(logits, second[directory][0]), directory
         expected = alone(directory, multi_head, of)
-        assert len(shared) == len(expected) == sum(map(sum, of))
-        apart = (shared - expected).abs().amax(1) / expected.abs().max()
-        # Near ties: now and then a token selects another key, and tokens behind it see a little of that.
-        assert (apart > 2e-3).sum() <= 3 and (apart > 5e-5).sum() <= 20, model
+        assert len(logits) == len(expected) == sum(map(sum, of))
+        apart = (logits - expected).abs().amax(1) / expected.abs().max()
+        # At near ties a token may select another key, and later tokens see a little of that.
+        assert (apart > 2e-3).sum() <= 3 and (apart > 5e-5).sum() <= 20, directory
+        for lens, count in zip(of, collectives, strict=True):
+            if max(lens) == 1:
+                assert count == step, directory
+            elif not multi_head:
+                assert step < count <= most, directory
 
 
-def of_parts(ranks, *arguments):
-    """Of shared rows and of whole ones, with shared experts as any other module in their place: a part of their
-    channels for all rows, as of whole rows, and none of all channels, whose sums round elsewhere."""
-    without_rows = mock.patch.object(moe, "takes", lambda module, name: name != "rows" and takes(module, name))
-    with without_rows:
-        return [of_ranks(ranks, *arguments, "heads", False, count) for count in (rows.SHARED_ROWS, 10**9)]
+def shared_and_whole(ranks, directories):
+    """Logits with shared rows and with whole ones. Models have no shared experts, of which ranks sum parts if rows are
+    whole, which rounds elsewhere."""
+    found = []
+    for directory in directories:
+        with split_by("heads"):
+            model = load_model(directory, mesh=ranks, dtype=torch.bfloat16, progress=False)
+        for module in model.modules():
+            if isinstance(module, FusedMoE):
+                module.shared_experts = None
+        for count in (rows.SHARED_ROWS, 10**9):
+            with mock.patch.object(rows, "SHARED_ROWS", count):
+                found.append(passes(model, FEW)[0])
+    return found
 
 
 @pytest.mark.slow
-def test_quantised_passes_have_the_bits_of_whole_rows(checkpoints):
-    directories = [checkpoints[model, True] for model in QUANTIZED]
-    options = {"dtype": torch.bfloat16, "progress": False}
-    (first, whole), (second, _) = in_ranks(2, of_parts, directories, options, FEW)
-    for model, shared, other, expected in zip(QUANTIZED, first, second, whole):
-        assert torch.equal(shared, expected) and torch.equal(shared, other), model
+def test_quantised_passes_have_the_bits_of_whole_rows(tiny_checkpoint):
+    first, second = in_ranks(2, shared_and_whole, [tiny_checkpoint(model) for model in QUANTIZED])
+    for i in range(0, len(first), 2):
+        expected = first[i + 1]
+        assert all(torch.equal(logits, expected) for logits in (first[i], second[i], second[i + 1]))

@@ -21,17 +21,17 @@ CPU = torch.device("cpu")
 
 
 class Made:
-    """In the place of the sum itself, or of copies, which need GPUs."""
+    """Stands in for the sum or the copies, which need GPUs."""
 
     def __init__(self, group, memory):
-        dist.barrier(group)  # as ranks meet that share memory: the others must not wait for one that does not come
+        dist.barrier(group)  # ranks that share memory wait for each other here
         if memory.dtype == torch.uint8:
             self.right = memory.shape == (2, peer_copies.UNIT)
-        else:  # nothing of an earlier use is there when the ranks have voted
+        else:  # zeroed before the ranks vote
             self.right = not memory.any() and memory.shape == (2, 2, one_shot_sum._places(2), 4)
 
 
-def missing(*_):
+def missing(*_, **options):
     raise RuntimeError("no peer access")
 
 
@@ -41,40 +41,39 @@ class Faulty(Made):
         missing()
 
 
-# {what is made: (what makes it, where its class is, what there is to say)}
+# {what is made: (what makes it, where its class is, how the warning starts)}
 WAYS = {
     "sums": (one_shot_sum.one_shot_sum, (one_shot_sum, "OneShotSum"), "sums go"),
     "copies": (peer_copies.peer_copies, (peer_copies, "PeerCopies"), "rows go"),
 }
 
-# What is otherwise on the second rank.
+# Patches on the second rank.
 FAULTS = {
     "nothing": [],
     "no kernels": [(backends, "why_no_kernels", lambda: "no DSL")],
-    "no memory": [(_symmetric_memory, "empty", lambda *_, **options: missing())],
-    "no access": [],  # the class of the way is faulty
+    "no memory": [(_symmetric_memory, "empty", missing)],
+    "no access": [],  # its class is Faulty
     "another machine": [(socket, "gethostname", lambda: "another")],
 }
 
 
 def without_multicast(shape, dtype, device):
-    """What torch gives, which reads this setting when it allocates."""
+    """Stands in for torch's allocation, which reads this setting."""
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
     return torch.full(shape, 7, dtype=dtype, device=device)
 
 
 def outcome(ranks, way, fault):
-    """(what there is, the warnings)"""
+    """(whether what was made is right, or None; the warnings)"""
     make, place, what = WAYS[way]
-    faulty = fault == "no access" and ranks.rank == 1
     patches = [
         (dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
         (backends, "why_no_kernels", lambda: None),
         (_symmetric_memory, "empty", without_multicast),
-        (*place, Faulty if faulty else Made),
+        (*place, Faulty if fault == "no access" and ranks.rank == 1 else Made),
         *(FAULTS[fault] if ranks.rank == 1 else []),
     ]
-    group = dist.new_group([0, 1])  # ranks ask each other once for each group
+    group = dist.new_group([0, 1])  # ranks ask each other once per group
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
@@ -91,33 +90,26 @@ def outcomes(ranks):
     return {(way, fault): outcome(ranks, way, fault) for way in WAYS for fault in FAULTS}
 
 
-@pytest.fixture(scope="module")
-def of_ranks():
-    """All cases in the same processes, which are slow to start."""
-    return in_ranks(2, outcomes)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ranks_or_none(of_ranks, way, fault):
-    (first, told_first), (second, told_second) = (found[way, fault] for found in of_ranks)
-    if fault == "nothing" or (way, fault) == ("copies", "no kernels"):  # copies need none
-        assert first is second is True and not told_first and not told_second
-        return
-    assert first is second is None
-    if fault == "another machine":  # that is no fault
-        assert not told_first and not told_second
-        return
-    told = f"{WAYS[way][2]} through NCCL, not through symmetric memory: another rank has none"
-    assert told_first == [told] and len(told_second) == 1 and told_second != told_first
+def test_all_ranks_share_memory_or_none_does():
+    first, second = in_ranks(2, outcomes)
+    for (way, fault), (mine, warned) in first.items():
+        theirs, others = second[way, fault]
+        if fault == "nothing" or (way, fault) == ("copies", "no kernels"):  # copies need no kernels
+            assert mine is theirs is True and not warned and not others
+            continue
+        assert mine is theirs is None, (way, fault)
+        if fault == "another machine":  # which is no fault
+            assert not warned and not others
+            continue
+        told = f"{WAYS[way][2]} through NCCL, not through symmetric memory: another rank has none"
+        assert warned == [told] and len(others) == 1 and others != warned, (way, fault)
 
 
 def part(nbytes=4096, dtype=torch.bfloat16, address=256, is_cuda=True):
     return SimpleNamespace(nbytes=nbytes, dtype=dtype, is_cuda=is_cuda, data_ptr=lambda: address)
 
 
-def test_what_is_summed():
-    """Parts that fit the memory, in whole and aligned 16 bytes, of a dtype and a number of ranks of the kernel's."""
+def test_only_parts_that_the_kernel_takes_are_summed():
     takes = one_shot_sum.takes
     assert takes(part(), 2) and takes(part(16, torch.float32), 8)
     for ranks in (2, 4, 8):
@@ -130,37 +122,38 @@ def test_what_is_summed():
         assert not takes(part(), 2)
 
 
-def test_which_experts_are_summed_in_one_kernel(monkeypatch):
-    """Of few tokens, in inference, whose rows have weights and lie at multiples of 16 bytes."""
+class Outputs(SimpleNamespace):
+    """Experts' outputs [12, 64] on a GPU."""
+
+    def __init__(self, *, shape=(12, 64), dtype=torch.bfloat16, address=0, stride=(64, 1), is_cuda=True):
+        super().__init__(shape=shape, dtype=dtype, itemsize=dtype.itemsize, is_cuda=is_cuda)
+        self.stride, self.data_ptr = stride.__getitem__, lambda: address
+
+    def __len__(self):
+        return self.shape[0]
+
+
+def test_only_experts_that_the_kernel_takes_are_summed_in_it(monkeypatch):
+    """Those of few tokens, in inference, with weights and aligned rows."""
     monkeypatch.setattr(backends, "allows_kernels", lambda: True)
 
-    class Outputs:
-        def __init__(self, *, shape=(12, 64), dtype=torch.bfloat16, address=0, stride=(64, 1), is_cuda=True):
-            self.shape, self.dtype, self.itemsize, self.is_cuda = shape, dtype, dtype.itemsize, is_cuda
-            self.stride, self.data_ptr = stride.__getitem__, lambda: address
+    def taken(tokens=2, index=torch.int32, weights=True, shared=None, ranks=2, **options):
+        rows, weights = torch.zeros(tokens, 6, dtype=index), torch.ones(tokens, 6) if weights else None
+        shared = None if shared is None else Outputs(shape=(shared, 64))
+        return one_shot_sum.takes_experts(Outputs(**options), rows, weights, shared, ranks)
 
-        def __len__(self):
-            return self.shape[0]
-
-    def taken(tokens=2, index=torch.int32, weights=True, shared=False, ranks=2, **options):
-        rows = torch.zeros(tokens, 6, dtype=index)
-        of_shared = Outputs(shape=(tokens + (shared == "longer"), 64))
-        of = (Outputs(**options), rows, torch.ones(tokens, 6) if weights else None, of_shared if shared else None)
-        return one_shot_sum.takes_experts(*of, ranks)
-
+    few = one_shot_sum.FEW // 128
+    others = [{"index": torch.int64}, {"weights": False}, {"shape": (0, 64)}, {"dtype": torch.float16}]
+    others += [{"is_cuda": False}, {"address": 8}, {"stride": (60, 1)}, {"stride": (64, 2)}, {"shape": (12, 60)}]
+    others += [{"tokens": 0}, {"tokens": few + 1}, {"ranks": 9}, {"shared": 3}]
     with torch.no_grad():
-        assert taken() and taken(shared=True) and taken(dtype=torch.float32) and taken(ranks=8)
-        assert taken(tokens=one_shot_sum.FEW // 128) and not taken(tokens=one_shot_sum.FEW // 128 + 1)
-        others = {"index": torch.int64, "weights": False, "shape": (0, 64), "dtype": torch.float16, "is_cuda": False}
-        others |= {"address": 8, "stride": (60, 1), "tokens": 0, "ranks": 9}
-        for name, value in others.items():
-            assert not taken(**{name: value}), name
-        assert not taken(stride=(64, 2)) and not taken(shape=(12, 60)) and not taken(shared="longer")
+        assert taken() and taken(shared=2) and taken(dtype=torch.float32) and taken(ranks=8) and taken(tokens=few)
+        assert not any(taken(**options) for options in others)
     assert not taken()  # with gradients
 
 
 def test_a_sum_after_a_lost_rank_raises(monkeypatch):
-    """So does the replay of a graph, which calls no sum; and nothing is launched."""
+    """So does the replay of a graph, which calls no sum. Nothing is launched."""
     one_shot_sum.check_ranks()
     monkeypatch.setattr(one_shot_sum, "_lost", lambda: torch.tensor([3], dtype=torch.int32))
     own, step = object.__new__(one_shot_sum.OneShotSum), CapturedStep(CPU, captures=True, graphs=1)

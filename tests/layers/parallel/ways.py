@@ -1,17 +1,17 @@
-"""How ranks split attention in long passes."""
+"""Both ways to split attention in long passes: all heads for a rank's rows, or a rank's heads for all rows."""
 
 import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from dsa_layers.layers import shares
+from dsa_layers.engine import shares
 
-# Heads of a rank from which on it has a part of the heads in long passes, too. Tiny models have few.
+# TILE_OF_HEADS while the model is loaded. Tiny models have fewer than 64 heads per rank.
 WAYS = {"queries": shares.TILE_OF_HEADS, "heads": 1}
 
 
 @contextlib.contextmanager
 def split_by(way: str) -> Iterator[None]:
-    """In this process models are loaded, and run, as those of a share of many heads, or of few."""
+    """Load models in this process so that they split attention in this way."""
     with mock.patch.object(shares, "TILE_OF_HEADS", WAYS[way]):
         yield

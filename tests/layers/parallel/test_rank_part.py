@@ -1,0 +1,103 @@
+"""A rank's part of layers that it has whole: its heads of attention, its channels of shared experts."""
+
+import pytest
+import torch
+
+from dsa_layers import load_model
+from dsa_layers.engine import joint_linear
+from dsa_layers.engine.fused_moe import FusedSwiGLU
+from dsa_layers.engine.rank_part import copied, make_parts
+from dsa_layers.families.registry import model_types
+from dsa_layers.parallel.ranks import Ranks
+from tests.layers.parallel.ways import split_by
+
+SECOND = Ranks(1, 2)
+OPTIONS = {
+    "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
+    "fp8": {"dtype": torch.bfloat16, "progress": False},
+}
+
+
+def layers_with_parts(model):
+    return [(name, module) for name, module in model.named_modules() if getattr(module, "part_of_ranks", None)]
+
+
+def assert_equal_states(layer, expected):
+    theirs = expected.state_dict()
+    assert layer.state_dict().keys() == theirs.keys()
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def second_half(shared_expert):
+    """The channels of the second of two ranks, in memory of their own."""
+    for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        for parameter in shared_expert.get_submodule(name).parameters():
+            parameter.data = parameter.chunk(2, dim)[1].contiguous()
+    return shared_expert
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("model", model_types())
+def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
+    """Parts are views, except gate and up of FP8 shared experts: their copies lie side by side for one product."""
+    directory, options = tiny_checkpoint(model), OPTIONS[name] | {"drafter": True}
+    whole, split = load_model(directory, **options), load_model(directory, mesh=SECOND, **options)
+    with split_by("heads"):
+        of_heads = load_model(directory, mesh=SECOND, **options)
+    layers = layers_with_parts(split)
+    assert {path.partition(".")[0] for path, _ in layers} > {"drafter"}
+    for path, layer in layers:
+        assert_equal_states(layer, whole.get_submodule(path))
+        memory = {x.untyped_storage().data_ptr() for x in layer.parameters()}
+        copies = [x for x in layer.part.parameters() if x.untyped_storage().data_ptr() not in memory]
+        assert {id(x) for x in copies} == {id(x) for x in copied(layer.part)}, path
+        if not isinstance(layer, FusedSwiGLU):
+            expected = of_heads.get_submodule(path)
+            assert layer.part.n_heads == expected.n_heads == layer.n_heads // 2 and expected.part is None
+            assert_equal_states(layer.part, expected)
+            assert not copies
+            continue
+        expected = second_half(whole.get_submodule(path))
+        assert_equal_states(layer.part, expected)
+        assert len(copies) == (4 if name == "fp8" else 0)
+        if name == "fp8":
+            assert joint_linear._whole(layer.joint_layers()) and joint_linear._whole(layer.part.joint_layers())
+        for count in (1, 3, 70):
+            x = torch.randn(count, split.config.hidden_size).to(options["dtype"])
+            y = expected.product(x, None)
+            assert torch.equal(layer.part.product(x, None), y) or name == "fp32"
+            torch.testing.assert_close(layer.part.product(x, None), y, rtol=0, atol=1e-5 * y.abs().max().item())
+
+
+def test_dense_mlps_and_many_heads_are_cut(tiny_checkpoint):
+    with split_by("heads"):
+        model = load_model(tiny_checkpoint("deepseek_v32"), mesh=SECOND, **OPTIONS["fp8"])
+    dense = model.model.layers[0].mlp
+    assert dense.part is None and len(dense.gate_proj.weight) == model.config.intermediate_size // 2
+    assert {type(layer) for _, layer in layers_with_parts(model)} == {FusedSwiGLU}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parts_that_are_made_again_have_the_loaded_weights(tiny_checkpoint, assign):
+    model = load_model(tiny_checkpoint("deepseek_v32"), mesh=SECOND, **OPTIONS["fp8"])
+    parts = [(layer.part, *layer.part.state_dict().values()) for _, layer in layers_with_parts(model)]
+    expected = [[x.float() * 2 if x.dtype == torch.float32 else x for x in before] for _, *before in parts]
+    state = {key: x * 2 if x.dtype == torch.float32 else x.clone() for key, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    make_parts(model)
+    for (_, layer), of_part in zip(layers_with_parts(model), expected, strict=True):
+        for x, doubled in zip(layer.part.state_dict().values(), of_part, strict=True):
+            assert torch.equal(x.float(), doubled.float())
+
+
+def test_a_layer_and_its_part_share_dequantised_weights(tiny_checkpoint):
+    model = load_model(tiny_checkpoint("deepseek_v32"), mesh=SECOND, **OPTIONS["fp8"])
+    layer = model.model.layers[1].self_attn
+    for _ in range(2):
+        whole = layer.kv_b_proj.float_weight(torch.bfloat16)
+        part = layer.part.kv_b_proj.float_weight(torch.bfloat16)
+        assert torch.equal(part, whole.chunk(2)[1])
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        layer.kv_b_proj.weight_scale_inv.mul_(2)
