@@ -9,6 +9,7 @@ from typing import Any
 
 from dsa_layers.families.published import VENDORED
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME
+from tests.layers.io.damage import HUGE, LFS_POINTER
 
 CONFIG = json.loads((VENDORED / "deepseek_v32_config.json").read_text()) | {
     "num_hidden_layers": 1,
@@ -16,13 +17,7 @@ CONFIG = json.loads((VENDORED / "deepseek_v32_config.json").read_text()) | {
 }
 CONFIG |= {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4302338560\n"
 DEEP = "[" * 100_000
-
-# What a number, or anything else that is not what was meant, can be in JSON.
-HUGE = 10**400
-VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 0.5, 1e-320, True, "8", None]
-VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
 
 Case = Callable[[Path], Any]
 

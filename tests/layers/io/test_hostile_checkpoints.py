@@ -22,8 +22,8 @@ from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.weights import load_weights
 from tests.layers.families.v4_checkpoints import write_published
-from tests.layers.io.damage import JSON, damaged, examples, torn
-from tests.layers.io.hostile_files import CASES, VALUES, VENDORED, tensor, write_config, write_safetensors
+from tests.layers.io.damage import JSON, VALUES, damaged, examples, torn
+from tests.layers.io.hostile_files import CASES, VENDORED, tensor, write_config, write_safetensors
 from tests.layers.io.stand_ins import changed as changed_checkpoint
 
 ROOT = Path(__file__).parents[3]
