@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
-from dsa_layers.io.directory import Checkpoint, StoredNames
+from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.io.memory import SHARE
 from dsa_layers.layers.own_part import OwnPart
@@ -64,19 +64,17 @@ def precision_of(
     return replace(precision, fp4_experts=precision.fp8_linear and stored_in_fp4 and not widen_experts)
 
 
-def plan(
-    config: ModelConfig, precision: Precision, gpus: int, drafted: Checkpoint | StoredNames | None = None
-) -> GpuPlan:
-    """drafted: the checkpoint whose drafter is there too. ValueErrors of `check_drafter` for one that has none;
+def plan(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool = False) -> GpuPlan:
+    """What each of `gpus` GPUs holds. Raises ValueErrors of `unfilled_model` for a drafter that does not exist, and
     DoesNotDivide, which names the number of GPUs, for a model that does not come apart into so many equal parts."""
-    return _plan(unfilled_model(config, precision, drafted), gpus)
+    return _plan(unfilled_model(config, precision, drafter=drafter), gpus)
 
 
 def plans(
-    config: ModelConfig, precision: Precision, most: int, drafted: Checkpoint | StoredNames | None = None
+    config: ModelConfig, precision: Precision, most: int, *, drafter: bool = False
 ) -> dict[int, GpuPlan | DoesNotDivide]:
-    """Of every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
-    model, found = unfilled_model(config, precision, drafted), {}
+    """For every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
+    model, found = unfilled_model(config, precision, drafter=drafter), {}
     for gpus in range(1, most + 1):
         try:
             found[gpus] = _plan(model, gpus)

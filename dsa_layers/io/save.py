@@ -16,6 +16,7 @@ from dsa_layers.io.published_format import (
     shape_of_values,
     storage_manifest,
     stored_as,
+    uses_ue8m0,
 )
 from dsa_layers.io.shards import SHARD_BYTES, Shards, write_shards
 
@@ -57,11 +58,10 @@ def save_model(
         if name not in values or tuple(values[name].shape) != shape:
             got = list(values[name].shape) if name in values else "none"
             raise ValueError(f"like: by its config.json {stored} has shape {list(shape)}, the model's {got}")
-    use_ue8m0 = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
 
     def make(stored: str) -> dict[str, torch.Tensor]:
         value = values[model.name_of(stored)].detach()
-        made = as_published(stored, value, manifest, scales, use_ue8m0=use_ue8m0)
+        made = as_published(stored, value, manifest, scales, use_ue8m0=uses_ue8m0(config))
         # A drafter shares the embedding and the head; a file does not.
         return {name: x.cpu() if x.data_ptr() != value.data_ptr() else x.cpu().clone() for name, x in made.items()}
 
