@@ -5,34 +5,19 @@ The environment is the one that templates are written for: that of transformers.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dsa_layers.errors import TokenizerError
 
 _MAX_ERROR = 500  # characters; a template can write the message
-
-
-class _Generation(Extension):
-    """{% generation %} marks the assistant's text, for training. A prompt contains the block's text unchanged."""
-
-    tags: ClassVar[set[str]] = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
-
-    def _block(self, caller: Callable[[], str]) -> str:
-        return caller()
 
 
 def render(path: Path, source: str, variables: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -62,7 +47,7 @@ def render(path: Path, source: str, variables: Mapping[str, Any], options: Mappi
 def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
     """The template, and the names of the variables that it reads."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {

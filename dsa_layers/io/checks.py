@@ -10,8 +10,6 @@ from dsa_layers.families.precision import Precision
 from dsa_layers.layers.indexer import FP8_DIM
 from dsa_layers.layers.linear import BLOCK
 
-_ROW_BYTES = 16  # each row of float experts' weights consists of whole groups of 16 bytes
-
 
 def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
     """Raises ConfigError for a field of `config`, read from `path`, with which nothing can be quantised."""
@@ -28,18 +26,6 @@ def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path)
     for name, size in config.fp8_cache_sizes.items() if precision.kv_cache == "fp8" else ():
         if getattr(config, name) != size:
             accepted = f"{size}, as latents in FP8 have. With kv_cache='model' others will do"
-            raise _refused(config, name, path, accepted)
-
-
-def check_expert_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
-    """Raises ConfigError for a field of `config`, read from `path`, with which float experts cannot be multiplied:
-    `torch.nn.functional.grouped_mm` takes rows at multiples of 16 bytes."""
-    if precision.fp8_linear or "moe_intermediate_size" not in config.fp8_widths():
-        return
-    multiple = _ROW_BYTES // precision.dtype.itemsize
-    for name in ("hidden_size", "moe_intermediate_size"):
-        if getattr(config, name) % multiple:
-            accepted = f"a multiple of {multiple}: experts' rows of {precision.dtype} must be whole {_ROW_BYTES} bytes"
             raise _refused(config, name, path, accepted)
 
 

@@ -133,7 +133,8 @@ class Checkpoint:
             raise
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             problem = str(error).removeprefix("Error while deserializing header: ")
-            raise CheckpointError(f"{file}: not a safetensors file, or cut short: {problem}") from error
+            size = (self.directory / file).stat().st_size
+            raise CheckpointError(f"{file}: not a safetensors file, or cut short at {size} bytes: {problem}") from error
         held = {}
         for name in stored.offset_keys():
             tensor = stored.get_slice(name)

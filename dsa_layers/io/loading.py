@@ -20,7 +20,7 @@ from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision, check_device
 from dsa_layers.families.registry import family
 from dsa_layers.families.unfilled import unfilled
-from dsa_layers.io.checks import check_expert_sizes, check_quantised_sizes, check_values
+from dsa_layers.io.checks import check_quantised_sizes, check_values
 from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.hub import checkpoint_directory
 from dsa_layers.io.plan import PACKED
@@ -94,7 +94,6 @@ def load_model(
             accepted = "accepted with dequantize=True, got dequantize=False"
             raise ValueError(f"trainable: FP8 weights take no gradient; {accepted}")
         check_quantised_sizes(config, precision, directory / "config.json")
-        check_expert_sizes(config, precision, directory / "config.json")
         checkpoint = Checkpoint(directory)
         if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
             precision = replace(precision, fp4_experts=True)

@@ -49,7 +49,7 @@ class RankParts:
             cut = self._cuts.get(name.removesuffix(SCALE_SUFFIX))
             return None if cut is None else Cut(cut.dim, shape, cut.size // BLOCK)
         if shape != cut.whole:
-            raise CheckpointError(f"has shape {list(shape)}; the model expects {list(cut.whole)}")
+            raise CheckpointError(f"has shape {list(shape)}; expected {list(cut.whole)}")
         return cut
 
 

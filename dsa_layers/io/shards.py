@@ -3,8 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,39 +24,33 @@ PART = ".part"  # the end of a file's name while it is written
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE*")
 
 
-@dataclass(frozen=True)
-class Shards:
-    """The files of a checkpoint. files: file name -> the tensors in it, a weight always together with its scale."""
-
-    manifest: Manifest
-    files: dict[str, list[str]]
-
-    @classmethod
-    def of(cls, manifest: Manifest, most: int = SHARD_BYTES) -> "Shards":
-        """Files of at most `most` bytes, or of one tensor with its scale."""
-        scales = scales_of(manifest)
-        groups: list[list[str]] = []
-        filled = most
-        of_weights = {*scales.values()}
-        for name in manifest:
-            if name in of_weights:
-                continue
-            names = [name, scales[name]] if name in scales else [name]
-            size = _size(manifest, names)
-            if filled + size > most:
-                groups.append([])
-                filled = 0
-            groups[-1] += names
-            filled += size
-        count = len(groups)
-        if count == 1:
-            return cls(manifest, {SINGLE_NAME: groups[0]})
-        return cls(manifest, {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, start=1)})
+def split_into_files(manifest: Manifest, most: int = SHARD_BYTES) -> dict[str, list[str]]:
+    """File name -> the tensors in it, a weight always together with its scale. A file has at most `most` bytes, or one
+    tensor with its scale."""
+    scales = scales_of(manifest)
+    of_weights = {*scales.values()}
+    groups: list[list[str]] = []
+    filled = most
+    for name in manifest:
+        if name in of_weights:
+            continue
+        names = [name, scales[name]] if name in scales else [name]
+        size = _size(manifest, names)
+        if filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1] += names
+        filled += size
+    count = len(groups)
+    if count == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
 def write_shards(
     directory: Path,
-    shards: Shards,
+    manifest: Manifest,
+    files: Mapping[str, Sequence[str]],
     make: Callable[[str], dict[str, torch.Tensor]],
     fields: Mapping[str, Any],
     *,
@@ -68,6 +61,7 @@ def write_shards(
     """Write the index if there are several files, the files, copies of the tokenizer's files in the directory `like`,
     and config.json with `fields`. config.json comes last, so a directory with a config.json is complete.
 
+    files      the tensors of the manifest in each file (`split_into_files`)
     make       a weight's name -> the tensor, and its scale if it has one
     made_from  identifies the source of the tensors, in the index. If the directory's index has the same mark, files
                that exist are not written again: after an interruption the same call continues. Empty: no mark
@@ -84,24 +78,24 @@ def write_shards(
             f"directory: must hold no weights, unless the same call was interrupted, got {directory} with "
             f"{shown(others[0])}"
         )
-    sizes = {file: _size(shards.manifest, names) for file, names in shards.files.items() if file not in done}
+    sizes = {file: _size(manifest, names) for file, names in files.items() if file not in done}
     needed, free = sum(sizes.values()), shutil.disk_usage(directory).free
     if needed > free:
         raise OSError(f"{directory}: needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
-    if len(shards.files) > 1:
-        metadata = {"total_size": _size(shards.manifest, shards.manifest)} | (
-            {"made_from": made_from} if made_from else {}
-        )
-        weight_map = {name: file for file, names in shards.files.items() for name in names}
+    if len(files) > 1:
+        metadata = {"total_size": _size(manifest, manifest)} | ({"made_from": made_from} if made_from else {})
+        weight_map = {name: file for file, names in files.items() for name in names}
         write_json(directory / INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
-    scales = {*scales_of(shards.manifest).values()}
+    else:
+        (directory / INDEX_NAME).unlink(missing_ok=True)  # without weights it describes nothing
+    scales = {*scales_of(manifest).values()}
     with tqdm(total=needed, unit="B", unit_scale=True, desc="Writing", disable=None if progress else True) as bar:
-        for file, size in sizes.items():
+        for file in sizes:
             tensors: dict[str, torch.Tensor] = {}
-            for name in shards.files[file]:
+            for name in files[file]:
                 tensors |= {} if name in scales else make(name)
+                bar.update(_size(manifest, [name]))
             save_tensors(directory / file, tensors)
-            bar.update(size)
     if like.resolve() != directory.resolve():
         for path in (path for pattern in _COPIED for path in like.glob(pattern)):
             shutil.copyfile(path, directory / path.name)

@@ -48,6 +48,7 @@ class Tokenizer:
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             added = self._tokenizer.get_added_tokens_decoder().values()
+        self._added = frozenset(token.content for token in added)
         self.special_tokens = frozenset(token.content for token in added if token.special)
 
         with _failures(f"{config_path}: not a tokenizer's configuration"):
@@ -79,8 +80,7 @@ class Tokenizer:
         if not is_there(self._model_config_path):
             return None
         model_type = read_json_object(self._model_config_path, TokenizerError, _MAX_CONFIG).get("model_type")
-        has_tokens = all(len(self.encode(token, add_bos=False)) == 1 for token in NEEDED)
-        return FORMATS.get(model_type) if isinstance(model_type, str) and has_tokens else None
+        return FORMATS.get(model_type) if isinstance(model_type, str) and self._added.issuperset(NEEDED) else None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of `text`; special tokens that are spelled out in it become their ids.

@@ -11,7 +11,7 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.io.directory import INDEX_NAME
 from dsa_layers.io.published_format import ORIGINALS, as_published, copied_from, scales_of, shape_of_values, uses_ue8m0
-from dsa_layers.io.shards import PART, Shards, files_made_from, write_json, write_shards
+from dsa_layers.io.shards import PART, files_made_from, split_into_files, write_json, write_shards
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
 from dsa_layers.tiny.values import random_values
 
@@ -65,8 +65,8 @@ def write_tiny_checkpoint(
             original = copied_from(name)
             return tensors if original is None else {name: originals[original].clone()}
 
-        shards = Shards.of(manifest, _SHARD_BYTES)
-        write_shards(directory, shards, make, fields, like=like, made_from=_MARK, progress=False)
+        files = split_into_files(manifest, _SHARD_BYTES)
+        write_shards(directory, manifest, files, make, fields, like=like, made_from=_MARK, progress=False)
 
 
 def _remove_previous(directory: Path) -> None:

@@ -121,7 +121,7 @@ def _users_turns(messages: Sequence[Message]) -> list[Message]:
         turns += parts
         for message in parts:
             if message.tool_calls:
-                calls = {call.call_id: i for i, call in enumerate(message.tool_calls) if call.call_id}
+                calls = {call["id"]: i for i, call in enumerate(message.tool_calls) if call.get("id")}
     return turns
 
 

@@ -1,6 +1,8 @@
 """Special tokens of DeepSeek's chat formats, and tools and their calls in DeepSeek's markup language (DSML)."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from dsa_layers.io.chat_formats.messages import Message
 
@@ -36,11 +38,22 @@ def calls_block(name: str, message: Message) -> str:
     blocks = []
     for call in message.tool_calls:
         parameters = []
-        for parameter, value in call.arguments.items():
+        for parameter, value in _arguments(call["function"]["arguments"]).items():
             is_text = isinstance(value, str)
             text = value if is_text else json.dumps(value, ensure_ascii=False)
             string = str(is_text).lower()
             parameters.append(f'<{DSML}parameter name="{parameter}" string="{string}">{text}</{DSML}parameter>')
-        blocks.append("\n".join([f'<{DSML}invoke name="{call.name}">', "\n".join(parameters), f"</{DSML}invoke>"]))
+        opening = f'<{DSML}invoke name="{call["function"]["name"]}">'
+        blocks.append("\n".join([opening, "\n".join(parameters), f"</{DSML}invoke>"]))
     calls = "\n".join(blocks)
     return f"\n\n<{DSML}{name}>\n{calls}\n</{DSML}{name}>"
+
+
+def _arguments(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call's arguments. They are given as a mapping, or as the JSON text of one. Any other text, which a model can
+    write, becomes the value of a parameter "arguments"."""
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        arguments = None
+    return arguments if isinstance(arguments, Mapping) else {"arguments": given}

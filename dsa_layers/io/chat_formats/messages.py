@@ -1,19 +1,11 @@
 """A conversation's messages, in the form of OpenAI's chat API, and the options of a chat format, checked."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsa_layers.arguments import shown, shown_json
 from dsa_layers.errors import TokenizerError
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: Mapping[str, Any]
-    call_id: Any
 
 
 @dataclass(frozen=True)
@@ -26,7 +18,7 @@ class Message:
     reasoning: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     response_format: Any = None
-    tool_calls: Sequence[ToolCall] = ()
+    tool_calls: Sequence[Mapping[str, Any]] = ()
     tool_call_id: Any = None
 
 
@@ -118,23 +110,11 @@ def _text(place: str, content: Any, *, may_lack: bool) -> str:
     )
 
 
-def _calls(place: str, calls: Any) -> list[ToolCall]:
-    """Arguments are a mapping, or JSON text of one. Any other text, which a model can write, becomes the value of a
-    parameter "arguments"."""
-    read = []
-    for call, function in zip(calls or (), _functions(place, calls)):
+def _calls(place: str, calls: Any) -> Sequence[Mapping[str, Any]]:
+    for function in _functions(place, calls):
         if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments"), str | Mapping):
             raise TokenizerError(f"{place}: a function must have a name and arguments, got {shown(function)}")
-        arguments = text = function["arguments"]
-        if isinstance(text, str):
-            try:
-                arguments = json.loads(text)
-            except ValueError:
-                arguments = None
-        if not isinstance(arguments, Mapping):
-            arguments = {"arguments": text}
-        read.append(ToolCall(function["name"], arguments, call.get("id")))
-    return read
+    return calls or ()
 
 
 def _functions(place: str, holders: Any) -> list[Mapping[str, Any]]:

@@ -8,7 +8,6 @@ import pytest
 import tokenizers
 from hypothesis import given
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
 from tests.layers.io.damage import HUGE, LFS_POINTER, damaged, examples, torn
@@ -138,16 +137,6 @@ def test_where_the_chat_template_is(tmp_path):
     broken = Tokenizer(tmp_path)  # for whom uses no template
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja: chat template: "):
         broken.apply_chat_template([])
-
-
-def test_a_block_of_a_reply_is_rendered_as_by_transformers(tmp_path):
-    template = (
-        "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n  {% generation %}\n<{{ m.content }}>"
-        "{% set x = 1 %}\n"
-        "    {% endgeneration %}\n{{ x }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-    )
-    expected, _ = render_jinja_template(conversations=[MESSAGES], chat_template=template)
-    assert [make(tmp_path, chat_template=template).apply_chat_template(MESSAGES)] == expected
 
 
 def test_a_misspelt_variable_of_a_template(tmp_path):
