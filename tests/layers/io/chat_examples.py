@@ -54,7 +54,6 @@ V32 = [
     ("a question", QUESTION, {}, f"{USER}Q{ASSISTANT}</think>"),
     ("parts", PARTS, {}, f"{USER}a\n\nb{ASSISTANT}</think>"),
     ("thinking", QUESTION, {"thinking": True}, f"{USER}Q{ASSISTANT}<think>"),
-    ("thinking, named otherwise", QUESTION, {"enable_thinking": True}, f"{USER}Q{ASSISTANT}<think>"),
     ("no reply begun", QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
     (
         "earlier reasoning is dropped",
@@ -95,25 +94,11 @@ V32 = [
         f"S{USER}Q{ASSISTANT}<think>R</think>{V32_CALLS}{EOS}\n\n<function_results>\n<result>2</result>\n"
         "<result>1</result>\n</function_results>\n\n<think>",
     ),
-    (
-        "results of tools, no reply begun",
-        CALLED,
-        {"add_generation_prompt": False},
-        f"S{USER}Q{ASSISTANT}</think>{V32_CALLS}{EOS}\n\n<function_results>\n<result>2</result>\n"
-        "<result>1</result>\n</function_results>",
-    ),
 ]
 V4 = [
     ("a question", QUESTION, {}, f"{USER}Q{ASSISTANT}<think>"),
-    ("parts", PARTS, {}, f"{USER}a\n\nb{ASSISTANT}<think>"),
     ("no thinking", QUESTION, {"enable_thinking": False}, f"{USER}Q{ASSISTANT}</think>"),
     ("greatest effort", QUESTION, {"reasoning_effort": "max"}, f"{MAX_EFFORT}{USER}Q{ASSISTANT}<think>"),
-    (
-        "effort without thinking",
-        QUESTION,
-        {"reasoning_effort": "max", "thinking": False},
-        f"{USER}Q{ASSISTANT}</think>",
-    ),
     ("no reply begun", QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
     (
         "earlier reasoning is dropped",

@@ -112,26 +112,6 @@ def test_quantised_weights(directory, model_type):
         done += n
 
 
-def test_float_pages(directory):
-    model = load(directory, kv_cache="model")
-    assert torch.bfloat16 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
-    model = load(directory, dtype=torch.float32, dequantize=True, kv_cache="fp8")
-    assert torch.uint8 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
-
-
-def test_joint_products_give_the_states_of_single_ones(directory, model_type, monkeypatch):
-    joined = load(directory)
-    monkeypatch.setattr(loading_module.joint_linear, "join", lambda model: None)
-    apart = load(directory)
-    storages = []
-    for model in (joined, apart):
-        attention = model.drafter.block.get_submodule("attn" if model_type == "deepseek_v4" else "self_attn")
-        storages.append(len({x.weight.untyped_storage().data_ptr() for x in attention.joint_layers()[-2:]}))
-    assert storages == [1, 2]
-    states, expected = draft(apart)
-    assert torch.equal(draft(joined, states)[1], expected)
-
-
 def test_it_trains(directory):
     model = load(directory, dtype=torch.float32, dequantize=True, trainable=True)
     batch = SequenceBatch.without_cache([40])
@@ -142,22 +122,6 @@ def test_it_trains(directory):
         learns = ".indexer." not in name and not name.endswith(("gate.e_score_correction_bias", "gate.bias"))
         assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
     assert next(model.parameters()).grad.any()  # the embedding, by way of the states and of the tokens
-
-
-@pytest.mark.slow
-def test_copies_are_not_read(directory, model_type, tmp_path):
-    """What they hold has no effect: the layer shares the model's embedding and head."""
-    head = {"deepseek_v4": ("emb.tok_emb.weight", "head.weight")}.get(
-        model_type, ("embed_tokens.weight", "shared_head.head.weight")
-    )
-
-    def add(tensors):
-        vocabulary, hidden = 2048, 512
-        for name in head:
-            tensors[PREFIX[model_type] + name] = torch.full((vocabulary, hidden), torch.nan, dtype=torch.bfloat16)
-
-    _, expected = draft(load(directory))
-    assert torch.equal(draft(load(changed(directory, tmp_path, add)))[1], expected)
 
 
 def fields_of(directory, layers):

@@ -103,17 +103,6 @@ def test_published_models():
     assert 655 < sizes["deepseek_v32"] < 690 and 150 < sizes["deepseek_v4_flash"] < 160
 
 
-def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
-    fields = json.loads((directory / "config.json").read_text())
-    drafterless = {"num_nextn_predict_layers": 0}
-    if "compress_ratios" in fields:
-        drafterless["compress_ratios"] = fields["compress_ratios"][:-1]
-    alone = tmp_path / "other.json"
-    alone.write_text(json.dumps(fields | drafterless))
-    told = "dsa plan: --draft: config.json has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer\n"
-    assert planned(capsys, alone, "--draft", "1") == (2, told)
-
-
 def planned(capsys, *options):
     """(exit code, what is written) of `dsa plan`."""
     code = main(["plan", *map(str, options)])
@@ -131,7 +120,6 @@ def test_the_command(capsys, tmp_path):
         ([FLASH, "--gpus", "1", "--memory", "141"], 1, "does not fit"),
         ([FLASH, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"], 0, "GB"),
         ([FLASH, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"], 1, "GB, does not fit"),
-        ([FLASH, "--gpus", "2", "--memory", "81.5"], 1, "does not fit"),
         ([FLASH, "--memory", "nan"], 2, "--memory: must be a finite number above 0, got nan"),
         ([FLASH, "--cache-tokens", "9" * 20], 2, f"--cache-tokens: must be at most 2147483136, got {'9' * 20}"),
         (
@@ -146,7 +134,7 @@ def test_the_command(capsys, tmp_path):
     assert "GPUs of 139.8 GB" in planned(capsys, FLASH, "--memory", "139.8")[1]
 
 
-def test_the_command_with_drafts(capsys):
+def test_the_command_with_drafts(capsys, tmp_path):
     """It counts the drafter's layer and its cache, and leaves room for drafts in the context."""
     path = VENDORED / "deepseek_v32_config.json"
     call = path, "--memory", "141", "--gpus", "8"
@@ -154,15 +142,16 @@ def test_the_command_with_drafts(capsys):
     assert code == 0 and ": 674.0 GB of weights, a cache of 48.1 KB a token" in plain
     code, drafted = planned(capsys, *call, "--draft", "3")
     assert code == 0 and ": 685.8 GB of weights with the drafter's, a cache of 48.9 KB a token" in drafted
-    assert [told.splitlines()[-1].split()[1] for told in (plain, drafted)] == ["97.7", "99.5"]
-
-    config = read_config(path)
-    without, found = (plan(config, precision_of(config), 8, drafter=drafter) for drafter in (False, True))
-    assert found.page - without.page == 64 * (656 + 132)
     plain, drafted = (int(told.split()[-1]) for told in (plain, drafted))
-    assert drafted == found.tokens(141 * 10**9) - 3 < plain
+    config = read_config(path)
+    assert drafted == plan(config, precision_of(config), 8, drafter=True).tokens(141 * 10**9) - 3 < plain
     assert planned(capsys, *call, "--draft", "3", "--cache-tokens", drafted)[0] == 0
     assert planned(capsys, *call, "--draft", "3", "--cache-tokens", plain)[0] == 1
+
+    fields = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    told = "dsa plan: --draft: config.json has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer\n"
+    assert planned(capsys, tmp_path, "--draft", "1") == (2, told)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch, capsys):

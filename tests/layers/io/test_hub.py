@@ -1,9 +1,6 @@
 """Hub ids in the place of directories, with a cache folder that is made here and no network."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -61,20 +58,6 @@ def test_a_url_is_no_id(capsys):
     assert main(["plan", "https://huggingface.co/deepseek-ai/DeepSeek-V3.2"]) == 2
     told = "https:/huggingface.co/deepseek-ai/DeepSeek-V3.2: is a URL; accepted: a directory or a hub id, OWNER/NAME"
     assert capsys.readouterr().err == f"dsa plan: {told}\n"
-
-
-def test_a_process_with_the_hubs_own_variables(tmp_path):
-    """As a user calls it: HF_HOME, offline."""
-    fill(tmp_path / "hub", SHIPPED_MODEL, leave_out=("held_out.txt",))
-    command = [sys.executable, "-m", "dsa_layers.command", "generate", ID, "--device", "cpu", "--seed", "1"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
-    done = subprocess.run(
-        [*command, "--prompt", "def f(", "--max-tokens", "2", "--cache-tokens", "256"],
-        env=environment | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"},
-        capture_output=True,
-        encoding="utf-8",
-    )
-    assert done.returncode == 0 and done.stdout.startswith("def f("), done.stderr
 
 
 def test_a_directory_wins(cache, checkpoint, tmp_path):

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError, ConfigError
@@ -27,10 +26,6 @@ def directory(request, tiny_checkpoint):
 
 def described(directory):
     return {name: (info.dtype, info.shape) for name, info in Checkpoint(directory).tensors.items()}
-
-
-def is_same(a, b):
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def assert_same_model(a, b, **options):
@@ -114,7 +109,8 @@ def test_the_same_dtype_is_a_copy(directory, tmp_path):
     storage = "fp4" if "expert_dtype" in fields_of(directory) else "fp8"
     convert_checkpoint(directory, tmp_path, storage, shard_bytes=SMALL, progress=False)
     before, after = read_tensors(directory), read_tensors(tmp_path)
-    assert before.keys() == after.keys() and all(is_same(before[name], after[name]) for name in before)
+    assert described(tmp_path) == described(directory)
+    assert all(torch.equal(x.view(torch.uint8), after[name].view(torch.uint8)) for name, x in before.items())
     assert fields_of(tmp_path) == fields_of(directory)
     assert len([*tmp_path.glob("*.safetensors")]) > 3
 
@@ -252,11 +248,8 @@ def test_refused_conversions(checkpoint, tiny_checkpoint, tmp_path, monkeypatch)
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
     with pytest.raises(OSError, match=r"out: needs \d+\.\d GB, and 0\.0 GB are free"):
         convert_checkpoint(checkpoint, tmp_path / "out", "bf16", progress=False)
-    source = tmp_path / "source"
-    source.mkdir()
-    fields = fields_of(tiny_checkpoint("deepseek_v32", quantized=False)) | {"hidden_size": 100}
-    (source / "config.json").write_text(json.dumps(fields))
-    save_file({"a": torch.ones(1)}, source / SINGLE_NAME)
+    plain = tiny_checkpoint("deepseek_v32", quantized=False)
+    source = changed(plain, tmp_path / "source", lambda tensors: None, hidden_size=100)
     with pytest.raises(ConfigError, match="'hidden_size' is 100; accepted: a multiple of 128"):
         convert_checkpoint(source, tmp_path / "other", "fp8", progress=False)
 

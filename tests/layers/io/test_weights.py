@@ -74,20 +74,8 @@ def test_copy_outlives_the_file(tmp_path):
     assert model.a.eq(1).all()
 
 
-def test_skip_ignores_and_reads_nothing(tmp_path, shards, monkeypatch):
-    write(tmp_path, *shards)
-    read = []
-    original = Checkpoint.read
-    monkeypatch.setattr(
-        Checkpoint, "read", lambda self, name, *options: read.append(name) or original(self, name, *options)
-    )
-    model = stand_in({"norm.weight": ((4,), torch.float32)})
-    load_weights(model, tmp_path, skip=lambda name: name.startswith(("embed.", "layer.")), progress=False)
-    assert read == ["norm.weight"]
-
-
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
-def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
+def test_progress_counts_every_byte_that_is_read_once(tmp_path, shards, monkeypatch, dtype):
     write(tmp_path, *shards, {"mtp": torch.ones(100)})
     stored = {**shards[0], **shards[1]}
     tqdm = MagicMock()
@@ -99,7 +87,7 @@ def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
     options = tqdm.call_args.kwargs
     updates = tqdm.return_value.__enter__.return_value.update.call_args_list
     assert sum(call.args[0] for call in updates) == options["total"] == sum(tensor.nbytes for tensor in stored.values())
-    assert (options["unit"], options["unit_scale"], options["disable"]) == ("B", True, None)  # off but on a terminal
+    assert options["disable"] is None  # off except on a terminal
 
 
 def test_a_failing_read_names_the_tensor_and_leaves_the_model_on_meta(tmp_path, shards):
@@ -123,21 +111,12 @@ def test_a_model_beyond_the_memory(tmp_path, monkeypatch):
     assert message == f"{tmp_path}: the model takes 0.0 GB; the memory of cpu is 0.0 GB"
 
 
-@pytest.mark.parametrize(
-    ("totals", "limit", "expected"),
-    [
-        ("MemTotal: 100 kB\nSwapTotal: 20 kB\n", "max\n", 120 * 1024),
-        ("MemTotal: 100 kB\nSwapTotal: 20 kB\n", "4096\n", 4096),
-        (None, None, None),
-    ],
-)
-def test_the_memory_of_a_machine(tmp_path, monkeypatch, totals, limit, expected):
-    for name, content in (("_TOTALS", totals), ("_LIMIT", limit)):
+@pytest.mark.parametrize(("limit", "expected"), [("max\n", 120 * 1024), ("4096\n", 4096)])
+def test_the_memory_of_a_machine(tmp_path, monkeypatch, limit, expected):
+    for name, content in (("_TOTALS", "MemTotal: 100 kB\nSwapTotal: 20 kB\n"), ("_LIMIT", limit)):
         monkeypatch.setattr(memory, name, tmp_path / name)
-        if content is not None:
-            (tmp_path / name).write_text(content)
-    assert memory.memory_of("cpu") == expected
-    assert memory.memory_of("meta") is None
+        (tmp_path / name).write_text(content)
+    assert memory.memory_of("cpu") == expected and memory.memory_of("meta") is None
 
 
 # Tensors that do not fit.
@@ -194,18 +173,6 @@ def test_all_problems_come_at_once_and_before_reading(tmp_path, monkeypatch):
     assert lines[0] == f"{tmp_path}: 13 problems, nothing was loaded:"
     assert len(lines) == 12 and lines[-1].strip() == "and 3 more"
     assert "good has shape" in message and "lost3: missing" in message and "unexpected extra0" in message
-
-
-@pytest.mark.slow
-def test_many_tensors(tmp_path):
-    """A quarter of the published number of tensors; anything quadratic in it would take minutes."""
-    names = [f"layers.{layer}.experts.{expert}.w{i}" for layer in range(30) for expert in range(256) for i in range(3)]
-    data = torch.arange(len(names), dtype=torch.float32).view(-1, 1)
-    quarter = len(names) // 4
-    write(tmp_path, *({n: data[i] for i, n in enumerate(names) if i // quarter == shard} for shard in range(4)))
-    model = stand_in(dict.fromkeys(names, ((1,), torch.float32)))
-    load_weights(model, tmp_path, progress=False)
-    assert model.state_dict()["layers.29.experts.255.w2"].item() == len(names) - 1
 
 
 # Checkpoint tensors that hold several model tensors, and model tensors that are split over several.
