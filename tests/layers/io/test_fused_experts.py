@@ -40,9 +40,7 @@ def test_fused_experts_of_another_shape():
     ]:
         with pytest.raises(CheckpointError, match=re.escape(problem)):
             split_experts("a.experts.down_proj", shape, experts=256)
-    with pytest.raises(
-        CheckpointError, match=r"\[2, 7, 5\]; experts in one tensor are \[experts, 2 \* inner"
-    ):
+    with pytest.raises(CheckpointError, match=r"\[2, 7, 5\]; experts in one tensor are \[experts, 2 \* inner"):
         split_experts("a.experts.gate_up_proj", (2, 7, 5))
 
 
