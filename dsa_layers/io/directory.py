@@ -167,7 +167,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise CheckpointError(f'{path}: expected {{"weight_map": {{tensor: file, ...}}}}, got {shown_json(index)}')
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+        if not isinstance(file, str) or not file.isprintable() or Path(file).name != file or "\\" in file:
             raise CheckpointError(
                 f"{path}: weight_map gives {shown_json(name)} the file {shown_json(file)}; accepted: the name of a "
                 "file in this directory"

@@ -18,9 +18,14 @@ SEQUENCES = 64  # at a time, as `Generator` has them
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """weights: bytes on a GPU, with the copies of its part of layers that are whole there (`OwnPart`); whole: on a
-    single one; page: of a page of `page_size` tokens in the caches; slot: of a sequence's state slot there. A drafter's
-    weights and cache are among them. Every GPU has all of the caches: latents and index keys belong to no head."""
+    """Bytes on each of `gpus` GPUs, with a drafter's weights and cache. Every GPU has all of the caches, because latents
+    and index keys belong to no head.
+
+    weights  of weights, with the copies of the GPU's part of layers that it also has whole (`OwnPart`)
+    whole    of the weights on a single GPU
+    slot     of a sequence's state slot in the caches
+    page     of a page of `page_size` tokens in the caches
+    """
 
     gpus: int
     weights: int
@@ -30,20 +35,20 @@ class GpuPlan:
     page_size: int
 
     def tokens(self, memory: int) -> int:
-        """How many tokens the cache can hold beside the weights, where a GPU has so much memory; 0 where these alone do
-        not fit."""
+        """How many tokens the cache can hold on a GPU with so many bytes of memory; 0 if the weights alone do not
+        fit."""
         sizes = CacheSizes(self.page, self.slot, self.page_size)
         return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
     def bytes(self, cache_tokens: int) -> int:
-        """On a GPU, with caches for so many tokens: of as many sequences as have a page, and of the one that fills up
-        a batch, which with its drafts has a page of its own."""
+        """Bytes in use on a GPU with caches for so many tokens. Every page may belong to another sequence, and the
+        sequence that pads a batch has a page and a slot too."""
         pages = math.ceil(cache_tokens / self.page_size)
         return self.weights + (pages + 1) * self.page + (min(pages, SEQUENCES) + 1) * self.slot
 
 
 def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
-    """ValueError where a GPU of so much memory cannot hold its part and a cache for so many tokens."""
+    """Raise ValueError if a GPU of so much memory cannot hold its part and a cache for so many tokens."""
     if found.bytes(cache_tokens) > SHARE * memory:
         raise ValueError(
             f"gpus: each of {found.gpus} would hold {found.weights / 1e9:.1f} GB of weights, and with a cache for "
@@ -55,8 +60,8 @@ def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
 def precision_of(
     config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: object
 ) -> Precision:
-    """As `load_model` chooses it for a checkpoint: experts are stored as its files have them, or where these are not
-    here as config.json says. options: of `Precision.of`."""
+    """The precision that `load_model` chooses for a checkpoint. Experts have the files' dtype, or without files the dtype
+    that config.json names. options: of `Precision.of`"""
     precision = Precision.of(config, **options)
     stored_in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
     if files is not None:

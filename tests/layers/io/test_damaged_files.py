@@ -90,7 +90,7 @@ def test_every_damaged_file_is_named(tmp_path):
         ({"weight_map": {"a": "../1.st"}}, "the file '../1.st'; accepted: the name of a file in this directory"),
         ({"weight_map": {"a": "/etc/passwd"}}, "the file '/etc/passwd'; accepted: the name of a file in"),
         ({"weight_map": {"a": 1}}, "weight_map gives 'a' the file 1; accepted: the name of a file"),
-        ({"weight_map": {"a": "a\0b"}}, "a\0b: "),
+        ({"weight_map": {"a": "a\0b"}}, "the file 'a\\x00b'; accepted: the name of a file"),
         ({"weight_map": {"a": ".."}}, ": cannot be read: it is no regular file"),
         ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
         ({}, 'expected {"weight_map": {tensor: file, ...}}, got {}'),
