@@ -18,8 +18,8 @@ SEQUENCES = 64  # at a time, as `Generator` has them
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Bytes on each of `gpus` GPUs, with a drafter's weights and cache. Every GPU has all of the caches, because latents
-    and index keys belong to no head.
+    """Bytes on each of `gpus` GPUs, with a drafter's weights and cache. Every GPU has all of the caches, because
+    latents and index keys belong to no head.
 
     weights  of weights, with the copies of the GPU's part of layers that it also has whole (`OwnPart`)
     whole    of the weights on a single GPU
@@ -60,8 +60,8 @@ def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
 def precision_of(
     config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: object
 ) -> Precision:
-    """The precision that `load_model` chooses for a checkpoint. Experts have the files' dtype, or without files the dtype
-    that config.json names. options: of `Precision.of`"""
+    """The precision that `load_model` chooses for a checkpoint. Experts have the files' dtype, or without files the
+    dtype that config.json names. options: of `Precision.of`"""
     precision = Precision.of(config, **options)
     stored_in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
     if files is not None:
