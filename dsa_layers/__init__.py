@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.results import Completion, TokenEvent
     from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.io.convert import convert_checkpoint
     from dsa_layers.io.loading import load_model
-    from dsa_layers.io.save import save_model
+    from dsa_layers.io.save import convert_checkpoint, save_model
     from dsa_layers.io.tokenizer import Tokenizer
     from dsa_layers.layers.attention import DSAAttention
     from dsa_layers.layers.indexer import LightningIndexer
@@ -83,7 +82,7 @@ _MODULES = {
     "TokenEvent": "dsa_layers.generation.results",
     "Tokenizer": "dsa_layers.io.tokenizer",
     "TrainedAttention": "dsa_layers.layers.trained_attention",
-    "convert_checkpoint": "dsa_layers.io.convert",
+    "convert_checkpoint": "dsa_layers.io.save",
     "fuse": "dsa_layers.engine.fuse",
     "fused": "dsa_layers.engine.fuse",
     "load_model": "dsa_layers.io.loading",

@@ -26,7 +26,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from dsa_layers.io.convert import convert_checkpoint
+    from dsa_layers.io.save import convert_checkpoint
 
     shard_bytes = max(int(args.shard_gb * GB), 1)
     convert_checkpoint(args.checkpoint, args.directory, args.dtype, shard_bytes=shard_bytes, device=args.device)

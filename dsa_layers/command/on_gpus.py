@@ -19,7 +19,6 @@ from dsa_layers.parallel.environment import started_ranks
 if TYPE_CHECKING:
     from dsa_layers.families.model import ModelConfig
     from dsa_layers.families.precision import Precision
-    from dsa_layers.io.directory import Checkpoint, StoredNames
     from dsa_layers.io.gpu_plan import GpuPlan
     from dsa_layers.parallel.ranks import Ranks
 
@@ -91,44 +90,39 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     """ValueError where the model does not come apart into so many parts, or a GPU of so much memory cannot hold one."""
     import torch
 
+    from dsa_layers.errors import CheckpointError
     from dsa_layers.families.config import read_config
-    from dsa_layers.io.directory import INDEX_NAME, Checkpoint, StoredNames
+    from dsa_layers.io.directory import Checkpoint
     from dsa_layers.io.gpu_plan import check_fits, precision_of
-    from dsa_layers.io.hub import checkpoint_directory, has_weights
-    from dsa_layers.untrusted_files import is_there
+    from dsa_layers.io.hub import checkpoint_directory
 
     directory = checkpoint_directory(args.checkpoint, weights=False)
     config = read_config(directory)
     dequantize = memory is None if args.dequantize is None else args.dequantize
     options = {"dequantize": dequantize, "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
-    # Where the files are here, they say how experts are stored, and not config.json: the earliest ones do not. Some of
-    # a hub id's may still have to be fetched.
-    are_here = directory == args.checkpoint or has_weights(directory)
-    files = Checkpoint(directory) if are_here and any(directory.glob("*.safetensors")) else None
+    # The files say how experts are stored; the earliest config.json files do not. A hub id's files may still have to be
+    # downloaded, and loading says what is wrong with others.
+    try:
+        files = Checkpoint(directory)
+    except CheckpointError:
+        files = None
     precision = precision_of(config, files, dtype=args.dtype and getattr(torch, args.dtype), **options)
-    drafted = None
-    if args.draft:
-        # A file of an id that is not here may be a link to nothing, until it is fetched.
-        says_names = are_here or is_there(directory / INDEX_NAME)
-        drafted = files or (StoredNames.of(directory) if says_names else StoredNames(directory, None))
-    found = plan_of(config, precision, gpus, drafted)
+    found = plan_of(config, precision, gpus, drafter=bool(args.draft))
     if memory is not None:
         with errors_of_options():
             check_fits(found, memory, args.cache_tokens or 1)
 
 
-def plan_of(
-    config: "ModelConfig", precision: "Precision", gpus: int, drafted: "Checkpoint | StoredNames | None"
-) -> "GpuPlan":
+def plan_of(config: "ModelConfig", precision: "Precision", gpus: int, *, drafter: bool) -> "GpuPlan":
     """Return `plan` of so many GPUs. Raise ValueError, which names the numbers that share the model evenly."""
     from dsa_layers.engine.cuts import DoesNotDivide
     from dsa_layers.io.gpu_plan import plan, plans
 
     with errors_of_options():
         try:
-            return plan(config, precision, gpus, drafted)
+            return plan(config, precision, gpus, drafter=drafter)
         except DoesNotDivide as error:
-            every = plans(config, precision, MOST_GPUS, drafted).items()
+            every = plans(config, precision, MOST_GPUS, drafter=drafter).items()
             accepted = [str(n) for n, one in every if not isinstance(one, DoesNotDivide)]
             raise ValueError(f"{error}; accepted up to {MOST_GPUS}: {', '.join(accepted)}") from None
 

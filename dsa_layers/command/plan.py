@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dsa_layers.io.gpu_plan import GpuPlan
 
 _TEXT = """\
-Reads config.json alone, and with --draft what tensors the index names. Weights are shared by the GPUs: attention by
+Reads config.json alone. Weights are shared by the GPUs: attention by
 heads, MLPs by their inner channels, experts by their number, embeddings and the head by the vocabulary. Every GPU has
 the weights of shared experts whole, and where its share of the heads is below 64 those of attention with all heads:
 long passes are split by tokens there. Every GPU has all of the cache. Context is what fits beside the weights into
@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
     from dsa_layers.cache.kv_cache import most_tokens
     from dsa_layers.families.config import read_config
-    from dsa_layers.io.directory import StoredNames
     from dsa_layers.io.gpu_plan import plans, precision_of
     from dsa_layers.io.hub import checkpoint_directory
 
@@ -67,11 +66,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GB
     with on_gpus.errors_of_options():
-        drafted = StoredNames.of(directory) if args.draft else None
         if args.gpus:
-            found = {args.gpus: on_gpus.plan_of(config, precision, args.gpus, drafted)}
+            found = {args.gpus: on_gpus.plan_of(config, precision, args.gpus, drafter=bool(args.draft))}
         else:
-            found = plans(config, precision, on_gpus.MOST_GPUS, drafted)
+            found = plans(config, precision, on_gpus.MOST_GPUS, drafter=bool(args.draft))
     drafters = " with the drafter's" if args.draft else ""
     first = next(iter(found.values()))  # one GPU always holds a whole model
     if args.cache_tokens is not None:

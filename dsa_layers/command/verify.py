@@ -174,10 +174,10 @@ def _has_drafter(args: argparse.Namespace) -> bool:
     try:
         directory = checkpoint_directory(args.checkpoint)
         config = read_config(directory)
-        unfilled_model(config, Precision.of(config), Checkpoint(directory))
+        model = unfilled_model(config, Precision.of(config), drafter=True)
+        return any(model.name_of(name).startswith("drafter.") for name in Checkpoint(directory).tensors)
     except ValueError:  # loading says what is wrong with a checkpoint
         return False
-    return True
 
 
 def _machine(loaded: LoadedModel, gpus: int) -> dict[str, Any]:

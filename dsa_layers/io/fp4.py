@@ -1,11 +1,17 @@
-"""FP4 weights of checkpoints as float weights, and float weights in FP4. The format is told in `dsa`'s `widen_fp4`."""
+"""FP4 weights of checkpoints as float weights, and float weights in FP4 or FP8. `dsa.widen_fp4` explains the format."""
 
 import torch
 
+from dsa import per_block_cast_to_fp8
 from dsa.ops.gemm.fp8_fp4_gemm_nt import FP4_WEIGHT
 from dsa.reference.gemm.fp4_cast import E2M1, GROUP, LOWEST_EXPONENT, e2m1_groups, powers_of_two
 
-__all__ = ["GROUP", "dequantize_fp4", "quantize_fp4"]
+__all__ = ["GROUP", "dequantize_fp4", "quantize", "quantize_fp4"]
+
+
+def quantize(values: torch.Tensor, kind: str, *, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(quantised weight, scale). kind: "FP4" or "FP8"; use_ue8m0: FP8 scales are powers of two."""
+    return quantize_fp4(values) if kind == "FP4" else per_block_cast_to_fp8(values, use_ue8m0)
 
 
 def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dsa_layers.engine.rank_part import copied, rank_part
 from dsa_layers.engine.shares import shares_of
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
-from dsa_layers.io.directory import Checkpoint, StoredNames
+from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.io.memory import SHARE
 
@@ -19,9 +19,14 @@ SEQUENCES = 64  # at a time, as `Generator` has them
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """weights: bytes on a GPU, with the copies of its part of layers that are whole there; whole: on a
-    single one; page: of a page of `page_size` tokens in the caches; slot: of a sequence's state slot there. A drafter's
-    weights and cache are among them. Every GPU has all of the caches: latents and index keys belong to no head."""
+    """Bytes on each of `gpus` GPUs, with a drafter's weights and cache. Every GPU has all of the caches, because
+    latents and index keys belong to no head.
+
+    weights  of weights, with the copies of the GPU's part of layers that it also has whole (rank_part.py)
+    whole    of the weights on a single GPU
+    slot     of a sequence's state slot in the caches
+    page     of a page of `page_size` tokens in the caches
+    """
 
     gpus: int
     weights: int
@@ -31,20 +36,20 @@ class GpuPlan:
     page_size: int
 
     def tokens(self, memory: int) -> int:
-        """How many tokens the cache can hold beside the weights, where a GPU has so much memory; 0 where these alone do
-        not fit."""
+        """How many tokens the cache can hold on a GPU with so many bytes of memory; 0 if the weights alone do not
+        fit."""
         sizes = CacheSizes(self.page, self.slot, self.page_size)
         return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
     def bytes(self, cache_tokens: int) -> int:
-        """On a GPU, with caches for so many tokens: of as many sequences as have a page, and of the one that fills up
-        a batch, which with its drafts has a page of its own."""
+        """Bytes in use on a GPU with caches for so many tokens. Every page may belong to another sequence, and the
+        sequence that pads a batch has a page and a slot too."""
         pages = math.ceil(cache_tokens / self.page_size)
         return self.weights + (pages + 1) * self.page + (min(pages, SEQUENCES) + 1) * self.slot
 
 
 def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
-    """ValueError where a GPU of so much memory cannot hold its part and a cache for so many tokens."""
+    """Raise ValueError if a GPU of so much memory cannot hold its part and a cache for so many tokens."""
     if found.bytes(cache_tokens) > SHARE * memory:
         raise ValueError(
             f"gpus: each of {found.gpus} would hold {found.weights / 1e9:.1f} GB of weights, and with a cache for "
@@ -56,8 +61,8 @@ def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
 def precision_of(
     config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: object
 ) -> Precision:
-    """As `load_model` chooses it for a checkpoint: experts are stored as its files have them, or where these are not
-    here as config.json says. options: of `Precision.of`."""
+    """The precision that `load_model` chooses for a checkpoint. Experts have the files' dtype, or without files the
+    dtype that config.json names. options: of `Precision.of`"""
     precision = Precision.of(config, **options)
     stored_in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
     if files is not None:
@@ -65,19 +70,17 @@ def precision_of(
     return replace(precision, fp4_experts=precision.fp8_linear and stored_in_fp4 and not widen_experts)
 
 
-def plan(
-    config: ModelConfig, precision: Precision, gpus: int, drafted: Checkpoint | StoredNames | None = None
-) -> GpuPlan:
-    """drafted: the checkpoint whose drafter is there too. ValueErrors of `check_drafter` for one that has none;
+def plan(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool = False) -> GpuPlan:
+    """What each of `gpus` GPUs holds. Raises ValueErrors of `unfilled_model` for a drafter that does not exist, and
     DoesNotDivide, which names the number of GPUs, for a model that does not come apart into so many equal parts."""
-    return _plan(fuse(unfilled_model(config, precision, drafted)), gpus)
+    return _plan(fuse(unfilled_model(config, precision, drafter=drafter)), gpus)
 
 
 def plans(
-    config: ModelConfig, precision: Precision, most: int, drafted: Checkpoint | StoredNames | None = None
+    config: ModelConfig, precision: Precision, most: int, *, drafter: bool = False
 ) -> dict[int, GpuPlan | DoesNotDivide]:
-    """Of every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
-    model, found = fuse(unfilled_model(config, precision, drafted)), {}
+    """For every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
+    model, found = fuse(unfilled_model(config, precision, drafter=drafter)), {}
     for gpus in range(1, most + 1):
         try:
             found[gpus] = _plan(model, gpus)

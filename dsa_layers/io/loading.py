@@ -5,7 +5,6 @@ import logging
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,17 +23,11 @@ from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision, check_device
 from dsa_layers.families.registry import family
 from dsa_layers.families.unfilled import unfilled
-from dsa_layers.io.checks import (
-    check_drafter,
-    check_expert_sizes,
-    check_layers,
-    check_quantised_sizes,
-    check_values,
-)
-from dsa_layers.io.directory import Checkpoint, StoredNames
+from dsa_layers.io.checks import check_quantised_sizes, check_values
+from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.hub import checkpoint_directory
 from dsa_layers.io.plan import PACKED
-from dsa_layers.io.stored_parts import Stored, parts_of_rank
+from dsa_layers.io.rank_parts import RankParts
 from dsa_layers.io.weights import load_weights
 from dsa_layers.parallel.ranks import Ranks, ranks_of
 from dsa_layers.parallel.together import together
@@ -79,8 +72,8 @@ def load_model(
 
     What prompts' index scores are accumulated in is the default of all models (`SCORE_ACCUMULATORS` of
     `dsa_layers.layers.score_accumulators`); `set_score_accumulators(model, ...)` changes it for one.
-    Also in inference mode parameters are none of its tensors, whose changes nobody counts: what is made of weights once
-    would be made anew in every pass.
+    Parameters are ordinary tensors also in inference mode. Inference tensors have no version counters, and what is made
+    of weights once would be made anew in every pass.
     A hub id is OWNER/NAME, where there is no such directory, and is found by huggingface_hub (`checkpoint_directory`).
     Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
     that name any other argument; nothing is half-loaded. DoesNotDivide, a ValueError, for a model that does not come
@@ -101,23 +94,21 @@ def load_model(
         if trainable and precision.fp8_linear:
             accepted = "accepted with dequantize=True, got dequantize=False"
             raise ValueError(f"trainable: FP8 weights take no gradient; {accepted}")
-        check_quantised_sizes(config, precision, Path(directory) / "config.json")
-        check_expert_sizes(config, precision, Path(directory) / "config.json")
+        check_quantised_sizes(config, precision, directory / "config.json")
         checkpoint = Checkpoint(directory)
-        check_layers(config, checkpoint)
         if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
             precision = replace(precision, fp4_experts=True)
-        model = unfilled_model(config, precision, checkpoint if drafter else None)
-        learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
+        model = unfilled_model(config, precision, drafter=drafter)
         if not trainable:
             fuse(model)
         names = {"skip": model.skips, "name_of": model.name_of}
         names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
         if ranks.size > 1:
             facts |= _facts(checkpoint, precision, device) | {"drafter": str(drafter)}
-            cuts = split(model, ranks, blocks=config.quantization is not None)
-            names["name_of"] = lambda stored: Stored(model.name_of(stored))
-            names["parts_of"] = partial(parts_of_rank, cuts, config.n_routed_experts, ranks)
+            parts = RankParts(
+                split(model, ranks, blocks=config.quantization is not None), config.n_routed_experts, ranks
+            )
+            names |= {"parts_of": parts.of_model, "stored_parts_of": parts.of_checkpoint}
     progress = progress and ranks.rank == 0
     if config.num_nextn_predict_layers and progress and not drafter:
         _LOGGER.debug("drafter=True drafts tokens with the multi-token-prediction layer, which is not loaded now.")
@@ -128,20 +119,21 @@ def load_model(
         if not trainable:
             join(model)
             make_parts(model)
-    for name in learned:
-        model.get_parameter(name).requires_grad_(True)
     return model.train(trainable)
 
 
-def unfilled_model(
-    config: ModelConfig, precision: Precision, drafted: Checkpoint | StoredNames | None = None
-) -> CheckpointModel:
-    """On the meta device. drafted: the checkpoint whose drafter it gets, if any. Raises what `check_drafter` does."""
+def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool = False) -> CheckpointModel:
+    """The model on the meta device. Raises ValueError if a drafter is asked for, and the family or the checkpoint has
+    none."""
     of_family = family(config.model_type)
+    if drafter and of_family.drafter is None:
+        raise ValueError(f"drafter: is not supported for model type {config.model_type!r}")
+    if drafter and not config.num_nextn_predict_layers:
+        accepted = "accepted: a checkpoint with such a layer"
+        raise ValueError(f"drafter: config.json has num_nextn_predict_layers=0; {accepted}")
     with unfilled():
         model = of_family.model(config, precision)
-        if drafted is not None:
-            check_drafter(of_family, model, drafted)
+        if drafter:
             model.drafter = of_family.drafter(model)
     return model
 
@@ -149,7 +141,7 @@ def unfilled_model(
 def _facts(checkpoint: Checkpoint, precision: Precision, device: torch.device) -> dict[str, str]:
     """What parts of one model have in common, by names that a message can have."""
     config = (checkpoint.directory / "config.json").read_bytes()
-    digest = hashlib.sha256(config + checkpoint.sampled_digest()).hexdigest()[:12]
+    digest = hashlib.sha256(config + checkpoint.digest()).hexdigest()[:12]
     return {
         "dsa": dsa.__version__,
         "torch": torch.__version__,

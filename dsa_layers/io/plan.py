@@ -1,35 +1,44 @@
-"""How the tensors of a model are made of those of a checkpoint, decided from names, shapes and dtypes alone."""
+"""How the tensors of a model, or of a converted checkpoint, are made of those of a checkpoint, decided from names,
+shapes and dtypes alone."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
+from dsa_layers.errors import CheckpointError
 from dsa_layers.families.fused_experts import Index, sliced
 from dsa_layers.families.manifest import BLOCK_SCALE_SUFFIX, SCALE_SUFFIX
-from dsa_layers.io.fp4 import GROUP, dequantize_fp4
-from dsa_layers.io.header import TensorInfo
-from dsa_layers.io.problems import Problems
+from dsa_layers.io.directory import Checkpoint, TensorInfo
+from dsa_layers.io.fp4 import GROUP, dequantize_fp4, quantize
+from dsa_layers.layers.linear import BLOCK
 
-_BLOCK = 128
+# A tensor's name and shape -> the names of its parts, each with its slice; () is the whole tensor.
+PartsOf = Callable[[str, tuple[int, ...]], dict[str, Index]]
 
-_FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
-_EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-_EXACT |= {torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-_EXACT |= {torch.float8_e8m0fnu: "F8_E8M0"}
-
-# What two FP4 values a byte are called, and the columns that one column of it stands for: I8 says nothing of FP4.
+FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+DTYPES = FLOATS | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+# Dtypes of packed FP4, and the values per column that the header counts: I8 counts bytes, F4 counts values.
 PACKED = {"I8": 2, "F4": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of the model, or the slice `index` of it that the checkpoint holds as one tensor.
+    """A tensor to make, or the slice `index` of it that the checkpoint holds as one tensor.
 
-    shape: of the slice; whole: of the tensor `name`, which it is part of.
+    shape: the slice's shape; whole: the shape of the tensor `name`
     """
 
     name: str
@@ -38,184 +47,206 @@ class Target:
     whole: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, name: str, index: Index, whole: tuple[int, ...], dtype: torch.dtype) -> "Target":
+        return cls(name, index, sliced(whole, index), whole, dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of the checkpoint, or the slice `index` of it, by the model's name for it. info: of the slice."""
+    """A tensor of the checkpoint, or the slice `index` of it. name: the name of the target; info: of the slice."""
 
     name: str
     stored: str
     index: Index
     info: TensorInfo
 
-    @classmethod
-    def of(cls, name: str, stored: str, index: Index, whole: TensorInfo) -> "Part":
-        """whole: of the tensor `stored`."""
-        if not index:
-            return cls(name, stored, index, whole)
-        shape = sliced(whole.shape, index)
-        size = whole.size * math.prod(shape) // max(math.prod(whole.shape), 1)
-        return cls(name, stored, index, replace(whole, shape=shape, size=size))
-
     @property
     def label(self) -> str:
-        """The model's name, and the checkpoint's if it is another."""
+        """The target's name, and the checkpoint's if it is another."""
         if not self.index:
             return self.name if self.stored == self.name else f"{self.name} (stored as {self.stored})"
         places = (f"{i.start or 0}:{i.stop or ''}" if isinstance(i, slice) else str(i) for i in self.index)
         return f"{self.name} (stored as {self.stored}[{', '.join(places)}])"
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the values, unpacked."""
-        *rows, columns = self.info.shape or (1,)
-        return (*rows, columns * PACKED[self.info.dtype]) if self.is_packed else self.info.shape
-
-    @property
-    def is_packed(self) -> bool:
-        return self.info.dtype in PACKED and len(self.info.shape) == 2
-
-    @property
-    def is_cut_by_columns(self) -> bool:
-        rank = len(self.info.shape) + sum(isinstance(place, int) for place in self.index)  # of the whole tensor
-        return len(self.index) == rank > 0 and isinstance(self.index[-1], slice)
+    def kind(self) -> str | None:
+        """How the part may be quantised; an I8 matrix is FP4 only where a target can take FP4."""
+        if self.info.dtype in PACKED and len(self.info.shape) == 2:
+            return "FP4"
+        return "FP8" if self.info.dtype == "F8_E4M3" else None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Parts to read, and the model's tensors that `make` makes of them."""
+    """Makes a target, with its scales if it is quantised, of a part and its scale.
 
-    parts: tuple[Part, ...]
-    make: Callable[..., dict[str, torch.Tensor]]
+    scale         the part's scale; None where the part is not quantised, or where the checkpoint has none
+    stored        how the part is quantised: "FP4", "FP8" or None
+    wanted        the same of the target
+    scale_dtype   of the target's scale
+    block_scale   whether the target has scales per block in addition to FP4's
+    use_ue8m0     whether new FP8 scales are powers of two; None: float weights are not quantised
+    """
+
+    part: Part
+    scale: Part | None
+    target: Target
+    stored: str | None
+    wanted: str | None
+    scale_dtype: torch.dtype | None
+    block_scale: bool
+    use_ue8m0: bool | None
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.part] if self.scale is None else [self.part, self.scale]
+
+    def make(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """tensor, scale: the values of `parts`. Raises ValueError for FP4 that FP8 cannot hold."""
+        name, dtype = self.part.name, self.target.dtype
+        if self.wanted is None:
+            return {name: tensor.to(dtype) if self.stored is None else self._dequantized(tensor, scale, dtype)}
+        if self.stored == self.wanted:
+            tensor = tensor.view(dtype)
+        elif self.stored == "FP4":
+            tensor, scale = widen_fp4(tensor, scale)
+        else:
+            values = tensor.float() if self.stored is None else self._dequantized(tensor, scale, torch.float32)
+            tensor, scale = quantize(values, self.wanted, use_ue8m0=bool(self.use_ue8m0))
+        made = {name: tensor, name + SCALE_SUFFIX: scale.to(self.scale_dtype)}
+        if self.block_scale:
+            made[name + BLOCK_SCALE_SUFFIX] = fp4_block_scales(tensor, scale)
+        return made
+
+    def _dequantized(self, tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        dequantize = dequantize_fp4 if self.stored == "FP4" else dequantize_per_block
+        return dequantize(tensor, scale, dtype)
+
+    def problem(self) -> str | None:
+        """What prevents the step; None if nothing does."""
+        info, label = self.part.info, self.part.label
+        shape, expected = (
+            _values(info.shape, PACKED.get(info.dtype, 1) if self.stored == "FP4" else 1),
+            self.target.shape,
+        )
+        expected = _values(expected, 2 if self.wanted == "FP4" else 1)
+        if shape != expected:
+            return f"{label} has shape {list(shape)}; expected {list(expected)}"
+        if self.stored is not None:
+            return self._scale_problem(shape)
+        if self.wanted is not None and self.use_ue8m0 is None:
+            hint = (
+                ". Load a checkpoint that is not quantised with dequantize=True"
+                if info.dtype in FLOATS.values()
+                else ""
+            )
+            return f"{label} is {info.dtype}; expected {DTYPES[self.target.dtype]}{hint}"
+        is_float = self.wanted is not None or self.target.dtype in FLOATS
+        accepted = FLOATS.values() if is_float else [DTYPES.get(self.target.dtype, str(self.target.dtype))]
+        return None if info.dtype in accepted else f"{label} is {info.dtype}; expected {' or '.join(accepted)}"
+
+    def _scale_problem(self, shape: tuple[int, ...]) -> str | None:
+        """shape: of the part's values."""
+        info, label = self.part.info, self.part.label
+        if len(shape) != 2:
+            return f"{label} is {info}; only a matrix can be quantised"
+        rows, columns = (1, GROUP) if self.stored == "FP4" else (BLOCK, BLOCK)
+        if self.stored == "FP4" and shape[1] % GROUP:
+            return f"{label} is {info}; FP4 has groups of {GROUP} columns, got {shape[1]} columns"
+        cut = [i.start for i in self.part.index if isinstance(i, slice) and (i.start or 0) % BLOCK]
+        if self.stored == "FP8" and cut:
+            return f"{label} is {info.dtype} and cut at {cut[0]}, inside a block of {BLOCK}"
+        expected = [-(-shape[0] // rows), -(-shape[1] // columns)]
+        only_powers = self.stored == "FP4" or (self.stored == self.wanted and self.scale_dtype == torch.float8_e8m0fnu)
+        dtypes = ["F8_E8M0"] if only_powers else ["F32", "F8_E8M0"]
+        described = f"{' or '.join(dtypes)} {expected}"
+        if self.scale is None:
+            return (
+                f"{label} is {info.dtype} and its scale {self.part.name}{SCALE_SUFFIX} is missing; expected {described}"
+            )
+        if self.scale.info.dtype not in dtypes or list(self.scale.info.shape) != expected:
+            return f"{self.scale.label} is {self.scale.info}; expected {described} for the {list(info.shape)} weight"
+        return None
+
+
+def parts_of_checkpoint(
+    checkpoint: Checkpoint,
+    problems: list[str],
+    skip: Callable[[str], bool],
+    name_of: Callable[[str], str],
+    cut: PartsOf,
+) -> dict[str, Part]:
+    """The parts of the checkpoint's tensors by the targets' names, in the order of the files. Adds to `problems`
+    tensors that `name_of` or `cut` refuses, and names that come twice."""
+    parts: dict[str, Part] = {}
+    for stored, whole in checkpoint.tensors.items():
+        if skip(stored):
+            continue
+        try:
+            places = cut(name_of(stored), whole.shape)
+        except CheckpointError as error:
+            problems.append(f"{whole.file}: {stored}: {error}")
+            continue
+        for name, index in places.items():
+            shape = sliced(whole.shape, index)
+            size = whole.size * math.prod(shape) // max(math.prod(whole.shape), 1)
+            part = Part(name, stored, index, replace(whole, shape=shape, size=size))
+            if name in parts:
+                problems.append(f"{whole.file}: {part.label} is there twice, as {parts[name].stored} too")
+            parts[name] = part
+    return parts
 
 
 def make_plan(
-    wanted: dict[str, Target], parts: dict[str, Part], problems: Problems, place_of: Callable[[str], str]
+    wanted: dict[str, Target], parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool | None = None
 ) -> list[Step]:
-    """How to make every tensor of the model, in the order of the files; what stands against it goes to `problems`.
-    place_of: in which file a missing tensor would be, as a message ends."""
-    steps: list[Step] = []
-    accounted: set[str] = set()  # in the model or the checkpoint, whether all is well with it or not
-    for name, part in parts.items():
-        if name not in wanted:
-            continue
-        target = wanted[name]
-        weight = name.removesuffix(SCALE_SUFFIX).removesuffix(BLOCK_SCALE_SUFFIX)
-        if weight != name and weight in wanted and _brings_scales(weight, parts.get(weight), wanted):
-            continue  # follows from the weight
-        to_float, to_fp8 = target.dtype in _FLOATS, target.dtype == torch.float8_e4m3fn
-        to_fp4 = _is_fp4(name, wanted)
-        scale_name = name + SCALE_SUFFIX
-        scale = parts.get(scale_name)
-        accounted.add(name)
-        problem = _mismatch(part, target, to_fp4)
-        if to_float and part.info.dtype == "F8_E4M3":
-            accounted.add(scale_name)
-            problem = problem or scale_problem(part, scale, ("F32", "F8_E8M0"), (_BLOCK, _BLOCK))
-            make = partial(_dequantize, name, target.dtype, dequantize_per_block)
-        elif part.is_packed and (to_float or to_fp8 or to_fp4):
-            accounted |= {scale_name, name + BLOCK_SCALE_SUFFIX} if to_fp4 else {scale_name}
-            problem = problem or scale_problem(part, scale, ("F8_E8M0",), (1, GROUP))
-            if to_float:
-                make = partial(_dequantize, name, target.dtype, dequantize_fp4)
-            else:
-                make = partial(_widen if to_fp8 else _keep, name)
-        else:
-            scale = None
-            make = partial(_cast, name, target.dtype)
-        if problem:
-            problems.add(f"{part.info.file}: {problem}")
-            continue
-        steps.append(Step((part,) if scale is None else (part, scale), make))
+    """How to make all targets, in the order of the files. Adds to `problems` what prevents it.
 
-    for name, target in wanted.items():
-        of_weight = name.endswith(BLOCK_SCALE_SUFFIX) and name.removesuffix(BLOCK_SCALE_SUFFIX) in wanted
-        if name not in accounted and not of_weight:
-            described = f"{_FLOATS.get(target.dtype) or _EXACT.get(target.dtype, target.dtype)} {list(target.shape)}"
-            place = place_of(name) if problems.shows_more else ""
-            problems.add(f"{name}: missing; the model expects {described}{place}")
+    A weight of dtype e4m3 or int8 is quantised if its scale is a target too. Its scales come with it.
+    use_ue8m0: whether the scales of float weights that become FP8 are powers of two; None: such weights are a problem
+    """
+    kinds = {name: _kind(name, wanted) for name in wanted}
+    quantised = [name for name, kind in kinds.items() if kind is not None]
+    scales = {name + suffix for name in quantised for suffix in (SCALE_SUFFIX, BLOCK_SCALE_SUFFIX)}
+    steps: list[Step] = []
+    read = set(scales)
     for name, part in parts.items():
-        if name not in accounted:
-            problems.add(f"{part.info.file}: unexpected {part.label} ({part.info})")
+        if name in scales or name not in wanted:
+            continue
+        target, kind = wanted[name], kinds[name]
+        stored = part.kind if kind is not None or target.dtype in FLOATS else None
+        scale_name = name + SCALE_SUFFIX
+        read |= {name} if stored is None else {name, scale_name}
+        step = Step(
+            part,
+            None if stored is None else parts.get(scale_name),
+            target,
+            stored,
+            kind,
+            None if kind is None else wanted[scale_name].dtype,
+            name + BLOCK_SCALE_SUFFIX in wanted,
+            use_ue8m0,
+        )
+        steps.append(step)
+        if problem := step.problem():
+            problems.append(f"{part.info.file}: {problem}")
+    for name, target in wanted.items():
+        if name not in parts and name not in scales:
+            problems.append(f"{name}: missing; expected {DTYPES.get(target.dtype, target.dtype)} {list(target.shape)}")
+    for name, part in parts.items():
+        if name not in read:
+            problems.append(f"{part.info.file}: unexpected {part.label} ({part.info})")
     return steps
 
 
-def _is_fp4(name: str, wanted: dict[str, Target]) -> bool:
-    """Whether the model keeps the weight `name` in FP4: other bytes have no block scales."""
-    return wanted[name].dtype == torch.int8 and name + BLOCK_SCALE_SUFFIX in wanted
-
-
-def _brings_scales(name: str, part: Part | None, wanted: dict[str, Target]) -> bool:
-    """Whether the scales of the weight `name` are made together with it. part: the checkpoint's."""
-    quantised = wanted[name].dtype == torch.float8_e4m3fn or _is_fp4(name, wanted)
-    return part is not None and part.is_packed and quantised
-
-
-def _cast(name: str, dtype: torch.dtype, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(dtype)}
-
-
-def _dequantize(
-    name: str, dtype: torch.dtype, dequantize: Callable[..., torch.Tensor], q: torch.Tensor, scale: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    return {name: dequantize(q, scale, dtype)}
-
-
-def _widen(name: str, packed: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    q, block_scale = widen_fp4(packed, scale)
-    return {name: q, name + SCALE_SUFFIX: block_scale}
-
-
-def _keep(name: str, packed: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    block_scale = fp4_block_scales(packed, scale)
-    return {name: packed.view(torch.int8), name + SCALE_SUFFIX: scale, name + BLOCK_SCALE_SUFFIX: block_scale}
-
-
-def _mismatch(part: Part, target: Target, to_fp4: bool) -> str | None:
-    info, label = part.info, part.label
-    may_be_packed = to_fp4 or target.dtype in _FLOATS or target.dtype == torch.float8_e4m3fn
-    shape = part.shape if may_be_packed else info.shape
-    expected = (*target.shape[:-1], 2 * target.shape[-1]) if to_fp4 else target.shape
-    if shape != expected:
-        stands_for = f", FP4 values of {list(shape)}" if shape != info.shape else ""
-        return f"{label} has shape {list(info.shape)}{stands_for}; the model expects {list(expected)}"
-    if may_be_packed and part.is_packed:
-        if info.dtype == "F4" and part.is_cut_by_columns:  # its shape counts values, and what is read of it bytes
-            return f"{label} is F4 and cut by columns, which is not supported"
+def _kind(name: str, wanted: dict[str, Target]) -> str | None:
+    """How a target is quantised."""
+    if name + SCALE_SUFFIX not in wanted:
         return None
-    if to_fp4:
-        return f"{label} is {info.dtype}; the model's FP4 accepts {', '.join(sorted(PACKED))}"
-    if may_be_packed and info.dtype == "F8_E4M3":
-        # A block that is cut has no scale of its own.
-        cut = [i.start for i in part.index if isinstance(i, slice) and (i.start or 0) % _BLOCK]
-        return f"{label} is {info.dtype} and cut at {cut[0]}, inside a block of {_BLOCK}" if cut else None
-    if target.dtype in _FLOATS:
-        # A scale is multiplied in fp32 by every backend: from fewer bits it would be another scale.
-        accepted = {"F32", "F8_E8M0"} if part.name.endswith(SCALE_SUFFIX) else {*_FLOATS.values(), "F8_E4M3"}
-    else:
-        accepted = {_EXACT.get(target.dtype)}
-    if info.dtype in accepted:
-        return None
-    if target.dtype == torch.float8_e4m3fn and info.dtype in _FLOATS.values():
-        return (
-            f"{label} is {info.dtype}; the model expects F8_E4M3. For a checkpoint that is not quantised, "
-            "build the model in the dequantised mode"
-        )
-    return f"{label} is {info.dtype}; the model's {target.dtype} accepts {', '.join(sorted(map(str, accepted)))}"
+    return {torch.float8_e4m3fn: "FP8", torch.int8: "FP4"}.get(wanted[name].dtype)
 
 
-def scale_problem(part: Part, scale: Part | None, dtypes: tuple[str, ...], block: tuple[int, int]) -> str | None:
-    """block: the rows and columns of the weight that share a scale."""
-    if len(part.info.shape) != 2:
-        return f"{part.label} is {part.info}; only a matrix can be dequantised"
-    shape = [-(-size // of) for size, of in zip(part.shape, block)]
-    expected = f"{' or '.join(dtypes)} {shape}"
-    if scale is None:
-        return (
-            f"{part.label} is {part.info.dtype} and its scale {part.name}{SCALE_SUFFIX} is missing; expected {expected}"
-        )
-    if scale.info.dtype not in dtypes or list(scale.info.shape) != shape:
-        return f"{scale.label} is {scale.info}; expected {expected} for the {list(part.info.shape)} weight"
-    if part.is_packed and part.shape[1] % GROUP:
-        return f"{part.label} is {part.info}; FP4 has groups of {GROUP} columns, got {part.shape[1]} columns"
-    return None
+def _values(shape: tuple[int, ...], per_column: int) -> tuple[int, ...]:
+    """The shape of a tensor's values, where a column holds several."""
+    return (*shape[:-1], shape[-1] * per_column) if shape else shape

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from dsa import per_block_cast_to_fp8
 from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import config_of, read_config
 from dsa_layers.families.fields import MAX_CONFIG_BYTES, Fields
@@ -17,16 +16,15 @@ from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family
 from dsa_layers.io.checks import check_quantised_sizes
-from dsa_layers.io.fp4 import GROUP, quantize_fp4
+from dsa_layers.io.fp4 import GROUP, quantize
+from dsa_layers.io.plan import DTYPES
 from dsa_layers.untrusted_files import read_json_object
 
 Storage = Literal["bf16", "fp8", "fp4"]
 STORAGES: tuple[Storage, ...] = ("bf16", "fp8", "fp4")
 
-_TORCH_DTYPE = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64, "F8_E8M0": torch.float8_e8m0fnu}
-_QUANTIZED = ("F8_E4M3", "I8")
+_KINDS = {"F8_E4M3": "FP8", "I8": "FP4"}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-
 
 # What a published multi-token-prediction layer holds copies of.
 _COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -85,7 +83,7 @@ def storage_manifest(config: ModelConfig, storage: Storage) -> Manifest:
 
 def scales_of(manifest: Manifest) -> dict[str, str]:
     """Quantised weight -> its scale, under the name that its family gives it."""
-    weights = [name for name, (_, dtype) in manifest.items() if dtype in _QUANTIZED]
+    weights = [name for name, (_, dtype) in manifest.items() if dtype in _KINDS]
     spellings = {name: (name + SCALE_SUFFIX, name.removesuffix("weight") + "scale") for name in weights}
     return {name: next(scale for scale in names if scale in manifest) for name, names in spellings.items()}
 
@@ -101,15 +99,20 @@ def as_published(
 ) -> dict[str, torch.Tensor]:
     """The tensor `name` of the manifest, and its scale if it has one, made of `values`.
 
-    scales: `scales_of` the manifest; use_ue8m0: FP8 scales are powers of two.
-    Raises ValueError for a dtype that is not written: all but BF16, F32, I64, F8_E4M3 and FP4 (I8).
+    scales: `scales_of` the manifest; use_ue8m0: FP8 scales are powers of two
     """
     dtype = manifest[name][1]
-    if dtype in _QUANTIZED:
-        values = values.float()
-        q, scale = quantize_fp4(values) if dtype == "I8" else per_block_cast_to_fp8(values, use_ue8m0)
-        return {name: q, scales[name]: scale.to(_TORCH_DTYPE[manifest[scales[name]][1]])}
-    if dtype not in _TORCH_DTYPE:
-        accepted = ", ".join((*_TORCH_DTYPE, *_QUANTIZED))
-        raise ValueError(f"manifest: {name} is {dtype}; tensors that can be written are {accepted}")
-    return {name: values.to(_TORCH_DTYPE[dtype]).contiguous()}
+    if dtype not in _KINDS:
+        return {name: values.to(torch_dtype(dtype)).contiguous()}
+    q, scale = quantize(values.float(), _KINDS[dtype], use_ue8m0=use_ue8m0)
+    return {name: q, scales[name]: scale.to(torch_dtype(manifest[scales[name]][1]))}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """name: the safetensors library's."""
+    return next(dtype for dtype, known in DTYPES.items() if known == name)
+
+
+def uses_ue8m0(config: ModelConfig) -> bool:
+    """Whether FP8 scales of the checkpoint are powers of two."""
+    return config.quantization is not None and config.quantization.scale_fmt == "ue8m0"

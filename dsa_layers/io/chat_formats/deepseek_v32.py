@@ -1,18 +1,18 @@
-"""DeepSeek-V3.2's format, of the encoder that its release holds: encoding/encoding_dsv32.py."""
+"""DeepSeek-V3.2's chat format, as in its release's encoder: encoding/encoding_dsv32.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsa_layers.errors import TokenizerError
-from dsa_layers.io.chat_formats.chat_options import ChatOptions, read_options
-from dsa_layers.io.chat_formats.conversation import (
+from dsa_layers.io.chat_formats.markup import ASSISTANT, BOS, DSML, END_THINK, EOS, THINK, USER, appendix, calls_block
+from dsa_layers.io.chat_formats.messages import (
+    ChatOptions,
     Message,
     last_user,
-    read_conversation,
+    read_messages,
+    read_options,
     without_earlier_developers,
 )
-from dsa_layers.io.chat_formats.dsml import appendix, calls_block
-from dsa_layers.io.chat_formats.tokens import ASSISTANT, BOS, DSML, END_THINK, EOS, THINK, USER
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CALLS = "function_calls"
@@ -56,7 +56,7 @@ def deepseek_v32(messages: Any, tools: Any, options: Mapping[str, Any], *, add_g
     True). With thinking, drop_thinking drops developer messages that come before the last message of a user or
     developer. Earlier reasoning is always left out."""
     chosen = read_options(options, thinking=False)
-    conversation = read_conversation(messages, tools, _ROLES)
+    conversation = read_messages(messages, tools, _ROLES)
     if chosen.thinking and chosen.drop_thinking:
         conversation = without_earlier_developers(conversation)
     text = BOS
@@ -84,25 +84,17 @@ def _message(messages: Sequence[Message], i: int, options: ChatOptions) -> tuple
         begin = "\n\n<function_results>" if number == 1 else ""
         text = f"{begin}\n<result>{message.content}</result>"
         return (f"{text}\n</function_results>", f"\n\n{thinks}") if number == calls else (text, "")
-    reasoning = ""
-    if options.thinking and i > last:
-        if not message.reasoning and not message.tool_calls:
-            raise TokenizerError(
-                f"{message.place}: must have reasoning_content or tool_calls after the last user's message when "
-                "thinking is on, got neither"
-            )
-        reasoning = message.reasoning + END_THINK
-    return reasoning + message.content + calls_block(_CALLS, message, keep_invalid=False) + EOS, ""
+    reasons = options.thinking and i > last
+    return (message.reasoning + END_THINK if reasons else "") + message.content + calls_block(_CALLS, message) + EOS, ""
 
 
 def _result_of(messages: Sequence[Message], i: int) -> tuple[int, int]:
-    """(which of the results after an assistant's message this is, from 1 on; how many calls that message has)."""
-    before = next((j for j in range(i, -1, -1) if messages[j].role != "tool"), None)
-    if before is None or messages[before].role != "assistant":
-        raise TokenizerError(f"{messages[i].place}: a tool's result must follow the assistant's message that calls it")
+    """(the number of this result among those after an assistant's message, from 1 on; that message's calls)."""
+    before = next((j for j in range(i, -1, -1) if messages[j].role != "tool"), i)
     calls = len(messages[before].tool_calls)
-    if i - before > calls:
+    if not 0 < i - before <= calls:
         raise TokenizerError(
-            f"{messages[i].place}: is result {i - before} of {messages[before].place}, which has {calls} tool calls"
+            f"{messages[i].place}: a tool's result must follow the assistant's message that calls it; result "
+            f"{i - before} of {calls} calls"
         )
     return i - before, calls

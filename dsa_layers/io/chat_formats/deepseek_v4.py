@@ -1,18 +1,11 @@
-"""DeepSeek-V4's format, of the encoder that its release holds: encoding/encoding_dsv4.py."""
+"""DeepSeek-V4's chat format, as in its release's encoder: encoding/encoding_dsv4.py."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from dsa_layers.io.chat_formats.chat_options import read_options
-from dsa_layers.io.chat_formats.conversation import (
-    Message,
-    last_user,
-    read_conversation,
-    without_earlier_developers,
-)
-from dsa_layers.io.chat_formats.dsml import appendix, calls_block
-from dsa_layers.io.chat_formats.tokens import (
+from dsa_layers.io.chat_formats.markup import (
     ASSISTANT,
     BOS,
     DSML,
@@ -21,6 +14,15 @@ from dsa_layers.io.chat_formats.tokens import (
     LATEST_REMINDER,
     THINK,
     USER,
+    appendix,
+    calls_block,
+)
+from dsa_layers.io.chat_formats.messages import (
+    Message,
+    last_user,
+    read_messages,
+    read_options,
+    without_earlier_developers,
 )
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
@@ -76,7 +78,7 @@ def deepseek_v4(messages: Any, tools: Any, options: Mapping[str, Any], *, add_ge
     tool or developer. It has no effect if a message has tools.
     """
     chosen = read_options(options, thinking=True, efforts=_EFFORTS)
-    conversation = _users_turns(read_conversation(messages, tools, _ROLES))
+    conversation = _users_turns(read_messages(messages, tools, _ROLES))
     drop = chosen.drop_thinking and not any(message.tools for message in conversation)
     if chosen.thinking and drop:
         conversation = without_earlier_developers(conversation)
@@ -86,7 +88,7 @@ def deepseek_v4(messages: Any, tools: Any, options: Mapping[str, Any], *, add_ge
         if message.role == "assistant":
             reasons = chosen.thinking and (not drop or i > last)
             text += (message.reasoning + END_THINK if reasons else "") + message.content
-            text += calls_block(_CALLS, message, keep_invalid=True) + EOS
+            text += calls_block(_CALLS, message) + EOS
         else:
             text += _of_others(message)
         following = conversation[i + 1].role if i + 1 < len(conversation) else None
@@ -108,21 +110,18 @@ def _of_others(message: Message) -> str:
 
 
 def _users_turns(messages: Sequence[Message]) -> list[Message]:
-    """Consecutive messages of the user and of tools as one message of the user."""
+    """Join consecutive messages of the user and of tools into one message of the user."""
     turns: list[Message] = []
-    calls: dict[str, int] = {}  # the places of the last calls, by their ids
-    parts: list[Message] = []
-    for message in [*messages, None]:
-        if message is not None and message.role in ("user", "tool"):
-            parts.append(message)
-            continue
-        if parts:
+    calls: dict[str, int] = {}  # id -> position among the last message's calls
+    for of_user, group in groupby(messages, lambda message: message.role in ("user", "tool")):
+        parts = list(group)
+        if of_user:
             turns.append(replace(parts[0], role="user", content=_joined(parts, calls)))
-            parts = []
-        if message is not None:
-            turns.append(message)
+            continue
+        turns += parts
+        for message in parts:
             if message.tool_calls:
-                calls = {call.call_id: i for i, call in enumerate(message.tool_calls) if call.call_id}
+                calls = {call["id"]: i for i, call in enumerate(message.tool_calls) if call.get("id")}
     return turns
 
 

@@ -1,5 +1,9 @@
 """Conversations and the prompts that DeepSeek's formats make of them, written by hand."""
 
+from dsa_layers.io.chat_formats.deepseek_v4 import _MAX_EFFORT as MAX_EFFORT
+from dsa_layers.io.chat_formats.deepseek_v4 import _TOOLS as V4_TEXT
+from dsa_layers.io.chat_formats.deepseek_v32 import _TOOLS as V32_TEXT
+
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 FUNCTION = {"name": "add", "description": "à + b"}
 TOOLS = [{"type": "function", "function": FUNCTION}]
@@ -36,75 +40,7 @@ V32_CALLS = WRITTEN_CALLS.replace("BLOCK", "function_calls")
 V4_CALLS = WRITTEN_CALLS.replace("BLOCK", "tool_calls")
 FORMAT = '\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n{"type": "object"}'
 
-V32_TOOLS = f"""\
-## Tools
-You have access to a set of tools you can use to answer the user's question.
-You can invoke functions by writing a "<｜DSML｜function_calls>" block like the following as part of your reply to the \
-user:
-<｜DSML｜function_calls>
-<｜DSML｜invoke name="$FUNCTION_NAME">
-<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
-...
-</｜DSML｜invoke>
-<｜DSML｜invoke name="$FUNCTION_NAME2">
-...
-</｜DSML｜invoke>
-</｜DSML｜function_calls>
-String and scalar parameters should be specified as is without any escaping or quotes, while lists and objects should \
-use JSON format. The "string" attribute should be set to "true" for string type parameters and "false" for other types \
-(numbers, booleans, arrays, objects).
-If the thinking_mode is enabled, then after function results you should strongly consider outputting a thinking block. \
-Here is an example:
-<｜DSML｜function_calls>
-...
-</｜DSML｜function_calls>
-<function_results>
-...
-</function_results>
-<think>...thinking about results</think>
-Here are the functions available in JSONSchema format:
-<functions>
-{SCHEMA}
-</functions>
-"""
-V4_TOOLS = f"""\
-## Tools
-
-You have access to a set of tools to help answer the user's question. You can invoke tools by writing a \
-"<｜DSML｜tool_calls>" block like the following:
-
-<｜DSML｜tool_calls>
-<｜DSML｜invoke name="$TOOL_NAME">
-<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
-...
-</｜DSML｜invoke>
-<｜DSML｜invoke name="$TOOL_NAME2">
-...
-</｜DSML｜invoke>
-</｜DSML｜tool_calls>
-
-String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, \
-objects), pass the value in JSON format and set `string="false"`.
-
-If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside <think>...</think> \
-BEFORE any tool calls or final response.
-
-Otherwise, output directly after </think> with tool calls or final response.
-
-### Available Tool Schemas
-
-{SCHEMA}
-
-You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
-"""
-MAX_EFFORT = """\
-Reasoning Effort: Absolute maximum with no shortcuts permitted.
-You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, \
-rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.
-Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, \
-and rejected hypothesis to ensure absolutely no assumption is left unchecked.
-
-"""
+V32_TOOLS, V4_TOOLS = (text.replace("SCHEMAS", SCHEMA) for text in (V32_TEXT, V4_TEXT))
 
 QUESTION = [says("user", "Q")]
 EARLIER = [says("system", "S"), says("user", "Q1"), says("assistant", "A1", reasoning_content="R1"), says("user", "Q2")]
@@ -118,7 +54,6 @@ V32 = [
     ("a question", QUESTION, {}, f"{USER}Q{ASSISTANT}</think>"),
     ("parts", PARTS, {}, f"{USER}a\n\nb{ASSISTANT}</think>"),
     ("thinking", QUESTION, {"thinking": True}, f"{USER}Q{ASSISTANT}<think>"),
-    ("thinking, named otherwise", QUESTION, {"enable_thinking": True}, f"{USER}Q{ASSISTANT}<think>"),
     ("no reply begun", QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
     (
         "earlier reasoning is dropped",
@@ -159,27 +94,11 @@ V32 = [
         f"S{USER}Q{ASSISTANT}<think>R</think>{V32_CALLS}{EOS}\n\n<function_results>\n<result>2</result>\n"
         "<result>1</result>\n</function_results>\n\n<think>",
     ),
-    (
-        "results of tools, no reply begun",
-        CALLED,
-        {"add_generation_prompt": False},
-        f"S{USER}Q{ASSISTANT}</think>{V32_CALLS}{EOS}\n\n<function_results>\n<result>2</result>\n"
-        "<result>1</result>\n</function_results>",
-    ),
 ]
 V4 = [
     ("a question", QUESTION, {}, f"{USER}Q{ASSISTANT}<think>"),
-    ("parts", PARTS, {}, f"{USER}a\n\nb{ASSISTANT}<think>"),
     ("no thinking", QUESTION, {"enable_thinking": False}, f"{USER}Q{ASSISTANT}</think>"),
-    ("no effort", QUESTION, {"reasoning_effort": "none"}, f"{USER}Q{ASSISTANT}</think>"),
-    ("high effort", QUESTION, {"reasoning_effort": "high"}, f"{USER}Q{ASSISTANT}<think>"),
     ("greatest effort", QUESTION, {"reasoning_effort": "max"}, f"{MAX_EFFORT}{USER}Q{ASSISTANT}<think>"),
-    (
-        "effort without thinking",
-        QUESTION,
-        {"reasoning_effort": "max", "thinking": False},
-        f"{USER}Q{ASSISTANT}</think>",
-    ),
     ("no reply begun", QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
     (
         "earlier reasoning is dropped",

@@ -1,14 +1,32 @@
-"""Random damage to files of checkpoints: to what their JSON says, and to their bytes.
+"""Damage to files of checkpoints: hostile values, and random changes of their JSON and of their bytes.
 
-`make test` draws the same few examples each time; DSA_HOSTILE_EXAMPLES=4000 draws so many, and others each time.
+`make test` draws the same few examples each time; DSA_HOSTILE_EXAMPLES=4000 draws 4000, and others each time.
 """
 
+import json
+import math
 import os
+from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.layers.io.hostile_files import VALUES
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4302338560\n"
+
+# What a number, or any other value, can be in JSON.
+HUGE = 10**400
+VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 0.5, 1e-320, True, "8", None]
+VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
+
+
+def write_safetensors(path: Path, header: bytes | str | dict[str, Any], zeros: int = 0) -> None:
+    """Write a file with this header and so many zeros as data, which take no room on the disk."""
+    header = json.dumps(header) if isinstance(header, dict) else header
+    content = header.encode() if isinstance(header, str) else header
+    path.write_bytes(len(content).to_bytes(8, "little") + content)
+    os.truncate(path, 8 + len(content) + zeros)
+
 
 EXAMPLES = int(os.environ.get("DSA_HOSTILE_EXAMPLES", "60"))
 

@@ -18,7 +18,6 @@ from tests.layers.generation.families import FAMILIES
 from tests.layers.io.stand_ins import changed, read_tensors
 
 PREFIX = {"deepseek_v32": "model.layers.4.", "glm_moe_dsa": "model.layers.5.", "deepseek_v4": "mtp.0."}
-EXPERTS = dict.fromkeys(PREFIX, "mlp.experts.down_proj") | {"deepseek_v4": "ffn.experts.down_proj"}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
 
@@ -113,35 +112,6 @@ def test_quantised_weights(directory, model_type):
         done += n
 
 
-def test_float_pages(directory):
-    model = load(directory, kv_cache="model")
-    assert torch.bfloat16 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
-    model = load(directory, dtype=torch.float32, dequantize=True, kv_cache="fp8")
-    assert torch.uint8 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
-
-
-def test_widened_experts_give_the_same_states(directory, model_type):
-    kept, widened = load(directory), load(directory, widen_experts=True)
-    dtypes = [model.drafter.block.get_parameter(EXPERTS[model_type]).dtype for model in (kept, widened)]
-    stored = torch.int8 if model_type == "deepseek_v4" else torch.float8_e4m3fn
-    assert dtypes == [stored, torch.float8_e4m3fn]
-    states, expected = draft(kept)
-    assert torch.equal(draft(widened, states)[1], expected)
-
-
-def test_joint_products_give_the_states_of_single_ones(directory, model_type, monkeypatch):
-    joined = load(directory)
-    monkeypatch.setattr(loading_module.joint_linear, "join", lambda model: None)
-    apart = load(directory)
-    storages = []
-    for model in (joined, apart):
-        attention = model.drafter.block.get_submodule("attn" if model_type == "deepseek_v4" else "self_attn")
-        storages.append(len({x.weight.untyped_storage().data_ptr() for x in attention.joint_layers()[-2:]}))
-    assert storages == [1, 2]
-    states, expected = draft(apart)
-    assert torch.equal(draft(joined, states)[1], expected)
-
-
 def test_it_trains(directory):
     model = load(directory, dtype=torch.float32, dequantize=True, trainable=True)
     batch = SequenceBatch.without_cache([40])
@@ -152,22 +122,6 @@ def test_it_trains(directory):
         learns = ".indexer." not in name and not name.endswith(("gate.e_score_correction_bias", "gate.bias"))
         assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
     assert next(model.parameters()).grad.any()  # the embedding, by way of the states and of the tokens
-
-
-@pytest.mark.slow
-def test_copies_are_not_read(directory, model_type, tmp_path):
-    """What they hold has no effect: the layer shares the model's embedding and head."""
-    head = {"deepseek_v4": ("emb.tok_emb.weight", "head.weight")}.get(
-        model_type, ("embed_tokens.weight", "shared_head.head.weight")
-    )
-
-    def add(tensors):
-        vocabulary, hidden = 2048, 512
-        for name in head:
-            tensors[PREFIX[model_type] + name] = torch.full((vocabulary, hidden), torch.nan, dtype=torch.bfloat16)
-
-    _, expected = draft(load(directory))
-    assert torch.equal(draft(load(changed(directory, tmp_path, add)))[1], expected)
 
 
 def fields_of(directory, layers):
@@ -209,21 +163,15 @@ def without(beginning):
 def test_a_checkpoint_without_the_layer(directory, model_type, tmp_path):
     """By its configuration, or by its files alone."""
     drop, fields = without(PREFIX[model_type]), fields_of(directory, 0)
-    told = rf"^drafter: {re.escape(str(tmp_path))}/config\.json has num_nextn_predict_layers=0; accepted: a checkpoint"
-    lacking = r"drafter: holds no tensor of multi-token-prediction layer 0; config\.json"
-    for change, error, message in ((fields, ValueError, told), ({}, CheckpointError, lacking)):
+    told = r"^drafter: config\.json has num_nextn_predict_layers=0; accepted: a checkpoint"
+    for change, error, message in (
+        (fields, ValueError, told),
+        ({}, CheckpointError, r"drafter\..*: missing; expected"),
+    ):
         changed(directory, tmp_path, drop, **change)
         with pytest.raises(error, match=message):
             load(tmp_path)
         assert load_model(tmp_path, progress=False).drafter is None
-
-
-def test_a_configuration_with_more_layers_than_the_files(directory, tmp_path):
-    changed(directory, tmp_path, lambda tensors: None, **fields_of(directory, 7))
-    told = r"drafter: holds no tensor of multi-token-prediction layer 1; config.json has num_nextn_predict_layers=7$"
-    with pytest.raises(CheckpointError, match=told):
-        load(tmp_path)
-    assert load_model(tmp_path, progress=False).drafter is None
 
 
 def test_a_configuration_with_fewer_layers_than_the_files(directory, model_type, tmp_path):
@@ -231,9 +179,7 @@ def test_a_configuration_with_fewer_layers_than_the_files(directory, model_type,
     if model_type == "deepseek_v4":  # whose names tell the layers apart
         assert load_model(tmp_path, progress=False).drafter is None
         return
-    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
-    told = f"{tmp_path}: holds tensors of layer {layers}; config.json has num_hidden_layers={layers} and num_nextn_"
-    with pytest.raises(CheckpointError, match=f"^{re.escape(told)}predict_layers=0$"):
+    with pytest.raises(CheckpointError, match=f"unexpected {PREFIX[model_type]}"):
         load_model(tmp_path, progress=False)
 
 
@@ -250,7 +196,7 @@ def of_another_shape(tensors):
             of_another_shape,
             [
                 "2 problems, nothing was loaded",
-                "drafter.hnorm.weight (stored as mtp.0.hnorm.weight) has shape [256]; the model expects [512]",
+                "drafter.hnorm.weight (stored as mtp.0.hnorm.weight) has shape [256]; expected [512]",
                 "unexpected drafter.e_proj.bias (stored as mtp.0.e_proj.bias)",
             ],
         ),

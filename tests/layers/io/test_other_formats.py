@@ -3,13 +3,11 @@
 import json
 
 import pytest
-import torch
 
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.families.published import published_config
-from dsa_layers.io.directory import INDEX_NAME, Checkpoint
+from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.loading import load_model
-from tests.layers.io.stand_ins import failure, like, stand_in, write
 
 CONFIG = published_config("deepseek_v32_config.json")
 MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
@@ -49,22 +47,3 @@ def test_the_format_of_another_tool_is_named_in_one_line(tmp_path, files, said):
         Checkpoint(tmp_path) if of_files else load_model(tmp_path, device="cpu", progress=False)
     message = str(error.value)
     assert said in message and "accepted: Hugging Face's safetensors" in message and "\n" not in message
-
-
-def test_the_file_of_a_missing_tensor_is_named(tmp_path):
-    first, last = {"layers.0.a": torch.ones(1)}, {"layers.2.a": torch.ones(1), "norm": torch.ones(1)}
-    both = like(first | last | {"layers.0.b": torch.ones(1)})
-    write(tmp_path, first, last)
-    assert "layers.0.b: missing; the model expects F32 [1]; it would be in 1.st" in failure(stand_in(both), tmp_path)
-    # As where the index was written from the files that had come.
-    index = json.loads((tmp_path / INDEX_NAME).read_text())
-    for file in ("1.st", "2.st"):
-        (tmp_path / file).rename(tmp_path / f"model-0000{2 * int(file[0]) - 1}-of-00003.safetensors")
-    names = {"1.st": "model-00001-of-00003.safetensors", "2.st": "model-00003-of-00003.safetensors"}
-    (tmp_path / INDEX_NAME).write_text(
-        json.dumps({"weight_map": {k: names[v] for k, v in index["weight_map"].items()}})
-    )
-    assert "F32 [1]; it would be in model-00002-of-00003.safetensors" in failure(stand_in(both), tmp_path)
-    (tmp_path / names["1.st"]).unlink()
-    with pytest.raises(CheckpointError, match=f"{names['1.st']}: missing, though .* lists it for layers.0.a"):
-        Checkpoint(tmp_path)

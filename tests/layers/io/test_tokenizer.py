@@ -1,12 +1,16 @@
+"""Tokenizers and chat templates of checkpoints, and those that a stranger could have written."""
+
 import json
+import re
 from datetime import datetime
 
 import pytest
 import tokenizers
+from hypothesis import given
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
+from tests.layers.io.damage import HUGE, LFS_POINTER, damaged, examples, torn
 
 BOS, EOS, USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
@@ -32,7 +36,7 @@ def byte_level(post_processor=None):
 
 def make(directory, post_processor=None, **config):
     byte_level(post_processor).save(str(directory / "tokenizer.json"))
-    config = {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True, **config}
+    config = {"bos_token": BOS, "eos_token": {"__type": "AddedToken", "content": EOS}, "add_bos_token": True, **config}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(directory)
 
@@ -57,29 +61,6 @@ def test_bos_never_comes_twice(tmp_path):
     assert tokenizer.encode(TEXT) == plain
     assert tokenizer.encode(TEXT, add_bos=False) == plain[1:]
     assert tokenizer.encode(BOS + TEXT) == plain
-
-
-@pytest.mark.parametrize("form", [str, lambda text: {"__type": "AddedToken", "content": text, "lstrip": False}])
-def test_special_tokens_as_text_or_object(tmp_path, form):
-    tokenizer = make(tmp_path, bos_token=form(BOS), eos_token=form(EOS), pad_token=form(EOS))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
-
-
-def test_characters_without_a_token_are_told(tmp_path):
-    make(tmp_path)
-    fields = json.loads((tmp_path / "tokenizer.json").read_text())
-    fields["model"] |= {"vocab": {"a": 0}, "merges": []}
-    fields["pre_tokenizer"] = None
-    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    tokenizer = Tokenizer(tmp_path)
-    with pytest.warns(UserWarning, match=r"tokenizer\.json: has no token for 'xyz': left out$"):
-        assert len(tokenizer.encode(f"{USER}xay a{USER}z", add_bos=False)) == 4
-
-
-@pytest.mark.filterwarnings("error")
-def test_white_space_and_parts_of_characters_are_no_missing_tokens(tmp_path):
-    trims = processors.ByteLevel(trim_offsets=True)
-    assert make(tmp_path, trims).encode(" à  😀\n\tb " + TEXT)
 
 
 def test_chat_template(tmp_path):
@@ -115,20 +96,20 @@ def test_chat_template_helpers(tmp_path):
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ raise_exception('only two roles') }}", "chat template: only two roles"),
-        ("{{ messages[0]['name'] + 'x' }}", "chat template: .*has no attribute 'name'"),
-        ("{{ messages[0]['content'] + none }}", "chat template: "),
-        ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
-        ("{{ messages.append(1) }}", "chat template: .*'append' of 'list' object is unsafe"),
-        ("a\n\n{% if %}", "chat template: line 3: Expected an expression, got 'end of statement block'$"),
-        ("", "chat template: writes no text for these messages$"),
-        ("{{ nothing }}", "chat template: writes no text for these messages$"),
-        ("{{ '\\ud800' }}", "chat template: writes surrogates, which are not Unicode text$"),
+        ("{{ raise_exception('only two roles') }}", "only two roles$"),
+        ("{{ raise_exception('x' * 100000) }}", "x{500}$"),
+        ("{{ messages[0]['name'] + 'x' }}", ".*has no attribute 'name'"),
+        ("{{ cycler.__init__.__globals__.os }}", ".*unsafe"),
+        ("{{ messages.append(1) }}", ".*'append' of 'list' object is unsafe"),
+        ("{% include '/etc/passwd' %}", "TypeError: no loader for this environment"),
+        ("a\n\n{% if %}", "line 3: Expected an expression, got 'end of statement block'$"),
+        ("{{ 'x' * 10**17 }}", "MemoryError: "),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
     ],
 )
 def test_chat_template_failures(tmp_path, template, expected):
     tokenizer = make(tmp_path, chat_template=template)
-    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: {expected}"):
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: chat template: {expected}"):
         tokenizer.apply_chat_template(MESSAGES)
 
 
@@ -149,16 +130,6 @@ def test_where_the_chat_template_is(tmp_path):
         broken.apply_chat_template([])
 
 
-def test_a_block_of_a_reply_is_rendered_as_by_transformers(tmp_path):
-    template = (
-        "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n  {% generation %}\n<{{ m.content }}>"
-        "{% set x = 1 %}\n"
-        "    {% endgeneration %}\n{{ x }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-    )
-    expected, _ = render_jinja_template(conversations=[MESSAGES], chat_template=template)
-    assert [make(tmp_path, chat_template=template).apply_chat_template(MESSAGES)] == expected
-
-
 def test_a_misspelt_variable_of_a_template(tmp_path):
     template = "{{ bos_token }}{% for m in messages %}{% set n = m.content %}{{ n if thinking else '' }}{% endfor %}"
     tokenizer = make(tmp_path, chat_template=template)
@@ -169,3 +140,103 @@ def test_a_misspelt_variable_of_a_template(tmp_path):
         tokenizer.apply_chat_template(MESSAGES, thinkin=True)
     with pytest.raises(TokenizerError, match=r"accepted: none$"):
         make(tmp_path, chat_template="{{ messages }}").apply_chat_template(MESSAGES, n=True)
+
+
+# Files that a stranger could have written.
+
+
+SMALL_TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+}
+
+
+def small(directory, changes=None, **config):
+    (directory / "tokenizer.json").write_text(json.dumps(SMALL_TOKENIZER | (changes or {})))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("content", [LFS_POINTER, b"\xff\xfe", b'{"a":' * 100_000, b'{"half": ', None])
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    small(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere") if content is None else path.write_bytes(b"{{" * (name[0] == "c") + content)
+    with pytest.raises(TokenizerError, match=re.escape(str(path))):
+        Tokenizer(tmp_path).apply_chat_template([])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_file_is_named(tmp_path, name):
+    small(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(TokenizerError, match=re.escape(f"{tmp_path / name}: no such file; a checkpoint needs it")):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # The library panics: the exception is no subclass of Exception.
+        {
+            "model": {
+                "type": "BPE",
+                "vocab": {"é": 0, "b": 1},
+                "merges": [["é", "b"]],
+                "continuing_subword_prefix": "éé",
+            }
+        },
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": {"type": "BPE", "vocab": {"a": HUGE}, "merges": []}},
+        {"model": None},
+    ],
+)
+def test_tokenizers_that_cannot_be(tmp_path, changes, capfd):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a tokenizer: "):
+        small(tmp_path, changes)
+
+
+def test_a_tokenizer_that_cannot_encode(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot encode a text of 1 characters: "):
+        small(tmp_path, {"model": model}).encode("b")
+
+
+def test_truncation_is_not_applied(tmp_path):
+    truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    assert small(tmp_path, {"truncation": truncation}).encode("abba") == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"bos_token": 1}, "bos_token is 1; accepted: a string"),
+        ({"bos_token": {"content": []}}, "bos_token is {'content': \\[\\]}; accepted"),
+        ({"eos_token": "\ud800"}, "eos_token '\\\\ud800' cannot be looked up"),
+        ({"eos_token": "x" * 100_000}, "eos_token 'xxx.*' is no token of"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "accepted: a string or a list of named strings"),
+        ({"chat_template": {"default": "x"}}, "chat_template is {'default': 'x'}"),
+    ],
+)
+def test_tokenizer_configs(tmp_path, config, expected):
+    with pytest.raises(TokenizerError, match=expected) as error:
+        small(tmp_path, **config)
+    assert len(str(error.value)) < 2000
+
+
+@examples
+@given(
+    damaged(SMALL_TOKENIZER) | torn(json.dumps(SMALL_TOKENIZER).encode()),
+    damaged({"bos_token": "a", "eos_token": {"content": "b"}}),
+)
+def test_damaged_tokenizers(tmp_path, content, config):
+    (tmp_path / "tokenizer.json").write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    try:
+        damaged_one = Tokenizer(tmp_path)
+        assert isinstance(damaged_one.decode(damaged_one.encode("abba")), str)
+    except TokenizerError:
+        pass

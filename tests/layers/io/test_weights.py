@@ -1,18 +1,28 @@
-"""Weights of a checkpoint in a model: as they are, cast and dequantised, and tensors that do not fit."""
+"""Weights of a checkpoint in a model: as they are, cast, dequantised, cut, and tensors that do not fit."""
 
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from dsa import dequantize_per_block, per_block_cast_to_fp8
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io import directory as directory_module
+from dsa_layers.io import memory
 from dsa_layers.io import weights as weights_module
 from dsa_layers.io.directory import SINGLE_NAME, Checkpoint
 from dsa_layers.io.weights import load_weights
 from tests.layers.io.stand_ins import BF16, F32, FP8, failure, like, stand_in, write
+
+
+@pytest.fixture
+def shards():
+    generator = torch.Generator().manual_seed(0)
+    q, scale = per_block_cast_to_fp8(torch.randn(576, 256, generator=generator))
+    first = {"embed.weight": torch.randn(6, 4, generator=generator).bfloat16(), "layer.proj.weight": q}
+    second = {"layer.proj.weight_scale_inv": scale, "layer.ids": torch.arange(5), "norm.weight": torch.ones(4)}
+    return first, second
 
 
 def test_loads_tensors_as_they_are(tmp_path, shards):
@@ -53,16 +63,6 @@ def test_dequantises_ragged_blocks(tmp_path, dtype):
     assert model.w.dtype == dtype
 
 
-def test_a_tensor_that_cannot_be_read_is_named(tmp_path):
-    save_file({"weight": torch.ones(2, 2)}, tmp_path / SINGLE_NAME)
-    checkpoint = Checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no tensor bias"):
-        checkpoint.read("bias")
-    (tmp_path / SINGLE_NAME).unlink()
-    with pytest.raises(CheckpointError, match="cannot read weight"):
-        checkpoint.read("weight")
-
-
 def test_copy_outlives_the_file(tmp_path):
     path = tmp_path / SINGLE_NAME
     save_file({"a": torch.ones(1000)}, path)
@@ -74,22 +74,8 @@ def test_copy_outlives_the_file(tmp_path):
     assert model.a.eq(1).all()
 
 
-def test_skip_ignores_and_reads_nothing(tmp_path, shards, monkeypatch):
-    write(tmp_path, *shards)
-    read = []
-    original = Checkpoint.read
-    monkeypatch.setattr(
-        Checkpoint, "read", lambda self, name, *options: read.append(name) or original(self, name, *options)
-    )
-    model = stand_in({"norm.weight": ((4,), torch.float32)})
-    load_weights(model, tmp_path, skip=lambda name: name.startswith(("embed.", "layer.")), progress=False)
-    assert read == ["norm.weight"]
-    message = failure(stand_in(like(shards[1])), tmp_path, skip=lambda name: "norm" in name or "embed" in name)
-    assert "norm.weight: missing; the model expects F32 [4]" in message
-
-
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
-def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
+def test_progress_counts_every_byte_that_is_read_once(tmp_path, shards, monkeypatch, dtype):
     write(tmp_path, *shards, {"mtp": torch.ones(100)})
     stored = {**shards[0], **shards[1]}
     tqdm = MagicMock()
@@ -101,42 +87,39 @@ def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
     options = tqdm.call_args.kwargs
     updates = tqdm.return_value.__enter__.return_value.update.call_args_list
     assert sum(call.args[0] for call in updates) == options["total"] == sum(tensor.nbytes for tensor in stored.values())
-    assert (options["unit"], options["unit_scale"], options["disable"]) == ("B", True, None)  # off but on a terminal
+    assert options["disable"] is None  # off except on a terminal
 
 
-def test_every_file_is_opened_once(tmp_path, monkeypatch):
-    """Also files of scales, though weights and scales are read in turn: each opening parses the whole header."""
-    opened, original = [], directory_module.safe_open
-    monkeypatch.setattr(
-        directory_module, "safe_open", lambda path, **options: opened.append(path.name) or original(path, **options)
-    )
-    names = [f"{i}.weight" for i in "zya"]
-    weights = {name: torch.ones(128, 128).to(FP8) for name in names}
-    floats = ({f"{file}.{leaf}": torch.ones(2) for leaf in "zya"} for file in range(2))
-    write(tmp_path, weights, {f"{name}_scale_inv": torch.ones(1, 1) for name in names}, *floats)
-    wanted = dict.fromkeys(names, ((128, 128), F32)) | {f"{i}.{leaf}": ((2,), F32) for leaf in "azy" for i in (1, 0)}
-    load_weights(stand_in(wanted), tmp_path, progress=False)
-    assert opened == ["1.st", "2.st", "3.st", "4.st"]
-
-
-def test_failing_read_leaves_the_model_on_meta(tmp_path, shards, monkeypatch):
+def test_a_failing_read_names_the_tensor_and_leaves_the_model_on_meta(tmp_path, shards):
     write(tmp_path, *shards)
+    checkpoint = Checkpoint(tmp_path)
 
-    class Failing:
-        def __init__(self, path, framework):
-            self.path = path
+    def opened(file, opened=checkpoint._opened):
+        if file == "2.st":
+            raise SafetensorError("input/output error")
+        return opened(file)
 
-        def get_tensor(self, name):
-            if name == "layer.ids":
-                raise SafetensorError("input/output error")
-            return load_file(self.path)[name]
-
-    monkeypatch.setattr(directory_module, "safe_open", Failing)
-    message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
-    assert f"{tmp_path / '2.st'}: cannot read layer.ids (I64 [5]): input/output error" in message
+    checkpoint._opened = opened
+    message = failure(stand_in(like({**shards[0], **shards[1]})), checkpoint)
+    assert f"{tmp_path / '2.st'}: cannot read layer.proj.weight_scale_inv (F32 [5, 2]): input/output error" in message
 
 
-# What a header can say that does not fit the model.
+def test_a_model_beyond_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights_module, "memory_of", lambda device: 999)
+    save_file({"a": torch.zeros(1000, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
+    message = failure(stand_in({"a": ((1000,), torch.int8)}), tmp_path)
+    assert message == f"{tmp_path}: the model takes 0.0 GB; the memory of cpu is 0.0 GB"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max\n", 120 * 1024), ("4096\n", 4096)])
+def test_the_memory_of_a_machine(tmp_path, monkeypatch, limit, expected):
+    for name, content in (("_TOTALS", "MemTotal: 100 kB\nSwapTotal: 20 kB\n"), ("_LIMIT", limit)):
+        monkeypatch.setattr(memory, name, tmp_path / name)
+        (tmp_path / name).write_text(content)
+    assert memory.memory_of("cpu") == expected and memory.memory_of("meta") is None
+
+
+# Tensors that do not fit.
 
 
 MATRIX, MATRIX_BF16 = torch.ones(576, 256).to(FP8), {"a": ((576, 256), BF16)}
@@ -147,27 +130,31 @@ BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
 @pytest.mark.parametrize(
     ("stored", "wanted", "expected"),
     [
-        ({}, {"a": ((2, 3), BF16)}, "a: missing; the model expects BF16 [2, 3]"),
+        ({}, {"a": ((2, 3), BF16)}, "a: missing; expected BF16 [2, 3]"),
+        ({}, MATRIX_FP8, "a: missing; expected F8_E4M3 [576, 256]"),
         ({"a": torch.ones(2, 3)}, {}, "model.safetensors: unexpected a (F32 [2, 3])"),
-        ({"a": torch.ones(2, 3)}, {"a": ((3, 2), F32)}, "safetensors: a has shape [2, 3]; the model expects [3, 2]"),
-        ({"a": torch.arange(3)}, {"a": ((3,), F32)}, "a is I64; the model's torch.float32 accepts BF16, F16, F32"),
-        ({"a": torch.arange(3)}, {"a": ((3,), torch.int32)}, "a is I64; the model's torch.int32 accepts I32"),
-        ({"a": torch.ones(3)}, {"a": ((3,), torch.int64)}, "a is F32; the model's torch.int64 accepts I64"),
-        ({"a": torch.ones(3)}, {"a": ((3,), FP8)}, "a is F32; the model expects F8_E4M3. For a checkpoint that is not"),
-        ({"a": torch.ones(3)}, {"a": ((3,), FP8)}, "quantised, build the model in the dequantised mode"),
-        # dequantised: the scale is part of the weight
-        ({"a": MATRIX}, MATRIX_BF16, "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 or"),
+        ({"a": torch.ones(2, 3)}, {"a": ((3, 2), F32)}, "safetensors: a has shape [2, 3]; expected [3, 2]"),
+        ({"a": torch.arange(3)}, {"a": ((3,), F32)}, "a is I64; expected BF16 or F16 or F32"),
+        ({"a": torch.arange(3)}, {"a": ((3,), torch.int32)}, "a is I64; expected I32"),
+        ({"a": torch.ones(3)}, {"a": ((3,), torch.int64)}, "a is F32; expected I64"),
         (
-            {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)},
-            MATRIX_BF16,
-            "a_scale_inv is F32 [4, 2]; expected F32 or F8_E8M0 [5,",
+            {"a": torch.ones(576, 256)},
+            MATRIX_FP8,
+            "a is F32; expected F8_E4M3. Load a checkpoint that is not quantised",
         ),
-        (BF16_SCALE, MATRIX_BF16, "a_scale_inv is BF16 [5, 2]; expected F32 or F8_E8M0 [5, 2] for the [576, 256]"),
-        ({"a": torch.ones(3).to(FP8)}, {"a": ((3,), BF16)}, "a is F8_E4M3 [3]; only a matrix can be dequantised"),
-        # kept in FP8: the scale is a tensor of the model
-        ({"a": MATRIX}, MATRIX_FP8, "a_scale_inv: missing; the model expects F32 [5, 2]"),
-        ({"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}, MATRIX_FP8, "has shape [4, 2]; the model expects [5, 2]"),
-        (BF16_SCALE, MATRIX_FP8, "a_scale_inv is BF16; the model's torch.float32 accepts F32, F8_E8M0"),
+        ({"a": torch.ones(3).to(FP8)}, {"a": ((3,), BF16)}, "a is F8_E4M3 [3]; only a matrix can be quantised"),
+        *(
+            (stored, wanted, expected)
+            for wanted in (MATRIX_BF16, MATRIX_FP8)
+            for stored, expected in [
+                ({"a": MATRIX}, "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 or F8_E8M0 [5, 2]"),
+                (
+                    {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)},
+                    "a_scale_inv is F32 [4, 2]; expected F32 or F8_E8M0 [5",
+                ),
+                (BF16_SCALE, "a_scale_inv is BF16 [5, 2]; expected F32 or F8_E8M0 [5, 2] for the [576, 256] weight"),
+            ]
+        ),
     ],
 )
 def test_mismatch(tmp_path, stored, wanted, expected):
@@ -188,13 +175,77 @@ def test_all_problems_come_at_once_and_before_reading(tmp_path, monkeypatch):
     assert "good has shape" in message and "lost3: missing" in message and "unexpected extra0" in message
 
 
-@pytest.mark.slow
-def test_many_tensors(tmp_path):
-    """A quarter of the published number of tensors; anything quadratic in it would take minutes."""
-    names = [f"layers.{layer}.experts.{expert}.w{i}" for layer in range(30) for expert in range(256) for i in range(3)]
-    data = torch.arange(len(names), dtype=torch.float32).view(-1, 1)
-    quarter = len(names) // 4
-    write(tmp_path, *({n: data[i] for i, n in enumerate(names) if i // quarter == shard} for shard in range(4)))
-    model = stand_in(dict.fromkeys(names, ((1,), torch.float32)))
-    load_weights(model, tmp_path, progress=False)
-    assert model.state_dict()["layers.29.experts.255.w2"].item() == len(names) - 1
+# Checkpoint tensors that hold several model tensors, and model tensors that are split over several.
+
+
+def rows_of(name, shape):
+    """Each half of the rows is a part, and such a half is whole. Halves of scales go with halves of weights."""
+    if "." in name:
+        return {name: ()}
+    base, suffix = name.removesuffix("_scale_inv"), "_scale_inv" if name.endswith("_scale_inv") else ""
+    middle = shape[0] // 2
+    return {f"{base}.top{suffix}": (slice(0, middle),), f"{base}.bottom{suffix}": (slice(middle, None),)}
+
+
+def test_slices(tmp_path):
+    values = torch.arange(24).view(4, 6).float()
+    save_file({"a": values}, tmp_path / SINGLE_NAME)
+    model = stand_in({"a.top": ((2, 6), F32), "a.bottom": ((2, 6), BF16)})
+    load_weights(model, tmp_path, parts_of=rows_of, progress=False)
+    assert torch.equal(model.a.top, values[:2]) and torch.equal(model.a.bottom, values[2:].bfloat16())
+
+
+def test_a_tensor_made_of_several(tmp_path):
+    top, bottom = torch.ones(2, 6).bfloat16(), torch.full((2, 6), 2.0)
+    save_file({"a.top": top, "a.bottom": bottom}, tmp_path / SINGLE_NAME)
+    model = stand_in({"a": ((4, 6), F32)})
+    load_weights(model, tmp_path, parts_of=rows_of, progress=False)
+    assert torch.equal(model.a, torch.cat((top.float(), bottom)))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_slices_of_quantised_weights(tmp_path, kept):
+    q, scale = per_block_cast_to_fp8(torch.randn(512, 128, generator=torch.Generator().manual_seed(0)))
+    save_file({"a": q, "a_scale_inv": scale}, tmp_path / SINGLE_NAME)
+    wanted = {f"a.{part}": ((256, 128), FP8 if kept else F32) for part in ("top", "bottom")}
+    wanted |= {f"a.{part}_scale_inv": ((2, 1), F32) for part in ("top", "bottom") if kept}
+    model = stand_in(wanted)
+    load_weights(model, tmp_path, parts_of=rows_of, progress=False)
+    state = model.state_dict()
+    for part, rows in (("top", slice(0, 256)), ("bottom", slice(256, 512))):
+        if kept:
+            assert torch.equal(state[f"a.{part}"].float(), q[rows].float())
+            assert torch.equal(state[f"a.{part}_scale_inv"], scale[rows.start // 128 : rows.stop // 128])
+        else:
+            assert torch.equal(state[f"a.{part}"], dequantize_per_block(q, scale)[rows])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_slices_that_cut_a_block(tmp_path, dtype):
+    save_file({"a": torch.ones(192, 128).to(FP8), "a_scale_inv": torch.ones(2, 1)}, tmp_path / SINGLE_NAME)
+    wanted = {"a.top": ((96, 128), dtype), "a.bottom": ((96, 128), dtype)}
+    wanted |= {f"a.{part}_scale_inv": ((1, 1), F32) for part in ("top", "bottom") if dtype == FP8}
+    message = failure(stand_in(wanted), tmp_path, parts_of=rows_of)
+    assert "a.bottom (stored as a[96:]) is F8_E4M3 and cut at 96, inside a block of 128" in message
+
+
+def test_every_problem_with_slices_comes_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read", lambda *arguments: pytest.fail("read before validation was done"))
+    names = ("x.a", "x.b", "x.c", "y.d", "z.d")
+    save_file({name: torch.ones(4, 6) for name in names}, tmp_path / SINGLE_NAME)
+    wanted = {"a.top": ((2, 6), F32), "a.bottom": ((2, 5), F32), "b.top": ((2, 6), F32), "b.side": ((1,), F32)}
+    wanted |= {"d.top": ((2, 6), F32), "d.bottom": ((2, 6), F32)}
+
+    def parts_of(name, shape):
+        if name == "c":
+            raise CheckpointError("belongs to another model")
+        return rows_of(name, shape)
+
+    message = failure(stand_in(wanted), tmp_path, name_of=lambda name: name[2:], parts_of=parts_of)
+    assert message.splitlines()[0] == f"{tmp_path}: 6 problems, nothing was loaded:"
+    file = "model.safetensors: "
+    assert f"{file}a.bottom (stored as x.a[2:]) has shape [2, 6]; expected [2, 5]" in message
+    assert f"{file}unexpected b.bottom (stored as x.b[2:]) (F32 [2, 6])" in message
+    assert f"{file}x.c: belongs to another model" in message
+    assert f"{file}d.top (stored as z.d[0:2]) is there twice, as y.d too" in message
+    assert "b.side: missing; expected F32 [1]" in message

@@ -193,6 +193,6 @@ def test_a_tensor_of_a_part_s_shape_is_not_taken_for_the_whole(checkpoints, tmp_
         tensors[name] = tensors[name][:384].contiguous()
 
     directory = changed(checkpoints["deepseek_v32", False], tmp_path, halve)
-    expected = rf"{name}:? has shape \[384, 256\]; the model expects \[768, 256\]"
+    expected = rf"{name}:? has shape \[384, 256\]; expected \[768, 256\]"
     with split_by(way), pytest.raises(CheckpointError, match=expected):
         load_model(directory, mesh=Ranks(1, 2), **OPTIONS)

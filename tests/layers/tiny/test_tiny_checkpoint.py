@@ -1,3 +1,5 @@
+"""The tiny checkpoints of all families: what they hold, that everything runs on them, and which files they replace."""
+
 import json
 import os
 import re
@@ -6,79 +8,149 @@ import shutil
 import pytest
 import torch
 
+from dsa import dequantize_per_block
+from dsa_layers.command import main as cli
 from dsa_layers.families.config import read_config
-from dsa_layers.families.parts import QuantizationConfig, YarnConfig
+from dsa_layers.families.registry import family, model_types
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io import shards
 from dsa_layers.io.directory import INDEX_NAME, Checkpoint
+from dsa_layers.io.fp4 import dequantize_fp4
+from dsa_layers.io.loading import load_model
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.tiny import tokenizer as tiny_tokenizer
-from dsa_layers.tiny import write_tiny_checkpoint, writer
-from tests.layers.tiny.files import content, tensors
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.io.stand_ins import read_tensors
+
+FAMILIES = model_types()
+# More tokens than one token selects, and more than two entries of 128.
+PROMPT = [2 + i * i % 2000 for i in range(290)]
+# Dimensions that kernels depend on: the published ones.
+SIZES = {
+    "deepseek_v32": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "glm_moe_dsa": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256},
+    "deepseek_v4": {"head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128},
+}
+INDEXER_HEADS = {"deepseek_v32": 64, "glm_moe_dsa": 32, "deepseek_v4": 64}
+QUESTION = [{"role": "user", "content": "Q"}]
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint):
-    return tiny_checkpoint("deepseek_v32")
+def content(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def plain(tiny_checkpoint):
-    return tiny_checkpoint("deepseek_v32", False)
+def scale_name(model, weight):
+    return weight.removesuffix("weight") + "scale" if model == "deepseek_v4" else f"{weight}_scale_inv"
 
 
-def test_config(tiny, plain):
-    config = read_config(tiny)
-    # What the kernels are made for, and a model that has every kind of layer.
-    sizes = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
-    assert sizes == (512, 64, 128, 128)
-    assert (config.index_n_heads, config.index_head_dim) == (64, 128)
-    assert (config.num_hidden_layers, config.first_k_dense_replace, config.num_nextn_predict_layers) == (4, 1, 1)
-    assert config.rope.yarn == YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
-    assert config.max_position_embeddings == 163840
-    assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
-    assert config.quantization == QuantizationConfig("ue8m0", "fp8")
-    assert read_config(plain).quantization is None
-    fields = json.loads((tiny / "config.json").read_text())
-    assert "rope_scaling" in fields and "torch_dtype" in fields and "rope_parameters" not in fields
+@pytest.mark.parametrize("model", FAMILIES)
+def test_dimensions_that_kernels_depend_on_are_the_published_ones(tiny_checkpoint, model):
+    config = read_config(tiny_checkpoint(model))
+    assert {name: getattr(config, name) for name in SIZES[model]} == SIZES[model]
+    assert (config.index_n_heads, config.index_head_dim) == (INDEXER_HEADS[model], 128)
+    assert config.index_topk < len(PROMPT) and config.num_nextn_predict_layers == 1
+    assert config.eos_token_ids == (1,)
 
 
-def test_shards(tiny):
-    files = sorted(path.name for path in tiny.glob("*.safetensors"))
-    count = len(files)
-    assert count > 1
-    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    index = json.loads((tiny / INDEX_NAME).read_text())
-    sizes = [info.size for info in Checkpoint(tiny).tensors.values()]
-    assert index["metadata"]["total_size"] == sum(sizes) < 50e6
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_holds_exactly_the_published_tensors(tiny_checkpoint, model, quantized):
+    directory = tiny_checkpoint(model, quantized)
+    found = Checkpoint(directory).tensors
+    stored = {name: (info.shape, info.dtype) for name, info in found.items()}
+    config = read_config(directory)
+    assert stored == family(model).manifest(config)
+    assert (config.quantization is not None) == quantized
+    kept = {"BF16", "F32"} | ({"I64"} if model == "deepseek_v4" else set())
+    of_weights = {"F8_E4M3"} | ({"I8", "F8_E8M0"} if model == "deepseek_v4" else set())
+    assert {dtype for _, dtype in stored.values()} == (kept | of_weights if quantized else kept)
+    index = json.loads((directory / INDEX_NAME).read_text())
+    assert index["metadata"]["total_size"] == sum(info.size for info in found.values()) < 100e6
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    for name, info in found.items():
+        if info.dtype in ("F8_E4M3", "I8"):
+            assert found[scale_name(model, name)].file == info.file, name
 
 
-def test_scales_are_powers_of_two(tiny):
-    for name, tensor in tensors(tiny).items():
-        assert tensor.float().isfinite().all(), name
-        if name.endswith("_scale_inv"):
-            assert torch.equal(tensor.log2(), tensor.log2().round()), name
+@pytest.mark.parametrize("model", FAMILIES)
+def test_unquantised_weights_are_the_same(tiny_checkpoint, model):
+    quantized, weights = read_tensors(tiny_checkpoint(model)), read_tensors(tiny_checkpoint(model, False))
+    for name, weight in weights.items():
+        assert weight.isfinite().all() and weight.float().square().mean() > 1e-4, name
+        q, scale = quantized[name], quantized.get(scale_name(model, name))
+        if q.dtype == torch.int8:
+            # FP4's values lie up to 2 scales of at most amax / 3 apart; BF16 rounds the other side.
+            step = weight.float().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1) / 3
+            assert ((dequantize_fp4(q, scale) - weight.float()).abs() <= step * 1.01).all(), name
+        elif q.dtype == torch.float8_e4m3fn:
+            values = dequantize_per_block(q, scale.float())
+            torch.testing.assert_close(values, weight.float(), rtol=2**-4 + 2**-8, atol=1e-4)
+            powers = torch.equal(scale.float().log2(), scale.float().log2().round())
+            assert powers == (model != "glm_moe_dsa"), name
+        else:
+            assert torch.equal(q, weight), name
 
 
-def test_a_tokenizer_is_trained_to_the_same_bytes_again(tiny):
-    tokenizer = tiny_tokenizer.train_tokenizer(read_config(tiny).vocab_size)
-    assert json.loads(tokenizer.to_str()) == json.loads((tiny / "tokenizer.json").read_text())
+def test_hash_table(tiny_checkpoint):
+    """Every token has different experts, and every expert has tokens."""
+    table = read_tensors(tiny_checkpoint("deepseek_v4"))["layers.0.ffn.gate.tid2eid"]
+    assert table.shape == (2048, 2) and (table[:, 0] != table[:, 1]).all()
+    assert table.unique().tolist() == list(range(8))
 
 
-def test_tokenizer(tiny):
-    tokenizer = Tokenizer(tiny)
-    assert tokenizer.vocab_size == read_config(tiny).vocab_size == 2048
+@pytest.mark.parametrize("model", FAMILIES)
+def test_same_seed_same_bytes(tiny_checkpoint, model, tmp_path):
+    """Whatever family's checkpoint was there before; another seed changes the weights alone."""
+    other = FAMILIES[FAMILIES.index(model) - 1]
+    write_tiny_checkpoint(tmp_path, model=other, seed=1)
+    found, expected = content(tmp_path), content(tiny_checkpoint(other))
+    weights = {name for name in found if name.endswith(".safetensors")}
+    assert {name for name in found if found[name] != expected[name]} == weights
+    assert cli.main(["tiny", str(tmp_path), "--model", model]) == 0
+    assert content(tmp_path) == content(tiny_checkpoint(model))
+
+
+@pytest.mark.parametrize(
+    ("quantized", "dequantize"),
+    [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_generates(tiny_checkpoint, model, quantized, dequantize):
+    loaded = load_model(tiny_checkpoint(model, quantized), dequantize=dequantize, progress=False)
+    fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in loaded.parameters())
+    assert fp8 == (quantized and not dequantize)
+    logits = []
+    loaded.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    generator = Generator(loaded, cache_tokens=512, prefill_chunk=150)
+    (done,) = generator.generate([PROMPT], SamplingParams(max_tokens=3))
+    assert all(step.shape == (1, 2048) and step.isfinite().all() for step in logits)
+    # The last chunk of the prompt gives the first token.
+    assert len(logits) == 2 + 2 and [step.argmax().item() for step in logits[1:]] == done.tokens
+    # Logits that spread: the text is noise, but not of one token.
+    assert all(1 < step.std() < 4 for step in logits[1:])
+
+
+# Tokenizer.
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_tokenizer(tiny_checkpoint, model):
+    directory = tiny_checkpoint(model)
+    config, tokenizer = read_config(directory), Tokenizer(directory)
+    assert tokenizer.vocab_size == config.vocab_size == 2048
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    fields = json.loads((directory / "tokenizer_config.json").read_text())
+    assert fields["model_max_length"] == config.max_position_embeddings
+    assert ("chat_template" in fields) == (model == "glm_moe_dsa")  # as in the releases
     text = "The lightning indexer scores 128 heads — naïve 😀\n\tdef f(x): return x"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) < len(text.encode()) * 0.7
-    prompt = tokenizer.apply_chat_template([{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}])
-    assert prompt == "<｜begin▁of▁sentence｜>S<｜User｜>Q<｜Assistant｜></think>"
-    assert tokenizer.decode(tokenizer.encode(prompt)) == "SQ</think>"
-
-
-def test_chat_templates_are_where_releases_have_them(tiny, tiny_checkpoint):
-    assert "chat_template" not in json.loads((tiny / "tokenizer_config.json").read_text())
-    prompt = Tokenizer(tiny_checkpoint("glm_moe_dsa")).apply_chat_template([{"role": "user", "content": "Q"}])
-    assert prompt == "<｜begin▁of▁sentence｜><｜User｜>Q<｜Assistant｜>"
+    prompt = tokenizer.apply_chat_template([{"role": "system", "content": "S"}, *QUESTION])
+    assert tokenizer.decode(tokenizer.encode(prompt)).startswith("SQ")
+    for thinks, mark in ((True, "<think>"), (False, "</think>")):
+        assert tokenizer.apply_chat_template(QUESTION, enable_thinking=thinks).endswith(f"<｜Assistant｜>{mark}")
 
 
 def test_corpus_is_the_repository_or_the_package(tmp_path, monkeypatch):
@@ -93,6 +165,15 @@ def test_corpus_is_the_repository_or_the_package(tmp_path, monkeypatch):
         (tmp_path / "pyproject.toml").touch()  # now it is a clone of the repository
 
 
+# Directories.
+
+
+def test_an_unknown_model(tmp_path):
+    with pytest.raises(ValueError, match=r"^model: must be one of 'deepseek_v32', .*'glm_moe_dsa', got 'llama'$"):
+        write_tiny_checkpoint(tmp_path / "new", model="llama")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("present", ["notes.txt", "config.json", "model.safetensors", "sub/file"])
 def test_refuses_a_directory_with_anything_else(tmp_path, present):
     (tmp_path / present).parent.mkdir(exist_ok=True)
@@ -103,35 +184,29 @@ def test_refuses_a_directory_with_anything_else(tmp_path, present):
     assert os.listdir(tmp_path) == [before]
 
 
-def test_refuses_a_directory_that_holds_more_than_a_tiny_checkpoint(tiny, tmp_path):
-    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+def test_refuses_files_beside_a_tiny_checkpoint_and_checkpoints_of_another_writer(tiny_checkpoint, tmp_path):
+    shutil.copytree(tiny_checkpoint("deepseek_v32"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "model-final.safetensors").write_bytes(b"dear")
     before = content(tmp_path)
     with pytest.raises(FileExistsError, match=r"holds 'model-final\.safetensors'"):
         write_tiny_checkpoint(tmp_path)
     assert content(tmp_path) == before
-
-
-def test_refuses_a_checkpoint_of_another_writer(tiny, tmp_path):
-    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    index = json.loads((tiny / INDEX_NAME).read_text())
-    del index["metadata"]["writer"]
+    (tmp_path / "model-final.safetensors").unlink()
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    del index["metadata"]["made_from"]
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
     with pytest.raises(FileExistsError, match=r"accepted: a new or empty directory, or one with nothing but a tiny"):
         write_tiny_checkpoint(tmp_path)
 
 
-def test_replaces_its_own_and_what_an_interruption_left(tmp_path, monkeypatch, plain):
+def test_replaces_what_an_interruption_left(tmp_path, monkeypatch, tiny_checkpoint):
     directory = tmp_path / "made" / "here"
-    write_tiny_checkpoint(directory)
-
-    def stop(*arguments, **options):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "save_tensors", stop)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            shards, "save_tensors", lambda path, tensors: path.with_suffix(".safetensors.part").touch() or 1 / 0
+        )
+        with pytest.raises(ZeroDivisionError):
             write_tiny_checkpoint(directory)
-    assert INDEX_NAME in os.listdir(directory) and "config.json" not in os.listdir(directory)
+    assert sorted(os.listdir(directory)) == ["model-00001-of-00004.safetensors.part", INDEX_NAME]
     write_tiny_checkpoint(directory, quantized=False)
-    assert content(directory) == content(plain)
+    assert content(directory) == content(tiny_checkpoint("deepseek_v32", False))

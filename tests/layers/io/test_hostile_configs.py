@@ -1,0 +1,117 @@
+"""Every number of a configuration, and random damage: each is right, or refused in one clear error."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from dsa_layers.errors import CheckpointError, ConfigError
+from dsa_layers.families.config import read_config
+from dsa_layers.families.fields import NO_INFLUENCE
+from dsa_layers.families.published import VENDORED
+from dsa_layers.io.loading import load_model
+from tests.layers.families.v4_checkpoints import write_published
+from tests.layers.io.damage import LFS_POINTER, VALUES
+from tests.layers.io.stand_ins import changed as changed_checkpoint
+
+FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2")
+PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}
+# What may be said by leaving something else out, and what refuses it then.
+SAID_ELSEWHERE = {
+    "dtype": "torch_dtype",
+    "num_nextn_predict_layers": "compress_ratios",
+    "first_k_dense_replace": "mlp_layer_types",
+    "index_skip_topk_offset": "index_topk_freq",
+    "rope_parameters": "rope_theta",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling.rope_type",
+    "type": "rope_scaling.rope_type",
+    "quantization_config": "quantization_config.quant_method",
+}
+
+
+def fields_of(values, parents=()):
+    for name, value in values.items():
+        yield (*parents, name)
+        if isinstance(value, dict):
+            yield from fields_of(value, (*parents, name))
+
+
+def changed(values, path, value):
+    first, *rest = path
+    return values | {first: changed(values[first], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_a_config(tmp_path, family):
+    """Each is right or refused by its name, whatever it holds."""
+    cases = [(path, value) for path in fields_of(PUBLISHED[family]) for value in VALUES]
+    for path, value in cases:
+        (tmp_path / "config.json").write_text(json.dumps(changed(PUBLISHED[family], path, value)))
+        try:
+            read_config(tmp_path)
+        except ConfigError as error:
+            names = (".".join(path), SAID_ELSEWHERE.get(path[-1]))
+            assert any(f"field '{name}' " in str(error) for name in names if name), (path, value)
+            assert len(str(error)) < 2000
+        else:
+            unsaid = value in (None, [], {}) or path[0] in NO_INFLUENCE
+            small = isinstance(value, int | float) and (0 <= value <= 1 or "theta" in path[-1])
+            assert unsaid or small or value == [1], (path, value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [LFS_POINTER, b'{"a":' * 100_000, b"{", b" " * 2**20 + b"{}", None])
+def test_a_damaged_config_is_named(tmp_path, name, content):
+    """A generation_config.json that is ignored would end sequences at other tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["deepseek_v32"]))
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere") if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(path))) as error:
+        read_config(tmp_path)
+    assert len(str(error.value)) < 2000
+
+
+QUANTISED, FP8_CACHE = {}, {"dequantize": True, "kv_cache": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options", "expected"),
+    [
+        ("deepseek_v32", {"hidden_size": 7000}, QUANTISED, "'hidden_size' is 7000; accepted: a multiple of 128"),
+        (
+            "deepseek_v32",
+            {"index_head_dim": 96},
+            QUANTISED,
+            "'index_head_dim' is 96; accepted: 128, as quantised index",
+        ),
+        ("deepseek_v4_flash", {"o_groups": 64, "head_dim": 520}, QUANTISED, "'o_groups' is 64, which makes a proj"),
+        ("deepseek_v32", {"kv_lora_rank": 256}, FP8_CACHE, "'kv_lora_rank' is 256; accepted: 512, .*kv_cache='model'"),
+        ("deepseek_v4_flash", {"head_dim": 256}, FP8_CACHE, "'head_dim' is 256; accepted: 512, as latents in FP8"),
+    ],
+)
+def test_sizes_that_no_fp8_takes(tmp_path, family, changes, options, expected):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
+    with pytest.raises(ConfigError, match=expected):
+        load_model(tmp_path, progress=False, **options)
+    with pytest.raises(CheckpointError, match="holds no"):  # the next check
+        load_model(tmp_path, dequantize=True, progress=False)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 3), (0, 6)])
+def test_tables_of_experts_that_are_not_there(tmp_path, low, high):
+    """Routing takes the tables of hashed layers as row numbers, unseen."""
+    (tmp_path / "right").mkdir()
+    write_published(tmp_path / "right")
+    name = "layers.0.ffn.gate.tid2eid"
+
+    def change(tensors):
+        tensors[name].zero_()
+        tensors[name].view(-1)[[3, 5]] = torch.tensor([low, high])
+
+    changed_checkpoint(tmp_path / "right", tmp_path / "wrong", change)
+    expected = f"{name} names the experts {low} to {high}; the model has 0 to 5"
+    with pytest.raises(CheckpointError, match=expected):
+        load_model(tmp_path / "wrong", dequantize=True, progress=False)
