@@ -124,7 +124,7 @@ def test_the_command(capsys, tmp_path):
         (
             [FLASH, "--gpus", "3"],
             2,
-            "--gpus: 3 do not evenly share the 129280 tokens of embed; accepted up to 16: 1, 2, 4, 8",
+            "--gpus: 3 do not evenly share the 64 attention heads of layers.0.attn; accepted up to 16: 1, 2, 4, 8",
         ),
         ([tmp_path], 2, "config.json"),
     ]:
