@@ -11,7 +11,7 @@ import torch
 import dsa_layers
 from dsa_layers import Generator, load_model
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.command import on_gpus
+from dsa_layers.command import generate, model
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
-    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: 0)
+    monkeypatch.setattr(model, "launch", lambda *call: 0)
 
     def refused(*options):
         assert main(["generate", str(FLASH), "--prompt", "x", *options]) == 2
@@ -207,8 +207,8 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     # A single GPU, and torchrun's ranks, of which each looks at its own.
     assert "--gpus: each of 1 would hold 1" in refused()
     with monkeypatch.context() as patch:
-        patch.setattr(on_gpus, "started_ranks", lambda: 2)
-        patch.setattr(on_gpus, "join_ranks", lambda args: Ranks(0, 2))
+        patch.setattr(model, "started_ranks", lambda: 2)
+        patch.setattr(generate, "join_ranks", lambda args: Ranks(0, 2))
         assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused()
     # With a drafter it is more.
     gpu.total_memory = 92 * 10**9

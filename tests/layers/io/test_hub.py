@@ -68,7 +68,7 @@ def test_a_url_is_no_id(command, capsys):
 def test_a_process_with_the_hubs_own_variables(tmp_path):
     """As a user calls it: HF_HOME, offline."""
     fill(tmp_path / "hub", SHIPPED_MODEL, leave_out=("held_out.txt",))
-    command = [sys.executable, "-m", "dsa_layers.command", "generate", ID, "--device", "cpu", "--seed", "1"]
+    command = [sys.executable, "-m", "dsa_layers", "generate", ID, "--device", "cpu", "--seed", "1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
     done = subprocess.run(
         [*command, "--prompt", "def f(", "--max-tokens", "2", "--cache-tokens", "256"],
@@ -136,7 +136,7 @@ def test_weights_that_the_cache_lacks(cache, checkpoint):
 def test_ranks_finish_a_download_that_was_interrupted(cache, checkpoint, monkeypatch):
     """What is checked before they start needs no weights."""
     started = []
-    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: started.append(call) or 0)
+    monkeypatch.setattr("dsa_layers.command.model.launch", lambda *call: started.append(call) or 0)
     fill(cache, checkpoint, leave_out=(min(path.name for path in checkpoint.glob("*.safetensors")),))
     assert main(["generate", ID, "--device", "cpu", "--gpus", "2", "--prompt", "a"]) == 0 and started
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.command.compare import HELD_OUT_TEXT
+from dsa_layers.command.parser import HELD_OUT_TEXT
 from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.layers.indexer import LightningIndexer
