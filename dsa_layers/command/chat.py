@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams
 from dsa_layers.cache.kv_cache import OutOfPages
@@ -28,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     has_format = has_chat_format(args, files.tokenizer)
     system, messages = args.system, []
 
-    def prompt_after(*following: dict[str, Any]) -> str:
+    def prompt_after(*following: dict[str, str]) -> str:
         """Return the prompt for the messages and those that follow. Without a chat format it is their texts, with a
         line break after each."""
         begin = [{"role": "system", "content": system}] if system else []
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return exit_code
 
 
-def assistant_message(reply: str) -> dict[str, Any]:
+def assistant_message(reply: str) -> dict[str, str]:
     """Return the message of a reply. Reasoning is what stands between marks before the answer."""
     begun = reply.lstrip()
     if not begun.startswith(BEGIN_REASONING):
@@ -90,11 +89,13 @@ def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
     """Print the reply until it ends, or until Ctrl-C, and return it. Raise ValueError for logits that are not finite.
     A reply whose reasoning the prompt has begun starts with the mark, if the tokenizer shows the mark of its end."""
     tokenizer, reply = generator.tokenizer, ""
-    if prompt.rstrip().endswith(BEGIN_REASONING):
-        shown_end = tokenizer.decode(tokenizer.encode(END_REASONING, add_bos=False))
-        reply = BEGIN_REASONING if shown_end == END_REASONING else ""
+    shows_end = tokenizer.decode(tokenizer.encode(END_REASONING, add_bos=False)) == END_REASONING
+    if shows_end and prompt.rstrip().endswith(BEGIN_REASONING):
+        reply = BEGIN_REASONING
     print(styled(reply, DIM), end="", flush=True)
-    with _interrupts() as interrupts, contextlib.suppress(KeyboardInterrupt):
+    interrupts: list[int] = []  # Ctrl-C ends the reply after a pass, not in the middle of one
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
         for event in events_of(generator, [prompt], params, interrupts):
             reply += event.text
             reasons = reply.lstrip().startswith(BEGIN_REASONING) and END_REASONING not in reply
@@ -103,19 +104,12 @@ def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
                 raise ValueError(event.error)
             if interrupts:
                 break
-    print(flush=True)
-    return reply
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collect Ctrl-Cs, so that none ends a pass in the middle."""
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield seen
+    except KeyboardInterrupt:  # before the first token
+        pass
     finally:
         signal.signal(signal.SIGINT, before)
+    print(flush=True)
+    return reply
 
 
 def _lines() -> Iterator[str]:

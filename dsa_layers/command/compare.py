@@ -5,26 +5,32 @@ import contextlib
 import math
 from dataclasses import asdict
 
-from dsa_layers import Tokenizer
 from dsa_layers.command.generate import read_text
 from dsa_layers.command.messages import say_json
-from dsa_layers.command.model import load, read_files
+from dsa_layers.command.model import CheckpointFiles, load, read_files
 from dsa_layers.command.parser import COMPARED_TOKENS, SELECTIONS
 from dsa_layers.evaluation.held_out_loss import held_out_loss
 from dsa_layers.evaluation.keys_read import KeyCounts, KeysRead
 from dsa_layers.evaluation.selections import all_keys, latest_keys
-from dsa_layers.families.model import ModelConfig
 
 
 def run(args: argparse.Namespace) -> int:
-    text = read_text(f"--text {args.text}", args.text.read_bytes())
     files = read_files(args)
-    sequences, length = pieces(args, files.config, files.tokenizer, text)
+    sequences, length = pieces(args, files, read_text(f"--text {args.text}", args.text.read_bytes()))
     loaded = load(args, files)
     model, top_k = loaded.model, files.config.index_topk
     if args.json:
-        shape = {"sequences": len(sequences), "length": length, "index_topk": top_k}
-        say_json("start", checkpoint=str(files.directory), **loaded.facts(), text=str(args.text), **shape)
+        say_json(
+            "start",
+            checkpoint=str(files.directory),
+            device=loaded.device,
+            backend=loaded.backend,
+            dequantized=loaded.dequantized,
+            text=str(args.text),
+            sequences=len(sequences),
+            length=length,
+            index_topk=top_k,
+        )
     else:
         weights = "dequantised weights, " if loaded.dequantized else ""
         print(f"{files.directory}: {weights}{loaded.device}, backend {loaded.backend}")
@@ -46,14 +52,20 @@ def run(args: argparse.Namespace) -> int:
         perplexity = math.exp(min(result.loss, 700.0))
         keys = counts[attention] = keys_read.counts()
         if args.json:
-            fields = {"perplexity": perplexity, **asdict(result), **asdict(keys), "share": keys.share}
-            say_json("attention", attention=attention, **fields)
-            continue
-        print(
-            f"{name:<18}{result.loss:>8.4f}{perplexity:>12.4g}{keys.read:>19.1f}{keys.share:>12.0%}"
-            f"{result.seconds:>9.1f}",
-            flush=True,
-        )
+            say_json(
+                "attention",
+                attention=attention,
+                perplexity=perplexity,
+                **asdict(result),
+                **asdict(keys),
+                share=keys.share,
+            )
+        else:
+            print(
+                f"{name:<18}{result.loss:>8.4f}{perplexity:>12.4g}{keys.read:>19.1f}{keys.share:>12.0%}"
+                f"{result.seconds:>9.1f}",
+                flush=True,
+            )
     if args.json:
         return 0
     sparse, dense = counts["sparse"], counts["dense"]
@@ -71,19 +83,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def pieces(
-    args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, text: str
-) -> tuple[list[list[int]], int]:
+def pieces(args: argparse.Namespace, files: CheckpointFiles, text: str) -> tuple[list[list[int]], int]:
     """Return pieces of the text of equal length, in tokens, and that length. Each piece begins with the token that
     begins a text."""
-    tokens = tokenizer.encode(text, add_bos=False)
+    tokens = files.tokenizer.encode(text, add_bos=False)
     # The first token is given, not predicted: the BOS token, or the text's own first token.
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    begin = [] if files.tokenizer.bos_token_id is None else [files.tokenizer.bos_token_id]
     room = len(tokens) - 1 + len(begin)
     if room < 2:
         raise ValueError(f"--text: must have at least 2 tokens to predict, got {args.text} with {max(room, 0)}")
-    context, most = config.max_position_embeddings, args.max_tokens
-    length = args.length or min(context, SELECTIONS * config.index_topk, room, most or room)
+    context, most = files.config.max_position_embeddings, args.max_tokens
+    length = args.length or min(context, SELECTIONS * files.config.index_topk, room, most or room)
     if length > min(context, room):
         raise ValueError(
             f"--length: must be at most {min(context, room)}, the shorter of the model's context of {context} tokens "

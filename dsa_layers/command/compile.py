@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
         except DoesNotDivide as error:
             say(f"Note: none for dsa generate --gpus {gpus}: {error}")
     work = build(sorted(variants, key=repr), directory, args.jobs or len(os.sched_getaffinity(0)))
-    with tqdm(work, desc="Compiling", total=len(variants), unit="kernel", disable=None) as bar:
-        compiled = sum(is_new for _, is_new in bar)
+    compiled = sum(new for _, new in tqdm(work, desc="Compiling", total=len(variants), unit="kernel", disable=None))
     print(f"{directory}: {compiled} kernels compiled, {len(variants) - compiled} were there")
     return 0

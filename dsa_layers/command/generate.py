@@ -15,12 +15,11 @@ from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, Tok
 from dsa_layers.arguments import shown
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.command.messages import by_options, say, say_json
-from dsa_layers.command.model import LoadedModel, join_ranks, load, read_files, start_ranks
+from dsa_layers.command.model import join_ranks, load, read_files, start_ranks
 from dsa_layers.command.parser import DEFAULT_CACHE, PromptSource
-from dsa_layers.evaluation.keys_read import KeyCounts, KeysRead
+from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.families.precision import check_device
 from dsa_layers.generation.prompts import encode_prompts
-from dsa_layers.generation.results import Throughput
 from dsa_layers.generation.sampling_defaults import sampling_defaults
 from dsa_layers.generation.stop_strings import check_stop_strings
 from dsa_layers.parallel.process_group import agreed
@@ -30,7 +29,16 @@ BOLD, DIM = 1, 2
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
+    if not args.prompts:
+        raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
+    if args.raw and args.chat_option:
+        raise ValueError("--chat-option: must not be given with --raw, which sends prompts as they are")
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
+    if args.batch_invariant and (
+        args.dequantize or args.prefix_cache or check_device(args.device).type != "cuda"
+    ):  # `Generator` refuses the same, but after the weights are loaded
+        raise ValueError("--batch-invariant: takes a GPU and FP8 weights, without --dequantize and --prefix-cache")
     params = sampling(args)
     exit_code = start_ranks(args)
     if exit_code is not None:
@@ -42,18 +50,23 @@ def run(args: argparse.Namespace) -> int:
     check_stop_strings(params.stop, files.tokenizer)
     echoed, prompts = texts, texts
     if not args.raw and has_chat_format(args, files.tokenizer):
-        variables = dict(args.chat_option)
-        messages = [[{"role": "user", "content": text}] for text in texts]
-        prompts = [files.tokenizer.apply_chat_template(message, **variables) for message in messages]
+        prompts = [
+            files.tokenizer.apply_chat_template([{"role": "user", "content": text}], **dict(args.chat_option))
+            for text in texts
+        ]
         echoed = [f"{text}\n\n" for text in texts]
     encoded = encode_prompts(prompts, files.tokenizer, files.config.vocab_size)
     loaded = load(args, files, ranks)
+    cache_tokens = args.cache_tokens
+    needed = args.n * sum(len(ids) + args.max_tokens + loaded.model.page_size for ids in encoded)
+    if cache_tokens is None and needed <= DEFAULT_CACHE:
+        cache_tokens = DEFAULT_CACHE  # leaves memory to other processes
 
     with KeysRead(loaded.model) if args.stats else contextlib.nullcontext() as keys:
         generator = Generator(
             loaded.model,
             files.tokenizer,
-            cache_tokens=_cache_tokens(args, encoded, loaded.model.page_size),
+            cache_tokens=cache_tokens,
             prefill_chunk=args.prefill_chunk,
             draft_tokens=args.draft,
             prefix_cache=args.prefix_cache,
@@ -64,7 +77,13 @@ def run(args: argparse.Namespace) -> int:
             events = events_of(generator, encoded, params)
             if args.json:
                 say_json(
-                    "start", checkpoint=str(files.directory), **loaded.facts(), prompts=len(texts), **asdict(params)
+                    "start",
+                    checkpoint=str(files.directory),
+                    device=loaded.device,
+                    backend=loaded.backend,
+                    dequantized=loaded.dequantized,
+                    prompts=len(texts),
+                    **asdict(params),
                 )
                 errors = _print_events(events, texts, encoded, params.n)
             else:
@@ -79,22 +98,18 @@ def run(args: argparse.Namespace) -> int:
         if counts is not None:
             say_json("keys_read", **asdict(counts), share=counts.share)
     else:
-        _report(loaded, params, generator.throughput, counts)
+        if counts is not None:
+            say(
+                f"keys read: {counts.read:.1f} a token of the {counts.dense:.1f} that dense attention reads "
+                f"({counts.share:.0%}), at most {counts.most_read} of {counts.most_dense}; context: "
+                f"{counts.context:.1f} tokens, at most {counts.longest_context}"
+            )
+        how = f"temperature {params.temperature:g}, top-p {params.top_p:g}" if params.temperature else "greedy"
+        weights = ", dequantised" if loaded.dequantized else ""
+        say(f"{generator.throughput} ({loaded.device}, backend {loaded.backend}{weights}, {how})")
     for error in errors:
         say(f"dsa generate: {by_options(error, args)}")
     return 1 if errors else 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not args.prompts:
-        raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
-    if args.raw and args.chat_option:
-        raise ValueError("--chat-option: must not be given with --raw, which sends prompts as they are")
-    if args.logprobs is not None and not args.json:
-        raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
-    # `Generator` refuses the same, but after the weights are loaded.
-    if args.batch_invariant and (args.dequantize or args.prefix_cache or check_device(args.device).type != "cuda"):
-        raise ValueError("--batch-invariant: takes a GPU and FP8 weights, without --dequantize and --prefix-cache")
 
 
 def read_prompts(sources: list[PromptSource]) -> list[str]:
@@ -115,12 +130,6 @@ def read_prompts(sources: list[PromptSource]) -> list[str]:
     return texts
 
 
-def _cache_tokens(args: argparse.Namespace, encoded: list[list[int]], page_size: int) -> int | None:
-    """Return --cache-tokens. Without it, return a size that leaves memory to other processes, if that is enough."""
-    needed = args.n * sum(len(ids) + args.max_tokens + page_size for ids in encoded)
-    return DEFAULT_CACHE if args.cache_tokens is None and needed <= DEFAULT_CACHE else args.cache_tokens
-
-
 def _print_texts(events: Iterator[TokenEvent], prompts: list[str], n: int) -> list[str]:
     """Print each prompt and the text that follows it. Return the errors of sequences that failed.
 
@@ -132,12 +141,10 @@ def _print_texts(events: Iterator[TokenEvent], prompts: list[str], n: int) -> li
     errors = []
 
     def add(sequence: int, text: str) -> None:
-        if not numbered:
-            print(text, end="", flush=True)
-            return
-        *lines, unfinished[sequence] = (unfinished[sequence] + text).split("\n")
-        for line in lines:
-            print(f"[{sequence}] {line}", flush=True)
+        if numbered:
+            *lines, unfinished[sequence] = (unfinished[sequence] + text).split("\n")
+            text = "".join(f"[{sequence}] {line}\n" for line in lines)
+        print(text, end="", flush=True)
 
     try:
         for event in events:
@@ -180,18 +187,6 @@ def _print_events(events: Iterator[TokenEvent], prompts: list[str], encoded: lis
     return [completion.error for completion in completions if completion.error is not None]
 
 
-def _report(loaded: LoadedModel, params: SamplingParams, throughput: Throughput, keys: KeyCounts | None) -> None:
-    if keys is not None:
-        say(
-            f"keys read: {keys.read:.1f} a token of the {keys.dense:.1f} that dense attention reads "
-            f"({keys.share:.0%}), at most {keys.most_read} of {keys.most_dense}; context: {keys.context:.1f} tokens, "
-            f"at most {keys.longest_context}"
-        )
-    how = f"temperature {params.temperature:g}, top-p {params.top_p:g}" if params.temperature else "greedy"
-    weights = ", dequantised" if loaded.dequantized else ""
-    say(f"{throughput} ({loaded.device}, backend {loaded.backend}{weights}, {how})")
-
-
 def read_text(source: str, content: bytes) -> str:
     """Return UTF-8 text without a newline at its end. Raise ValueError, which names the source, for other bytes."""
     try:
@@ -202,9 +197,9 @@ def read_text(source: str, content: bytes) -> str:
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
     """Options override what the checkpoint's generation_config.json says."""
-    given = {name: value for name, value in vars(args).items() if name in SamplingParams.__dataclass_fields__}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**sampling_defaults(args.checkpoint) | chosen)
+    names = SamplingParams.__dataclass_fields__
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    return SamplingParams(**sampling_defaults(args.checkpoint) | given)
 
 
 def has_chat_format(args: argparse.Namespace, tokenizer: Tokenizer) -> bool:

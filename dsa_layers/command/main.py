@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.parser import WrongCall, make_parser
@@ -27,14 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace(argv=argv, command="")
+    logger, handler = logging.getLogger("dsa_layers"), logging.StreamHandler()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     try:
         if is_process:
             sys.stdout.reconfigure(errors="replace")  # for characters that its encoding does not have
         make_parser().parse_args(argv, args)
         run = args.run if "run" in args else _import_command(args.command)
         warnings.showwarning = lambda message, *_: say(f"Warning: {message}")
-        with _log_to_stderr():
-            code = run(args)
+        code = run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -55,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(problem)
         return code
     finally:
+        logger.removeHandler(handler)
         try:
             sys.stdout.flush()
         except OSError:  # Python would try again at its end, and print a traceback
@@ -70,19 +73,6 @@ def _import_command(name: str) -> Callable[[argparse.Namespace], int]:
     module = importlib.import_module(f"dsa_layers.command.{name}")
     signal.signal(signal.SIGINT, before)
     return module.run
-
-
-@contextlib.contextmanager
-def _log_to_stderr() -> Iterator[None]:
-    """Show what the library logs."""
-    logger, handler = logging.getLogger("dsa_layers"), logging.StreamHandler()
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
 
 
 def _problem(error: Exception, args: argparse.Namespace) -> tuple[str, int | None]:

@@ -39,4 +39,4 @@ def by_options(problem: str, args: argparse.Namespace) -> str:
             return f"--{name.replace('_', '-')}"
         return _OPTIONS.get(name, found[0])
 
-    return re.sub(r"(^|(?<=\())(?P<name>\w+)(\[(?P<index>\d+)\])?(?=:|\)$)", option, problem, count=0)
+    return re.sub(r"(^|(?<=\())(?P<name>\w+)(\[(?P<index>\d+)\])?(?=:|\)$)", option, problem)

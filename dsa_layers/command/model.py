@@ -41,10 +41,6 @@ class LoadedModel(NamedTuple):
     backend: str
     dequantized: bool
 
-    def facts(self) -> dict[str, object]:
-        """Return what events in JSON say of it."""
-        return {"device": self.device, "backend": self.backend, "dequantized": self.dequantized}
-
 
 def precision_options(args: argparse.Namespace, *, dequantize: bool) -> dict[str, Any]:
     """Return the options of `load_model` about precision. dequantize: the default of --dequantize."""
@@ -72,8 +68,8 @@ def load(args: argparse.Namespace, files: CheckpointFiles, ranks: Ranks | None =
         torch.set_num_threads(args.threads)
     elif args.checkpoint == SHIPPED_MODEL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    by_default = args.device is None and args.dequantize is None and args.checkpoint != SHIPPED_MODEL
-    if by_default and not on_gpu and files.config.quantization is not None:
+    asked = args.device is not None or args.dequantize is not None or args.checkpoint == SHIPPED_MODEL
+    if not (on_gpu or asked) and files.config.quantization is not None:
         say("No GPU: the model runs on the CPU, and its quantised weights are dequantised, which takes more memory.")
     precision = precision_options(args, dequantize=not on_gpu)
     model = load_model(
@@ -101,9 +97,8 @@ def start_ranks(args: argparse.Namespace) -> int | None:
         raise ValueError(f"--device: must be cpu or cuda, of which each rank takes its own GPU, got {args.device}")
     device, memory = check_device(args.device), None
     if device.type == "cuda":
-        there = torch.cuda.device_count()
-        if started is None and there < gpus:
-            raise ValueError(f"--gpus: must be at most the {there} that torch sees, got {gpus}")
+        if started is None and gpus > torch.cuda.device_count():
+            raise ValueError(f"--gpus: must be at most the {torch.cuda.device_count()} that torch sees, got {gpus}")
         memory = torch.cuda.get_device_properties(device).total_memory
     elif gpus > 1 and args.device is None:  # the model may be too large for this machine's memory
         raise ValueError(f"--gpus: got {gpus}, but torch sees no CUDA GPU; for processes of a CPU give --device cpu")

@@ -73,16 +73,12 @@ def make_parser() -> Parser:
     parser = Parser(prog="dsa", description="DeepSeek Sparse Attention: run models, and check what they run on.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_generate(commands)
-    _add_chat(commands)
-    _add_compare(commands)
-    _add_check(commands)
-    _add_verify(commands)
-    _add_compile(commands)
-    _add_plan(commands)
-    _add_convert(commands)
-    bench.add_parsers(commands)
-    _add_tiny(commands)
+    for add in (
+        *(_add_generate, _add_chat, _add_compare, _add_check, _add_verify, _add_compile, _add_plan, _add_convert),
+        bench.add_parsers,
+        _add_tiny,
+    ):
+        add(commands)
     return parser
 
 
@@ -383,13 +379,7 @@ def _add_compare(commands: _Commands) -> None:
 
 
 def _add_check(commands: _Commands) -> None:
-    parser = commands.add_parser("check", help="print versions, GPU and backend, and test every op")
-    parser.add_argument(
-        "--seeds",
-        type=positive,
-        default=1,
-        help="test every op with that many sets of random numbers (default: %(default)s)",
-    )
+    commands.add_parser("check", help="print versions, GPU and backend, and test every op")
 
 
 _VERIFY = """\
@@ -485,12 +475,6 @@ def _add_plan(commands: _Commands) -> None:
         type=gigabytes,
         metavar="GB",
         help="memory of a GPU in 10^9 bytes, as 139.8 (default: that of the GPU here, else 80)",
-    )
-    parser.add_argument(
-        "--cache-tokens",
-        type=positive,
-        metavar="N",
-        help="tokens in the cache (default: as many as there is room for)",
     )
     _add_draft_option(parser, "with the checkpoint's multi-token-prediction layer, as dsa generate has it")
     _add_precision_options(parser, dequantized="off")

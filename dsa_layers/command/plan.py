@@ -4,8 +4,6 @@ import argparse
 
 import torch
 
-from dsa_layers.arguments import integer
-from dsa_layers.cache.kv_cache import most_tokens
 from dsa_layers.command.model import plan_of, stored_model
 from dsa_layers.command.parser import MOST_GPUS
 from dsa_layers.io.gpu_plan import plans
@@ -21,15 +19,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         found = plans(config, precision, MOST_GPUS, drafted)
     first = next(iter(found.values()))  # one GPU always holds a whole model
-    if args.cache_tokens is not None:
-        integer("--cache-tokens", args.cache_tokens, at_most=most_tokens(first.page_size))
-
     drafters = " with the drafter's" if args.draft else ""
     print(
         f"{args.checkpoint}: {first.whole / 1e9:.1f} GB of weights{drafters}, a cache of "
         f"{first.page / first.page_size / 1000:.1f} KB a token on every GPU; GPUs of {round(memory / 1e9, 1):g} GB"
     )
-    print(f"{'GPUs':>4}  {'weights a GPU':>14}  " + ("in use" if args.cache_tokens else "tokens cached at most"))
+    print(f"{'GPUs':>4}  {'weights a GPU':>14}  tokens cached at most")
     some_fit = False
     for gpus, plan in found.items():
         if isinstance(plan, ValueError):
@@ -37,12 +32,6 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{gpus:>4}  {str(plan).removeprefix(f'gpus: {gpus} ')}")
             continue
         tokens = plan.tokens(memory)
-        fits = tokens >= (args.cache_tokens or 1)
-        some_fit |= fits
-        use = f"{tokens - args.draft}"
-        if args.cache_tokens is not None:
-            use = f"{plan.bytes(args.cache_tokens) / 1e9:.1f} GB"
-        if not fits:
-            use = "does not fit" if args.cache_tokens is None else f"{use}, does not fit"
-        print(f"{gpus:>4}  {plan.weights / 1e9:>11.1f} GB  {use}")
+        some_fit |= tokens > 0
+        print(f"{gpus:>4}  {plan.weights / 1e9:>11.1f} GB  {tokens - args.draft if tokens else 'does not fit'}")
     return 0 if some_fit else 1

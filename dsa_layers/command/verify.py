@@ -67,10 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     def add(part: str, found: dict[str, Any]) -> None:
         report[part] = found
-        values = (
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
-        )
-        print(f"{part}: {', '.join(values)}", flush=True)
+        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
+        print(f"{part}: {', '.join(f'{key} {value}' for key, value in shown.items())}", flush=True)
 
     device = torch.cuda.get_device_name(loaded.device) if loaded.device.startswith("cuda") else "CPU"
     sizes = [path.stat().st_size for path in files.directory.glob("*.safetensors")]
@@ -91,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     report["config_sha256"] = hashlib.sha256((files.directory / "config.json").read_bytes()).hexdigest()
     add("tensors", tensor_check(model))
 
-    room = max(max(lengths) + 1, len(_PROMPTS) * 1024, max(_SEQUENCES) * (_BEGIN + _STEPS))
-    generator = Generator(model, files.tokenizer, cache_tokens=room + max(_SEQUENCES) * model.page_size)
+    room = max(lengths) + max(_SEQUENCES) * (_BEGIN + _STEPS + model.page_size)
+    generator = Generator(model, files.tokenizer, cache_tokens=room)
     runs = [generator.generate(_PROMPTS, SamplingParams(max_tokens=_NEW_TOKENS)) for _ in range(2)]
     report["tokens_of_prompts"], again = ([completion.tokens for completion in completions] for completions in runs)
     same_twice = report["tokens_of_prompts"] == again

@@ -33,9 +33,7 @@ def pack(folder: Path, modules: Sequence[str], jobs: int) -> Iterator[Path]:
         raise OSError("DSA_CACHE_DIR is empty: compiled kernels are not kept")
     shipped = {module: importlib.import_module(module).shipped_variants() for module in modules}
     variants = [Variant(f.__module__, f.__name__, args) for found in shipped.values() for f, args in found]
-    for _ in build(variants, directory, jobs):
-        pass
-
+    list(build(variants, directory, jobs))
     folder.mkdir(parents=True, exist_ok=True)
     for module, found in shipped.items():
         path = archive_of(folder, module)

@@ -70,8 +70,10 @@ class _Same(nn.Module):
 
 def _kind(layer: nn.Module) -> tuple:
     """Return what is equal for two layers that ask for the same kernels."""
-    modules = tuple((name, type(module)) for name, module in layer.named_modules())
-    return modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
+    return (
+        tuple((name, type(module)) for name, module in layer.named_modules()),
+        tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters()),
+    )
 
 
 def passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> Iterator[None]:

@@ -10,6 +10,7 @@ import pytest
 from dsa_layers import SHIPPED_MODEL, Tokenizer, read_config
 from dsa_layers.command.compare import pieces
 from dsa_layers.command.main import main
+from dsa_layers.command.model import CheckpointFiles
 from dsa_layers.command.parser import HELD_OUT_TEXT, make_parser
 from tests.layers.generation.families import FAMILIES
 
@@ -83,7 +84,8 @@ def test_sequences_that_selection_does_not_shorten(capsys):
 )
 def test_the_number_and_length_of_sequences(options, shape):
     args = make_parser().parse_args(["compare", *options])
-    sequences, length = pieces(args, read_config(SHIPPED_MODEL), Tokenizer(SHIPPED_MODEL), HELD_OUT_TEXT.read_text())
+    files = CheckpointFiles(SHIPPED_MODEL, read_config(SHIPPED_MODEL), Tokenizer(SHIPPED_MODEL))
+    sequences, length = pieces(args, files, HELD_OUT_TEXT.read_text())
     assert (len(sequences), length) == shape and {len(tokens) for tokens in sequences} == {length + 1}
 
 
