@@ -103,10 +103,3 @@ def test_drafts_of_a_model_without_a_drafter_are_refused(checkpoint, tmp_path, c
     assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), "--draft", "1"]) == 2
     told = "dsa compile: --draft: config.json has num_nextn_predict_layers=0"
     assert re.search(f"^{told}", capsys.readouterr().err, re.M)
-
-
-def test_a_kernel_that_does_not_compile(asked, checkpoint, tmp_path, monkeypatch, capsys):
-    wrong = [Variant(SORT, "compile_sort_by_expert", ("int63",))]
-    monkeypatch.setattr(variants, "model_variants", lambda *_, **__: wrong)
-    assert main(["compile", "--model", str(checkpoint), "--out", str(tmp_path / "new"), "--jobs", "1"]) == 1
-    assert "dsa compile: compile_sort_by_expert('int63') does not compile: KeyError: 'int63'" in capsys.readouterr().err

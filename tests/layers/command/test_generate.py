@@ -184,17 +184,6 @@ def test_several_sequences_per_prompt_and_logprobs_in_json(capsys):
     assert all(own["token"] == token and own["logprob"] <= 0 and own["rank"] >= 1 for token, own in tokens)
 
 
-@pytest.mark.slow
-def test_a_common_prefix_is_computed_once(checkpoint, capsys):
-    prompts, told = (f"{PROMPT * 30} a", f"{PROMPT * 30} b"), []
-    for option in ([], ["--prefix-cache"]):
-        assert generate(checkpoint, "--raw", *option, prompts=prompts) == 0
-        told.append(capsys.readouterr())
-    assert told[0].out == told[1].out
-    computed, reused = map(int, re.match(r"prefill: (\d+) tokens and (\d+) reused, ", told[1].err).groups())
-    assert reused > 0 and told[0].err.startswith(f"prefill: {computed + reused} tokens, ")
-
-
 def test_drafts_are_counted(checkpoint, capsys):
     assert generate(checkpoint, "--raw", "--draft", "2") == 0
     captured = capsys.readouterr()
