@@ -26,7 +26,7 @@ from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
-from dsa_layers.evaluation.verification import Difference, logits_of
+from dsa_layers.evaluation.held_out_loss import Difference, logits_of
 from dsa_layers.families.model import Model
 from dsa_layers.layers.score_accumulators import set_score_accumulators
 

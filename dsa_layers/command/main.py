@@ -1,42 +1,42 @@
-"""The `dsa` command: generate, chat, compare, check, verify, compile, plan, convert, bench, tune, tiny."""
+"""The `dsa` command: how it runs its commands, and what their errors become."""
 
-# Nothing here is slow to import: torch comes in when a command runs, so that Ctrl-C is caught from the beginning.
 import argparse
 import contextlib
+import importlib
+import logging
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from dsa_layers.command import chat, check, compare, compile, convert, generate, plan, tiny, verify
-from dsa_layers.command.parser import Parser, WrongCall
-from dsa_layers.command.streams import drop_unwritten, messages_to_stderr, on_interrupt, prepare_streams, say, say_json
+from dsa_layers.command.messages import by_options, say, say_json
+from dsa_layers.command.parser import WrongCall, make_parser
 from dsa_layers.parallel.environment import note_failure
 
-INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # what a shell calls them
+# The exit codes that a shell reports for these signals.
+INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for something that failed, 2 for a wrong call or input; 130 after Ctrl-C, and 141
-    where nobody reads the output any more, as of a filter that ends so. With --json an error is also an event on the
-    standard output."""
-    command = "dsa"
-    as_json = "--json" in (sys.argv[1:] if argv is None else argv)
+    """Run the command and return its exit code. argv: None for the arguments of this process.
+
+    The exit code is 0; 1 for a failure; 2 for a wrong call or input; 130 after Ctrl-C; 141 if the reader of the
+    standard output has left. With --json an error is also an event on the standard output.
+    """
+    is_process = argv is None
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = argparse.Namespace(argv=argv, command="")
+    logger, handler = logging.getLogger("dsa_layers"), logging.StreamHandler()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     try:
-        if argv is None:
-            prepare_streams()
-        try:
-            args = _parser().parse_args(argv)
-        finally:  # it exits after --help and --version
-            sys.stdout.flush()
-        args.argv = list(sys.argv[1:] if argv is None else argv)
-        command = f"dsa {args.command}"
-        if argv is None:
-            _import_torch()
+        if is_process:
+            sys.stdout.reconfigure(errors="replace")  # for characters that its encoding does not have
+        make_parser().parse_args(argv, args)
+        run = args.run if "run" in args else _import_command(args.command)
         warnings.showwarning = lambda message, *_: say(f"Warning: {message}")
-        with messages_to_stderr():
-            code = args.run(args)
+        code = run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -44,78 +44,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("")
         return INTERRUPTED
     except BrokenPipeError:
-        note_failure("nobody reads the output")  # of ranks this one ends, and the others because of it
+        note_failure("nobody reads the output")
         return NO_READER
-    except WrongCall as error:
-        return _failed(str(error), 2, as_json)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
-        return _failed(f"{command}: {problem}", 2, as_json)
-    except (ValueError, ImportError) as error:
-        return _failed(f"{command}: {error}", 2, as_json)
-    except (RuntimeError, MemoryError) as error:
-        return _failed(f"{command}: {str(error) or 'out of memory'}", 1, as_json)
-    except Exception as error:  # a defect of the command: Python says where
-        problem = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        problem, code = _problem(error, args)
         note_failure(problem)
-        if as_json:
-            _say_error(problem, 1)
-        raise
+        if "--json" in argv:
+            with contextlib.suppress(OSError):
+                say_json("error", error=problem, exit_code=code or 1)
+        if code is None:
+            raise
+        say(problem)
+        return code
     finally:
-        drop_unwritten()
-        if argv is None:
-            # Another Ctrl-C ends the process at once, without a traceback of what Python tidies up.
-            on_interrupt(signal.SIG_DFL)
-
-
-def _import_torch() -> None:
-    """With everything that commands need. Where Ctrl-C interrupts an import of compiled modules, the exception may be
-    taken for another one or get lost, and the command would go on; so it ends the process itself."""
-    on_interrupt(lambda *_: os._exit(INTERRUPTED))
-    try:
-        import dsa_layers.generation.generator  # noqa: F401
-    finally:
-        on_interrupt(signal.default_int_handler)
-
-
-def _failed(problem: str, code: int, as_json: bool) -> int:
-    """Tells the caller, and gives back the exit code."""
-    note_failure(problem)
-    say(problem)
-    if as_json:
-        _say_error(problem, code)
-    return code
-
-
-def _say_error(problem: str, code: int) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it, or it cannot be written, which may be the problem itself
-        say_json("error", error=problem, exit_code=code)
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        import importlib.metadata
-
+        logger.removeHandler(handler)
         try:
-            version = importlib.metadata.version("dsa-kernels")
-        except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-            from dsa import __version__ as version
-        print(f"dsa {version}")
-        parser.exit()
+            sys.stdout.flush()
+        except OSError:  # Python would try again at its end, and print a traceback
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> Parser:
-    from dsa_bench import command as bench
+def _import_command(name: str) -> Callable[[argparse.Namespace], int]:
+    """Return `run` of a command's module, which imports torch. Meanwhile Ctrl-C ends the process without an exception,
+    because imports of compiled modules may lose it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    module = importlib.import_module(f"dsa_layers.command.{name}")
+    signal.signal(signal.SIGINT, before)
+    return module.run
 
-    parser = Parser(prog="dsa", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True)
 
-    for command in (generate, chat, compare, check, verify, compile, plan, convert):
-        command.add_parser(commands)
-    bench.add_parsers(commands)
-    tiny.add_parser(commands)
-    return parser
+def _problem(error: Exception, args: argparse.Namespace) -> tuple[str, int | None]:
+    """Return what is said about an error, and the exit code; None for a defect of this program."""
+    if isinstance(error, WrongCall):
+        return str(error), 2
+    command = f"dsa {args.command}"
+    if isinstance(error, OSError):
+        problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
+        return f"{command}: {problem}", 2
+    if isinstance(error, ValueError | ImportError):
+        return f"{command}: {by_options(str(error), args)}", 2
+    if isinstance(error, RuntimeError | MemoryError):
+        return f"{command}: {str(error) or 'out of memory'}", 1
+    return f"{type(error).__name__}: {error}", None
 
 
 if __name__ == "__main__":

@@ -1,47 +1,514 @@
-"""The parser of `dsa` and of its subcommands: help that names every default, and errors of one line."""
+"""The parser of the `dsa` command: all options of all its commands."""
 
+# Nothing here is slow to import, so that help is there at once.
 import argparse
-from collections.abc import Sequence
-from typing import TextIO
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsa_bench import command as bench
+from dsa_layers import SHIPPED_MODEL
+from dsa_layers.cache.drafts import DRAFTS
+from dsa_layers.families.registry import model_types
+from dsa_layers.options import at_least, gigabytes, path, positive
+
+# Text that the model that comes with dsa was not trained on. Its license is LICENSE.python.txt in the same folder.
+HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
+DEFAULT_CACHE = 65536  # --cache-tokens of `dsa generate`, if the prompts need no more
+COMPARED_TOKENS = 4096  # --max-tokens of `dsa compare`
+SELECTIONS = 16  # --length of `dsa compare`, in multiples of what a token selects
+MOST_GPUS = 16  # in lists of numbers of GPUs
+
+_Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_CONFIG_HELP = (
+    "a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes with dsa)"
+)
 
 
 class WrongCall(Exception):
-    """A call that the parser does not accept; its text is one line for the caller."""
+    """A command line that the parser refuses."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are spelled out, never abbreviated: an option that is added later changes no script."""
+    """A parser that takes only whole names of options: an option that is added later breaks no script."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """A subcommand's parser refuses what it does not know itself: its help has what it knows."""
+    def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse unknown arguments of a subcommand here, so that the error names the subcommand."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
 
-    def print_help(self, file: TextIO | None = None) -> None:
-        """Raise OSError if the help cannot be written: argparse ignores that."""
-        print(self.format_help(), end="", file=file)
-
     def error(self, message: str) -> None:
         raise WrongCall(f"{self.prog}: {message} (see {self.prog} --help)")
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Adds the default of an option whose help does not name it. Descriptions have their own lines."""
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import dsa
 
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        ends = action.nargs == 0 and action.dest in ("help", "version")
-        if not action.option_strings or action.required or ends or "default" in text:
-            return text
-        if action.default is None or action.default == []:
-            default = "none"
-        else:
-            default = "off" if action.default is False else "%(default)s"
-        return f"{text} (default: {default})"
+        print(f"dsa {dsa.__version__}")
+        parser.exit()
+
+
+class PromptSource(NamedTuple):
+    """A --prompt or --prompt-file and its value."""
+
+    option: str
+    value: str
+
+    def name(self, i: int, prompts: int) -> str:
+        """Return what messages call prompt i of so many."""
+        if self.option == "--prompt-file" or self.value == "-":
+            return f"{self.option} {self.value}"
+        return self.option if prompts == 1 else f"{self.option} (prompt {i + 1} of {prompts})"
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="dsa", description="DeepSeek Sparse Attention: run models, and check what they run on.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for add in (
+        *(_add_generate, _add_chat, _add_compare, _add_check, _add_verify, _add_compile, _add_plan, _add_convert),
+        bench.add_parsers,
+        _add_tiny,
+    ):
+        add(commands)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=path,
+        nargs="?",
+        default=SHIPPED_MODEL,
+        help="directory with config.json, safetensors and tokenizer.json, or a hub id, OWNER/NAME (default: the small "
+        "model of Python source that comes with dsa)",
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is a GPU, else cpu)")
+    _add_precision_options(parser, dequantized="yes on a CPU, no on a GPU")
+    parser.add_argument(
+        "--prefill-chunk",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="prompt tokens per pass (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="CPU threads (default: PyTorch's choice; 1 for the model that comes with dsa, which is too small for "
+        "several)",
+    )
+
+
+def _add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) -> None:
+    """dequantized: the default of --dequantize, in words."""
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="dtype of activations, and of weights that are not quantised (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--dequantize",
+        action=argparse.BooleanOptionalAction,
+        help="convert FP8 and FP4 weights to --dtype, and quantise nothing else either, which is faster on a CPU "
+        f"(default: {dequantized})",
+    )
+    parser.add_argument(
+        "--kv-cache",
+        choices=("fp8", "model"),
+        help="store latents in the cache in FP8, or in --dtype (default: fp8 for an FP8 checkpoint that is not "
+        "dequantised, else model)",
+    )
+    parser.add_argument(
+        "--widen-experts",
+        action="store_true",
+        help="convert FP4 experts to FP8 when they are loaded, which takes twice the memory and gives the same results "
+        "(default: off, they stay FP4)",
+    )
+
+
+def _add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
+    """does: what the option does, in words."""
+    parser.add_argument(
+        "--draft", type=int, choices=range(DRAFTS + 1), default=0, metavar="K", help=f"{does} (default: %(default)s)"
+    )
+
+
+def _add_gpus_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="split the model over N GPUs of this machine, a process each, or with --device cpu over N processes; "
+        "torchrun may start them too (default: 1)",
+    )
+
+
+def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str, cache_tokens: str) -> None:
+    """max_tokens: its default; each: "sequence" or "reply"; cache_tokens: its default, in words."""
+    parser.add_argument(
+        "--chat-option",
+        type=_named_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the chat template or an option of the chat format, as enable_thinking=false, or for V4 "
+        "reasoning_effort=max: VALUE is JSON, else a string; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=max_tokens,
+        metavar="N",
+        help=f"new tokens per {each}, or what the model's context leaves if that is fewer (default: %(default)s)",
+    )
+    source = "default: generation_config.json's, else"
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help=f"0 is greedy ({source} 0, or 1 if that file says do_sample)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help=f"sample among the fewest tokens whose probabilities reach P ({source} 1: all)",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help=f"sample among the K likeliest tokens ({source} 0: all)")
+    parser.add_argument(
+        "--min-p", type=float, metavar="P", help=f"drop tokens below P times the likeliest ({source} 0)"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help=f"divide positive logits of tokens that the sequence has by R, multiply others ({source} 1)",
+    )
+    for name, how in (("presence", "of tokens that were generated"), ("frequency", "as often as it was generated")):
+        parser.add_argument(
+            f"--{name}-penalty",
+            type=float,
+            default=0.0,
+            metavar="X",
+            help=f"subtract X from a logit, {how}, -2 to 2 (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help=f"seed of the first {each}; each further {each} has the next seed (default: others each time)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end at this string, which is not shown; no special token; may be repeated (default: none)",
+    )
+    parser.add_argument("--cache-tokens", type=positive, metavar="N", help=f"the paged cache (default: {cache_tokens})")
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text[:60]!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+_GENERATE = """\
+With --json the standard output is one JSON object a line, each with the key "event":
+  start       checkpoint, device, backend, dequantized, prompts, max_tokens, temperature, top_k, top_p, seed, stop, n,
+              min_p, repetition_penalty, presence_penalty, frequency_penalty, logprobs
+  token       sequence (its number, from 0: n of each prompt one after another), token (its id), text (what can be shown
+              by now); with --logprobs also logprobs, a list of token, logprob, rank: the token's, then the likeliest
+  completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
+  throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds, drafted, taken (drafts that were right),
+              reused_tokens (of prompts, with --prefix-cache)
+  keys_read   read, dense (what dense attention over the same cache reads), context, share (read / dense), most_read,
+              most_dense, longest_context (with --stats)
+  error       error, exit_code: nothing follows, but with --gpus perhaps another one, of the rank that is the cause
+Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or input; 130 after Ctrl-C."""
+
+
+def _add_generate(commands: _Commands) -> None:
+    parser = commands.add_parser("generate", help="continue prompts with a checkpoint", epilog=_GENERATE)
+    _add_model_options(parser)
+    _add_gpus_option(parser)
+    parser.add_argument(
+        "--prompt",
+        type=partial(PromptSource, "--prompt"),
+        action="append",
+        dest="prompts",
+        metavar="TEXT",
+        help="a prompt, or - for the standard input; may be repeated, for a batch, whose printed lines start with [i], "
+        "the number of their sequence from 0 on (default: none; one is needed)",
+    )
+    parser.add_argument(
+        "--prompt-file",
+        type=partial(PromptSource, "--prompt-file"),
+        action="append",
+        dest="prompts",
+        metavar="FILE",
+        help="a UTF-8 file that holds one prompt, without the newline at its end; may be repeated and mixed with "
+        "--prompt (default: none)",
+    )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="send prompts as they are (default: off; as messages, by the chat template or format if there is one)",
+    )
+    _add_generation_options(
+        parser,
+        max_tokens=256,
+        each="sequence",
+        cache_tokens=f"{DEFAULT_CACHE}; if prompts need more, what the GPU's memory has room for",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        action="store_true",
+        help="prompts that begin with the same tokens share their full pages, which are computed once; the output "
+        "matches that without up to rounding (default: off)",
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="on GPUs, with FP8 weights, FP8 indexers and bfloat16: the tokens of a prompt, sampled ones with --seed, "
+        "depend on no other prompt and not on drafts, bit for bit, which is slower (default: off)",
+    )
+    _add_draft_option(
+        parser,
+        f"draft up to {DRAFTS} tokens ahead by the checkpoint's multi-token-prediction layer, so that a pass may give "
+        "several",
+    )
+    parser.add_argument(
+        "--stats",
+        action="store_true",
+        help="count the keys that tokens read, also those of drafts that are not taken and of the drafter's layer; "
+        "disables CUDA graphs, which is slower (default: off)",
+    )
+    parser.add_argument("--n", type=int, default=1, help="sequences of each prompt (default: %(default)s)")
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="with --json: log-probabilities of each token and of the K likeliest ones (default: none)",
+    )
+    parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
+
+
+CHAT_COMMANDS = """\
+/reset        forget the conversation
+/system TEXT  set the system message, without TEXT remove it
+/help         list these commands
+/exit         end, as does Ctrl-D
+Ctrl-C        end a reply; twice at an empty prompt: end"""
+_CHAT = f"""\
+Each line of the standard input is a message, or one of these:
+{CHAT_COMMANDS}
+Reasoning is printed between <think> and </think>; a terminal dims it.
+Exit codes: 0; 1 where a reply failed; 2 for a wrong call or input; 130 after Ctrl-C."""
+
+
+def _add_chat(commands: _Commands) -> None:
+    parser = commands.add_parser("chat", help="talk with a checkpoint on the terminal", epilog=_CHAT)
+    # A reply that Ctrl-C ends would end at another token on each of several GPUs.
+    parser.set_defaults(gpus=1)
+    _add_model_options(parser)
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system message (default: none)")
+    _add_generation_options(
+        parser,
+        max_tokens=4096,
+        each="reply",
+        cache_tokens="on a GPU what its memory has room for; on a CPU 65536, and more as needed",
+    )
+    _add_draft_option(
+        parser, "draft so many tokens ahead by the checkpoint's multi-token-prediction layer, as `dsa generate` does"
+    )
+
+
+_COMPARE = """\
+With --json the standard output is one JSON object a line, each with the key "event":
+  start      checkpoint, device, backend, dequantized, text, sequences, length, index_topk
+  attention  attention ("sparse", "latest" or "dense"), loss, perplexity, tokens, seconds, read, dense (what dense
+             attention over the same cache reads), context, share (read / dense), most_read, most_dense, longest_context
+  error      error, exit_code: nothing follows"""
+
+
+def _add_compare(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="loss, perplexity and keys read on a text: sparse attention beside dense",
+        description="The loss of the same weights with the keys that the indexers select, with as many keys that are "
+        "the latest, and with all keys.",
+        epilog=_COMPARE,
+    )
+    parser.set_defaults(draft=0)
+    _add_model_options(parser)
+    parser.add_argument(
+        "--text",
+        type=path,
+        metavar="FILE",
+        default=HELD_OUT_TEXT,
+        help="a UTF-8 text that the model was not trained on (default: a module of Python's standard library that "
+        "was held out when the model that comes with dsa was trained)",
+    )
+    parser.add_argument(
+        "--length",
+        type=at_least(2),
+        metavar="N",
+        help=f"tokens per sequence, at least 2 (default: the model's context, {SELECTIONS} times what a token selects, "
+        "the text, or --max-tokens if that is given, whichever is shortest)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=at_least(2),
+        metavar="N",
+        help="tokens from the beginning of the text, in whole sequences; at least --length if that is given "
+        f"(default: {COMPARED_TOKENS}, or one sequence if that is longer)",
+    )
+    parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
+
+
+def _add_check(commands: _Commands) -> None:
+    commands.add_parser("check", help="print versions, GPU and backend, and test every op")
+
+
+_VERIFY = """\
+The report, one JSON object, holds what is printed, the tokens of the fixed prompts, the configuration's digest and the
+versions of the libraries. It has no path, no user's name and nothing of --text but its loss.
+Exit codes: 0; 1 where a tensor has NaN or infinity or a second run gave other tokens; 2 for a wrong call or input."""
+
+
+def _add_verify(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="test a checkpoint's weights on this machine and write a report to send to the project",
+        description="Load a checkpoint, look for NaN in every tensor, generate from fixed prompts, measure the loss on "
+        "a text by the kernels, by other libraries' kernels where these are installed, and on a slice by the PyTorch "
+        "references, and time prompts and steps.",
+        epilog=_VERIFY,
+    )
+    parser.set_defaults(json=False)
+    _add_model_options(parser)
+    _add_gpus_option(parser)
+    parser.add_argument(
+        "--text",
+        type=path,
+        metavar="FILE",
+        default=HELD_OUT_TEXT,
+        help="a UTF-8 text (default: a module of Python's standard library)",
+    )
+    parser.add_argument(
+        "--report",
+        type=path,
+        metavar="FILE",
+        default=Path("dsa-verify.json"),
+        help="where the report is written (default: %(default)s)",
+    )
+
+
+_COMPILE = """\
+Compiles what `dsa generate` would compile when it first needs it: every variant of the kernels that prefill and
+decoding of the model ask for, for any number of tokens and sequences. It needs no GPU and reads no weights, only
+config.json.
+The folder serves every machine whose CPU is of the same architecture and that has the same version of dsa, of the DSL
+and of TVM-FFI: copy it there and set DSA_CACHE_DIR to it. What is in it already is not compiled again."""
+
+
+def _add_compile(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "compile", help="compile a model's kernels in advance, without a GPU", description=_COMPILE
+    )
+    parser.add_argument("--model", type=path, default=SHIPPED_MODEL, metavar="CONFIG", help=_CONFIG_HELP)
+    parser.add_argument(
+        "--heads",
+        type=positive,
+        metavar="N",
+        help="attention heads of one GPU, if several GPUs share the model: for dsa generate --gpus, sums over the GPUs "
+        "included, and for engines that split attention by heads (default: all)",
+    )
+    _add_draft_option(parser, "as dsa generate has it")
+    parser.add_argument(
+        "--out",
+        type=path,
+        metavar="DIR",
+        help="the folder, which must be writable only by you (default: DSA_CACHE_DIR, else dsa in XDG_CACHE_HOME, else "
+        "~/.cache/dsa)",
+    )
+    _add_precision_options(parser, dequantized="off")
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help="compiling processes (default: one per core that is free to use)",
+    )
+
+
+_PLAN = """\
+Reads config.json, and no weights. Weights are shared by the GPUs: attention by heads, MLPs by their inner channels,
+experts by their number, embeddings and the head by the vocabulary. Every GPU has the weights of shared experts whole,
+and if its share of the heads is below 64, those of attention with all heads: long passes are split by tokens there.
+Every GPU has all of the cache. Context is what fits beside the weights into 90% of a GPU's memory, for all sequences
+together; --draft K takes K tokens more per sequence."""
+
+
+def _add_plan(commands: _Commands) -> None:
+    parser = commands.add_parser("plan", help="what each of several GPUs would hold of a model", description=_PLAN)
+    parser.add_argument("checkpoint", type=path, nargs="?", default=SHIPPED_MODEL, help=_CONFIG_HELP)
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help=f"this number alone (default: every number up to {MOST_GPUS})",
+    )
+    parser.add_argument(
+        "--memory",
+        type=gigabytes,
+        metavar="GB",
+        help="memory of a GPU in 10^9 bytes, as 139.8 (default: that of the GPU here, else 80)",
+    )
+    _add_draft_option(parser, "with the checkpoint's multi-token-prediction layer, as dsa generate has it")
+    _add_precision_options(parser, dequantized="off")
+
+
+_CONVERT = """\
+Writes the checkpoint anew with weights in BF16, FP8 or FP4, one file at a time, and copies the tokenizer. Weights that
+have this dtype already are copied. After an interruption the same command continues with the file that it was at."""
+
+
+def _add_convert(commands: _Commands) -> None:
+    parser = commands.add_parser("convert", help="write a checkpoint in BF16, FP8 or FP4", description=_CONVERT)
+    parser.add_argument("checkpoint", type=path, help="its directory or hub id")
+    parser.add_argument("directory", type=path, help="new or empty")
+    parser.add_argument(
+        "--dtype",
+        required=True,
+        choices=("bf16", "fp8", "fp4"),
+        help="fp8: projections and experts; fp4: experts, and FP8 for other projections",
+    )
+    parser.add_argument(
+        "--shard-gb",
+        type=gigabytes,
+        default="5",
+        metavar="GB",
+        help="10^9 bytes per file at most (default: %(default)s)",
+    )
+    parser.add_argument("--device", help="where weights are cast: cpu, cuda or cuda:N (default: a GPU if there is one)")
+
+
+def _add_tiny(commands: _Commands) -> None:
+    parser = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
+    parser.add_argument("directory", type=path, help="new, empty, or of a tiny checkpoint, which is replaced")
+    parser.add_argument(
+        "--model", choices=model_types(), default="deepseek_v32", help="its model_type (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")

@@ -2,12 +2,11 @@
 
 usage: python -m dsa_layers.compilation.pack FOLDER [MODULE...]        MODULE: dsa.kernels.FAMILY.NAME
 
-Compiles all shipped variants of all kernel modules, or of MODULE..., into the compile cache, where they are not there
-yet, and writes FOLDER/MODULE.tar.xz (`dsa.runtime.compile_cache`). An archive that exists keeps its other objects, so
-that a run with another version of the DSL adds to it.
+Compiles all shipped variants of all kernel modules, or of MODULE..., into the compile cache unless they are there, and
+writes FOLDER/MODULE.tar.xz (`dsa.runtime.compile_cache`). An archive that exists keeps its other objects, so that a run
+with another version of the DSL adds to it.
 """
 
-import argparse
 import importlib
 import os
 import pkgutil
@@ -22,21 +21,19 @@ from dsa_layers.compilation.build import build
 
 
 def kernel_modules() -> list[str]:
-    """Names of the modules that ship variants."""
+    """Return the names of the modules that ship variants."""
     names = [name for _, name, _ in pkgutil.walk_packages(dsa.kernels.__path__, f"{dsa.kernels.__name__}.")]
     return sorted(name for name in names if hasattr(importlib.import_module(name), "shipped_variants"))
 
 
 def pack(folder: Path, modules: Sequence[str], jobs: int) -> Iterator[Path]:
-    """Each archive once it is written. Raises what `build` raises."""
+    """Yield each archive once it is written. Raises what `build` raises."""
     directory = cache_dir()
     if directory is None:
         raise OSError("DSA_CACHE_DIR is empty: compiled kernels are not kept")
     shipped = {module: importlib.import_module(module).shipped_variants() for module in modules}
     variants = [Variant(f.__module__, f.__name__, args) for found in shipped.values() for f, args in found]
-    for _ in build(variants, directory, jobs):
-        pass
-
+    list(build(variants, directory, jobs))
     folder.mkdir(parents=True, exist_ok=True)
     for module, found in shipped.items():
         path = archive_of(folder, module)
@@ -45,18 +42,7 @@ def pack(folder: Path, modules: Sequence[str], jobs: int) -> Iterator[Path]:
         yield path
 
 
-def main(arguments: Sequence[str]) -> int:
-    every = kernel_modules()
-    parser = argparse.ArgumentParser(prog="python -m dsa_layers.compilation.pack", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="dsa.kernels.FAMILY.NAME (default: all)")
-    args = parser.parse_args(arguments)
-    if unknown := [name for name in args.modules if name not in every]:
-        parser.error(f"MODULE: must be a kernel module with shipped variants, got {unknown[0]}")
-    paths = list(pack(args.folder, args.modules or every, len(os.sched_getaffinity(0))))
-    print(f"{len(paths)} archives, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    folder, *modules = sys.argv[1:]
+    paths = list(pack(Path(folder), modules or kernel_modules(), len(os.sched_getaffinity(0))))
+    print(f"{len(paths)} archives, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB")

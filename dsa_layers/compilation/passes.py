@@ -1,4 +1,4 @@
-"""The passes of a generator over a model without memory: of all kinds, and of one row to tens of thousands."""
+"""The passes of a generator over a model on the meta device: of all kinds, from one row to tens of thousands."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,24 +16,22 @@ from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.engine.split import split
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
-from dsa_layers.families.registry import family
-from dsa_layers.families.unfilled import unfilled
+from dsa_layers.io.loading import unfilled_model
 from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.key_selection import FUSED_TOKENS
 from dsa_layers.parallel.ranks import Ranks
 
-MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
+MOST_ROWS = 32768  # new tokens per pass; passes of more use the same kernels
 MOST_SEQUENCES = 1024
 MOST_KEYS = 2**24  # of all sequences of a decoding pass, each as long as the longest
-# Of new tokens and earlier ones, where there are no fewer tokens than make a difference; more are computed in parts,
-# which are alike.
+# New tokens times earlier ones. Passes with more scores compute them in equal parts of at least FUSED_TOKENS tokens.
 MOST_SCORES = 2**29
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class SilentRanks(Ranks):
-    """Nothing is sent, and nothing comes: of tensors without memory there is nothing to say."""
+    """Ranks that send nothing: tensors on the meta device have no content."""
 
     def all_gather(self, parts: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> None:
         pass
@@ -45,14 +43,12 @@ class SilentRanks(Ranks):
 def without_memory(
     config: ModelConfig, precision: Precision, *, drafter: bool = False, gpus: int = 1
 ) -> tuple[CheckpointModel, Cache]:
-    """The model on the meta device, as `load_model` makes it, and a cache for it. It has one layer of each kind: layers
-    that are like an earlier one give back what they get. gpus: the part of one of so many; DoesNotDivide for a model
-    that does not come apart evenly."""
-    of_family = family(config.model_type)
-    with unfilled():
-        model = of_family.model(config, precision)
-        if drafter:
-            model.drafter = of_family.drafter(model)
+    """Return the model on the meta device, as `load_model` makes it, and a cache for it.
+
+    Layers of the same kind as an earlier one return their input. gpus: return one rank's part of the model. Raises
+    DoesNotDivide if so many GPUs cannot share it evenly.
+    """
+    model = unfilled_model(config, precision, drafter=drafter)
     fuse(model)
     split(model, SilentRanks(0, gpus), blocks=config.quantization is not None)
     model.init_buffers(META)
@@ -61,12 +57,10 @@ def without_memory(
     pages = -(-config.max_position_embeddings // model.page_size)
     cache = model.make_cache(pages, model.page_size, META, state_slots=MOST_SEQUENCES)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
-    kinds = set()
+    kinds = {}
     for i, layer in enumerate(layers):
-        kind = _kind(layer)
-        if kind in kinds:
+        if kinds.setdefault(_kind(layer), layer) is not layer:
             layers[i] = _SameBlock() if isinstance(layer, DecoderBlock) else _SameStreams(i + 1 == len(layers))
-        kinds.add(kind)
     return model.train(False), cache
 
 
@@ -95,9 +89,9 @@ def _kind(layer: nn.Module) -> tuple:
 
 
 def passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> Iterator[None]:
-    """Runs a pass for each item: prefill of one sequence and of several, with and without earlier tokens, and decoding,
-    at lengths at which tokens read all keys and at lengths at which they select. With so many drafts, the drafter's
-    passes are behind each."""
+    """Run one pass per item: prefill of one sequence and of several, with and without earlier tokens, and decoding, at
+    lengths at which tokens read all keys and at lengths at which they select. With drafts, the drafter's passes follow
+    each."""
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
     for rows in growing(min(MOST_ROWS, context), 1.3):
@@ -114,7 +108,7 @@ def passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> Iterator[No
 
 
 def growing(most: int, factor: float) -> list[int]:
-    """1, 2, 3, ... up to `most`, each at most `factor` times the one before where there is such a number."""
+    """Return 1, 2, 3, ... up to `most`, each at most `factor` times the one before if there is such a number."""
     numbers = [1]
     while numbers[-1] < most:
         numbers.append(min(most, max(numbers[-1] + 1, int(numbers[-1] * factor))))
@@ -123,7 +117,7 @@ def growing(most: int, factor: float) -> list[int]:
 
 @torch.inference_mode()
 def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int]]) -> None:
-    """A pass over (new, earlier) tokens of each sequence. All have the same pages, which nothing writes to."""
+    """Run a pass over (new, earlier) tokens of each sequence. All have the same pages, which nothing writes to."""
     pages = range(-(-max(map(sum, sequences)) // cache.page_size))
     chunks = [Chunk(new, cached, pages, slot) for slot, (new, cached) in enumerate(sequences)]
     tokens = torch.zeros(sum(new for new, _ in sequences), dtype=torch.int64, device=META)
@@ -139,7 +133,7 @@ def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int
 
 @torch.inference_mode()
 def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts: int = 0) -> None:
-    """A pass over the last tokens of each of `count` sequences, the longest of which has so many."""
+    """Run a pass over the last token of each of `count` sequences and its drafts. The longest sequence has `tokens`."""
     pages, size = -(-tokens // cache.page_size), cache.page_size
     inputs = DecodeInputs(count, pages, size, META, 1 + drafts)
     if not drafts:
@@ -153,5 +147,5 @@ def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts
 
 
 def _drafters(model: CheckpointModel, cache: Cache) -> Cache:
-    """The drafter's cache beside this one."""
+    """Return a cache of the drafter with as many pages."""
     return model.drafter.make_cache(cache.allocator.num_pages, cache.page_size, META, state_slots=MOST_SEQUENCES)

@@ -4,8 +4,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-
-import torch
+from typing import Any
 
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
@@ -14,8 +13,8 @@ from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.parallel.one_shot_sum import RANKS, compiled_sums
 
-# Compile functions whose work tiles follow from the number of rows, and the place of these among their arguments: of a
-# kernel that is asked for, all tiles are compiled.
+# {compile function whose work tile follows from the number of rows: position of the tile among its arguments}. All
+# tiles of a kernel that passes ask for are compiled.
 TILES = {
     "compile_apply_rotary": 2,
     "compile_fp8_fp4_gemm": 1,
@@ -39,13 +38,10 @@ TILES = {
 }
 
 
-def precisions(
-    config: ModelConfig, *, dtype: str | None, dequantize: bool, kv_cache: str | None, widen_experts: bool
-) -> list[Precision]:
-    """What `load_model` makes of these options: two where only the files say how experts are stored. dtype: as
-    "bfloat16"."""
-    own = dtype and getattr(torch, dtype)
-    precision = Precision.of(config, own, dequantize=dequantize, kv_cache=kv_cache)
+def precisions(config: ModelConfig, *, widen_experts: bool, **options: Any) -> list[Precision]:
+    """Return the precisions that `load_model` may choose with these options, which are those of `Precision.of`: two if
+    only the files say how experts are stored."""
+    precision = Precision.of(config, **options)
     stored = config.quantization.expert_dtype if precision.fp8_linear and not widen_experts else "fp8"
     found = [] if stored == "fp4" else [precision]
     return found if stored == "fp8" else [*found, replace(precision, fp4_experts=True)]
@@ -54,9 +50,11 @@ def precisions(
 def model_variants(
     config: ModelConfig, precisions: Iterable[Precision], arch: str = "sm_90", *, drafts: int = 0, gpus: int = 1
 ) -> list[Variant]:
-    """The variants that a generator's passes over the model ask for, in any of these precisions, sorted; with so many
-    drafts those of its drafter, too. gpus: those of each of so many that have a part of the model, and of sums over
-    them; DoesNotDivide, a ValueError, for a model that does not come apart into so many equal parts."""
+    """Return the variants that a generator's passes over the model ask for, in any of these precisions, sorted.
+
+    drafts: with the drafter's variants. gpus: the variants of one rank of so many, and of sums over the ranks. Raises
+    DoesNotDivide, a ValueError, if so many GPUs cannot share the model evenly.
+    """
     found: dict[Variant, None] = {}
     for precision in precisions:
         model, cache = without_memory(config, precision, drafter=drafts > 0, gpus=gpus)
@@ -70,7 +68,7 @@ def model_variants(
 
 
 def with_all_tiles(variants: Iterable[Variant]) -> set[Variant]:
-    """These, and those that differ from them in nothing but a tile that follows from the number of rows."""
+    """Return these and those that differ from one of them only in a tile that follows from the number of rows."""
     return {other for variant in variants for other in (variant, *_other_tiles(variant))}
 
 
@@ -82,7 +80,7 @@ def _other_tiles(variant: Variant) -> Iterator[Variant]:
     signature = inspect.signature(getattr(module, variant.function))
 
     def others(arguments: tuple) -> tuple:
-        """The arguments but for the tile; those that are not given have defaults."""
+        """Return the arguments except the tile. Arguments that are not given have their defaults."""
         bound = signature.bind(*arguments)
         bound.apply_defaults()
         return bound.args[:place] + bound.args[place + 1 :]

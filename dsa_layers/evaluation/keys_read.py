@@ -1,7 +1,6 @@
-"""How many keys attention reads, as each layer of a model tells while it runs."""
+"""How many keys attention reads, as each layer of a model reports it while it runs."""
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -12,7 +11,7 @@ from dsa_layers.layers.selecting_attention import SelectingAttention
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Over all tokens of all passes, averaged over layers: the keys that a token's attention read, those that dense
+    """Averages over all tokens of all passes and over layers: the keys that a token's attention read, those that dense
     attention over the same cache would have read, and the tokens that it could see, itself included; and the most of
     each. In DeepSeek-V4 keys are the tokens of a window and compressed entries, elsewhere tokens."""
 
@@ -25,13 +24,8 @@ class KeyCounts:
 
     @property
     def share(self) -> float:
-        """Of the keys that dense attention would have read."""
+        """The share of the keys of dense attention that was read."""
         return self.read / self.dense
-
-    @property
-    def keys_are_tokens(self) -> bool:
-        """Whether dense attention reads every token that it can see, and nothing else."""
-        return (self.dense, self.most_dense) == (self.context, self.longest_context)
 
 
 class KeysRead:
@@ -41,9 +35,9 @@ class KeysRead:
             model(tokens, batch)
         keys.counts().share  # of the keys that dense attention reads
 
-    Layers that are a `SelectingAttention` tell what they read. Passes run as Python: the replay of a CUDA graph is not
-    counted, so a Generator needs cuda_graphs=False. Passes that train indexers are not counted either. Of two such
-    contexts the inner one counts.
+    Layers that are a `SelectingAttention` report what they read. Passes run as Python: the replay of a CUDA graph is
+    not counted, so a Generator needs cuda_graphs=False. Passes that train indexers are not counted either. Of two
+    nested contexts the inner one counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,31 +50,28 @@ class KeysRead:
         # On several ranks the part of a layer, which is no submodule, computes some passes.
         parts = [getattr(layer, "part", None) for layer in self._layers]
         self._layers += [part for part in parts if part is not None]
-        self._before: list[list] = []  # for each `with` that is entered, what the layers had
         self._tokens = 0
         self._sums = self._most = torch.zeros(3, dtype=torch.int64)
 
     def __enter__(self) -> Self:
-        self._before.append([layer.key_counter for layer in self._layers])
+        self._outer = [layer.key_counter for layer in self._layers]
         for layer in self._layers:
             layer.key_counter = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for layer, before in zip(self._layers, self._before.pop()):
-            layer.key_counter = before
+    def __exit__(self, *_: object) -> None:
+        for layer, outer in zip(self._layers, self._outer):
+            layer.key_counter = outer
 
     def counts(self) -> KeyCounts:
-        """The counts of all passes so far. Raises RuntimeError if there was none."""
+        """Return the counts of all passes so far. Raise RuntimeError if there was none."""
         if not self._tokens:
             raise RuntimeError("counts: no pass was counted")
         return KeyCounts(*(self._sums.double() / self._tokens).tolist(), *self._most.tolist())
 
     def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
-        """What a layer tells of a pass (`KeyCounter`). The sums stay on the device, so that counting does not wait for
-        it."""
+        """Add what a layer reports of a pass (`KeyCounter`). The sums stay on the device, so that counting does not
+        wait for it."""
         counts = torch.stack((read.long(), dense.long(), context.long()))
         self._tokens += len(context)
         self._sums = self._sums.to(counts.device) + counts.sum(-1)

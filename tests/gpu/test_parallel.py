@@ -103,7 +103,7 @@ def test_no_memory_on_one_rank(folder):
 
 
 def generate(folder, *options):
-    call = [sys.executable, "-m", "dsa_layers.command", "generate", str(folder / model_types()[0]), *options]
+    call = [sys.executable, "-m", "dsa_layers", "generate", str(folder / model_types()[0]), *options]
     return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

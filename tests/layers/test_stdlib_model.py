@@ -14,8 +14,8 @@ import torch
 
 from dsa_layers import SHIPPED_MODEL
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.command.main import main
+from dsa_layers.command.parser import HELD_OUT_TEXT
 from dsa_layers.families.config import read_config
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams

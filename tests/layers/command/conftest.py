@@ -1,5 +1,6 @@
 """What tests of the `dsa` command share."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """The one line of a wrong call; nothing went to the standard output."""
+    """Return the one line of a wrong call, which has no standard output."""
 
     def line() -> str:
         captured = capsys.readouterr()
@@ -21,9 +22,5 @@ def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 
 @pytest.fixture
 def damaged(checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint, its files links: to damage one, replace it."""
-    directory = tmp_path / "damaged"
-    directory.mkdir()
-    for path in checkpoint.iterdir():
-        (directory / path.name).symlink_to(path)
-    return directory
+    """A copy of the checkpoint to damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))

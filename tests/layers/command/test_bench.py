@@ -36,24 +36,18 @@ def test_tune_needs_an_op_with_configurations(name, monkeypatch, error):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (("bench", "rotary", "--csv"), "dsa bench: --csv: "),
-        (("bench", "rotary", "--png"), "dsa bench: --png: "),
-        (("bench", "e2e", "--csv"), "dsa bench: --csv: "),
-        (("bench", "host", "--png"), "dsa bench: --png: "),
-        (("tune", "fp8_gemm_nt", "--output"), "dsa tune: --output: "),
-    ],
+    ("command", "option"), [("bench rotary", "--csv"), ("bench e2e", "--png"), ("tune fp8_gemm_nt", "--output")]
 )
-def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path, monkeypatch, error, arguments, shown):
+def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path, monkeypatch, error, command, option):
     monkeypatch.setattr(backends, "why_no_kernels", None)  # not even asked for
-    assert main([*arguments, str(tmp_path)]) == 2
-    assert error() == f"{shown}must be a file, got the directory {tmp_path}"
-    assert main([*arguments, str(tmp_path / "nowhere" / "x")]) == 2
-    assert error() == f"{shown}there is no directory {tmp_path / 'nowhere'}"
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    assert main([*arguments, str(tmp_path / "x")]) == 2
-    assert error() == f"{shown}{tmp_path / 'x'} cannot be written"
+    for path, problem in [
+        (tmp_path, f"must be a file, got the directory {tmp_path}"),
+        (tmp_path / "nowhere" / "x", f"there is no directory {tmp_path / 'nowhere'}"),
+        (tmp_path / "x", f"{tmp_path / 'x'} cannot be written"),
+    ]:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+        assert main([*command.split(), option, str(path)]) == 2
+        assert error() == f"dsa {command.split()[0]}: {option}: {problem}"
 
 
 def test_a_profile_writes_no_files(tmp_path, error):

@@ -14,6 +14,7 @@ from dsa_layers.engine.cuts import DoesNotDivide
 from dsa_layers.families.published import VENDORED
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
+FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 
 @pytest.fixture
@@ -32,41 +33,38 @@ def asked(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_checkpoints_kernels(asked, checkpoint, tmp_path, capsys):
+def test_a_checkpoints_kernels_are_compiled_once(asked, checkpoint, tmp_path, capsys):
     out = tmp_path / "new" / "kernels"
     for outcome in ("1 kernels compiled, 0 were there", "0 kernels compiled, 1 were there"):
         assert main(["compile", "--model", str(checkpoint), "--out", str(out), "--jobs", "1"]) == 0
         captured = capsys.readouterr()
-        assert re.fullmatch(rf"{out}: {outcome}, \d+ s\n", captured.out), captured.out
+        assert captured.out == f"{out}: {outcome}\n"
         assert captured.err.startswith(f"{checkpoint}: looking for what its passes ask for\n")
     assert [path.name.partition("-")[0] for path in out.glob("*.o")] == ["sort_by_expert"]
     config, (precision,), *numbers = asked[0]
-    assert numbers == [0, 1]
     assert config.model_type == "deepseek_v32" and precision.fp8_linear and precision.kv_cache == "fp8"
+    assert numbers == [0, 1]
 
 
 @pytest.mark.slow
-def test_options(asked, tmp_path, monkeypatch, capsys):
+def test_options_choose_the_variants(asked, tmp_path, monkeypatch):
     """A config.json by itself, whatever its name; a share of the heads; what `dsa generate` can be told."""
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
-    path = VENDORED / "deepseek_v4_flash_config.json"
-    assert main(["compile", "--model", str(path), "--heads", "16", "--widen-experts", "--jobs", "1"]) == 0
+    assert main(["compile", "--model", str(FLASH), "--heads", "16", "--widen-experts", "--jobs", "1"]) == 0
     options = ["--dequantize", "--dtype", "float16", "--draft", "2", "--jobs", "1"]
-    assert main(["compile", "--model", str(path), *options]) == 0
+    assert main(["compile", "--model", str(FLASH), *options]) == 0
     (first, (one,), *numbers), part, (second, (other,), *others) = asked
     assert numbers == [0, 1] and others == [2, 1]
-    # An engine's share of the heads, and a part of the model.
+    # An engine's share of the heads, and a rank's part of the model.
     assert part == (replace(first, num_attention_heads=64, o_groups=8), [one], 0, 4)
     assert (first.num_attention_heads, first.o_groups, one.fp4_experts, one.fp8_linear) == (16, 2, False, True)
     assert (second.num_attention_heads, str(other.dtype), other.fp8_linear) == (64, "torch.float16", False)
-    assert list(tmp_path.glob("*.o")) and str(tmp_path) in capsys.readouterr().out
+    assert list(tmp_path.glob("*.o"))
 
 
-def test_a_share_that_no_part_of_the_model_has(asked, tmp_path, capsys):
-    """An engine's share of the heads is compiled all the same."""
-    path = VENDORED / "deepseek_v4_flash_config.json"
-    assert main(["compile", "--model", str(path), "--heads", "8", "--out", str(tmp_path / "new"), "--jobs", "1"]) == 0
+def test_a_share_of_the_heads_is_compiled_although_no_rank_has_it(asked, tmp_path, capsys):
+    assert main(["compile", "--model", str(FLASH), "--heads", "8", "--out", str(tmp_path / "new"), "--jobs", "1"]) == 0
     assert [(config.num_attention_heads, gpus) for config, _, _, gpus in asked] == [(8, 1)]
     note = "Note: none for dsa generate --gpus 8: gpus: 8 do not evenly share the 4 experts of it\n"
     captured = capsys.readouterr()
@@ -74,12 +72,8 @@ def test_a_share_that_no_part_of_the_model_has(asked, tmp_path, capsys):
 
 
 def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
-    fields = json.loads((checkpoint / "config.json").read_text())
     changed = tmp_path / "config.json"
-    changed.write_text(json.dumps(fields | {"model_type": "gpt2"}))
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
+    changed.write_text(json.dumps(json.loads((checkpoint / "config.json").read_text()) | {"model_type": "gpt2"}))
     writable = tmp_path / "writable"
     writable.mkdir()
     writable.chmod(0o777)
@@ -88,11 +82,6 @@ def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
         (["--model", str(tmp_path / "nowhere")], f"{tmp_path}/nowhere/config.json: no such file"),
         (["--model", str(changed)], f"{changed}: field 'model_type' is 'gpt2'; accepted: "),
         ([*model, "--heads", "3"], "--heads: must be a GPU's share of 4 heads, one of [1, 2, 4], got 3"),
-        (
-            ["--model", str(alone), "--draft", "1"],
-            f"--draft: {alone} has no multi-token-prediction layer; accepted: 0, got 1",
-        ),
-        ([*model, "--heads", "0"], "argument --heads: must be at least 1, got 0"),
         ([*model, "--out", str(writable)], f"--out: {writable} cannot be used: other users may write to the folder"),
         ([*model, "--out", str(changed)], f"--out: {changed} cannot be used: "),
     ):
@@ -100,7 +89,7 @@ def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
         assert error().startswith(f"dsa compile: {message}"), message
     monkeypatch.setenv("DSA_CACHE_DIR", "")
     assert main(["compile", *model]) == 2
-    assert error() == "dsa compile: --out: must be given where DSA_CACHE_DIR is empty"
+    assert error() == "dsa compile: --out: must be given if DSA_CACHE_DIR is empty"
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else find_spec(name))
     assert main(["compile", *model]) == 2
@@ -108,8 +97,9 @@ def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):
     assert not asked
 
 
-def test_a_kernel_that_does_not_compile(asked, checkpoint, tmp_path, monkeypatch, capsys):
-    wrong = [Variant(SORT, "compile_sort_by_expert", ("int63",))]
-    monkeypatch.setattr(variants, "model_variants", lambda *_, **__: wrong)
-    assert main(["compile", "--model", str(checkpoint), "--out", str(tmp_path / "new"), "--jobs", "1"]) == 1
-    assert "dsa compile: compile_sort_by_expert('int63') does not compile: KeyError: 'int63'" in capsys.readouterr().err
+def test_drafts_of_a_model_without_a_drafter_are_refused(checkpoint, tmp_path, capsys):
+    fields = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
+    assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), "--draft", "1"]) == 2
+    told = "dsa compile: --draft: config.json has num_nextn_predict_layers=0"
+    assert re.search(f"^{told}", capsys.readouterr().err, re.M)

@@ -1,97 +1,110 @@
-"""The `dsa` command as a process of its own: interrupts, pipes, closed streams and encodings."""
+"""The `dsa` command as a process of its own: interrupts, pipes, terminals, full disks and encodings."""
 
+import fcntl
 import os
+import pty
+import re
 import signal
-import socket
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
 from tests.default_signals import reset_signals
 
-PROMPT = "The lightning indexer"
 SECONDS = 300  # for what takes few
-
-
-def start(arguments, *flags, env=None, before=reset_signals, **options):
-    """The command as a process of its own."""
-    call = [sys.executable, *flags, "-m", "dsa_layers.command.main", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    return subprocess.Popen(call, text=True, env=environment, preexec_fn=before, **options)
-
-
+# The tests' own terminal and locale may differ.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "NO_COLOR": "", "PYTHONIOENCODING": "utf-8"}
+GENERATE = ["generate", "--device", "cpu", "--cache-tokens", "512"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
-@pytest.mark.parametrize("package", ["dsa_layers", "dsa_layers.command"])
-def test_the_package_is_the_command(package):
-    process = subprocess.run([sys.executable, "-m", package, "check", "--seeds", "0"], **PIPES, text=True)
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "dsa check: argument --seeds: must be at least 1, got 0 (see dsa check --help)\n"
+def start(*arguments, flags=(), before=reset_signals, **options):
+    call = [sys.executable, *flags, "-m", "dsa_layers", *map(str, arguments)]
+    return subprocess.Popen(call, **{"env": ENVIRONMENT, "preexec_fn": before} | options)
 
 
-def test_a_failure_is_written_in_one_piece(tmp_path):
-    """So that those of several ranks stay apart, also where output is not buffered."""
-    written, read = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # a message a write
-    with written, read:
-        process = start(["generate", tmp_path, "--prompt", "x"], stderr=written, env={"PYTHONUNBUFFERED": "1"})
-        assert process.wait(timeout=SECONDS) == 2
-        line = read.recv(10_000)
-    assert line.startswith(b"dsa generate: ") and line.count(b"\n") == 1 and line.endswith(b"\n")
-
-
-def interrupted(directory, prefix, before):
-    """(exit code, output, errors) of a command that gets SIGINT while modules are imported, as Python tells by a line
-    for each of them."""
-    process = start(["generate", directory, "--prompt", PROMPT], "-X", "importtime", before=before, **PIPES)
+def interrupted(directory, before):
+    """(exit code, lines of errors) of a command that gets SIGINT while torch is imported, as Python tells by a line
+    per module."""
+    process = start("generate", directory, "--prompt", "x", flags=["-X", "importtime"], before=before, **PIPES)
     for line in process.stderr:
-        if line.rpartition("|")[2].strip().startswith(prefix):
+        if line.rpartition(b"|")[2].strip().startswith(b"torch."):
             break
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=SECONDS)
-    return process.returncode, out, [line for line in err.splitlines() if line and not line.startswith("import time:")]
+    _, err = process.communicate(timeout=SECONDS)
+    return process.returncode, [line for line in err.decode().splitlines() if not line.startswith("import time:")]
 
 
-@pytest.mark.parametrize("prefix", ["torch.", "dsa."])
-def test_control_c_in_the_first_seconds(tmp_path, prefix):
-    assert interrupted(tmp_path, prefix, reset_signals) == (130, "", [])
+def test_control_c_ends_the_imports_without_a_traceback(tmp_path):
+    assert interrupted(tmp_path, reset_signals) == (-signal.SIGINT, [])
 
 
-def test_an_interrupt_that_the_caller_has_ignored_changes_nothing(tmp_path):
-    """As a shell has it ignored for jobs in the background."""
-    code, _, (problem,) = interrupted(tmp_path, "torch.", lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    assert code == 2 and problem.startswith(f"dsa generate: {tmp_path}: is empty")
+def test_an_interrupt_that_the_caller_ignores_changes_nothing(tmp_path):
+    """Shells ignore it for background jobs."""
+    code, (*_, last) = interrupted(tmp_path, lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert code == 2 and last.startswith(f"dsa generate: {tmp_path}/config.json: no such file")
 
 
-def test_output_that_cannot_be_written():
-    """Whether it is written at once or when Python ends."""
-    with open("/dev/full", "w") as full:
-        for arguments, command in (["--version"], "dsa"), (["check", "--help"], "dsa"), (["plan"], "dsa plan"):
-            for unbuffered in ("", "1"):
-                env = {"PYTHONUNBUFFERED": unbuffered}
-                process = start(arguments, stdout=full, stderr=subprocess.PIPE, env=env)
-                _, err = process.communicate(timeout=SECONDS)
-                told = f"{command}: standard output: No space left on device\n"
-                assert (process.returncode, err) == (2, told), arguments
+def test_output_that_cannot_be_written_is_an_error():
+    with open("/dev/full", "w") as full, start("plan", stdout=full, stderr=subprocess.PIPE) as process:
+        assert process.communicate(timeout=SECONDS)[1] == b"dsa plan: No space left on device\n"
+    assert process.returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("closed", "arguments", "told"),
-    [
-        (1, ["--version"], "dsa: standard output: must be open, got a closed one\n"),
-        (1, ["generate", "--prompt", "x"], "dsa: standard output: must be open, got a closed one\n"),
-        (2, ["generate", "--prompt", "x", "--device", "tpu"], ""),
-    ],
-)
-def test_a_closed_stream(closed, arguments, told):
-    call = [sys.executable, "-m", "dsa_layers.command.main", *arguments]
-    result = subprocess.run(["sh", "-c", f'"$@" {closed}>&-', "sh", *call], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
+def test_pipes_get_text_without_styles_and_without_a_progress_bar():
+    with start(*GENERATE, "--prompt", "-", "--max-tokens", "3", stdin=subprocess.PIPE, **PIPES) as process:
+        out, err = process.communicate("def é(\n".encode(), timeout=SECONDS)
+    assert process.returncode == 0 and out.startswith("def é(".encode()) and b"\x1b" not in out
+    (line,) = err.splitlines()
+    assert re.match(rb"prefill: \d tokens, ", line)
 
 
-def test_an_encoding_that_lacks_letters(tmp_path):
-    process = start(["generate", tmp_path / "é", "--prompt", "x"], **PIPES, env={"PYTHONIOENCODING": "ascii"})
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2 and out == ""
-    assert err.startswith(f"dsa generate: {tmp_path}/?: no such directory")
+@pytest.mark.parametrize(("options", "prompt"), [(["--json"], b'"prompt": "\\u00e9"'), ([], b"?")])
+def test_any_encoding_takes_the_output(options, prompt):
+    call = [*GENERATE, "--prompt", "é", "--max-tokens", "1", *options]
+    with start(*call, env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}, **PIPES) as process:
+        out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0 and prompt in out
+
+
+def on_a_terminal(*options):
+    """(exit code, what a terminal shows)"""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    call = [*GENERATE, "--prompt", "def f(", "--max-tokens", "2", *options]
+    with start(*call, stdout=theirs, stderr=theirs, before=None) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # Linux's way to say that the other side is closed
+                break
+            shown += part
+    os.close(ours)
+    return process.returncode, shown
+
+
+def test_a_terminal_shows_the_prompt_bold_and_a_bar_while_weights_are_loaded():
+    code, shown = on_a_terminal()
+    assert code == 0 and b"Loading" in shown and b"\x1b[1mdef f(\x1b[0m" in shown and b"prefill: " in shown
+    assert b"Prefill" not in shown
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_progress_of_a_prompt_that_needs_several_passes():
+    code, shown = on_a_terminal("--prefill-chunk", "2")
+    assert code == 0 and b"Prefill" in shown
+    assert shown.index(b"Prefill") < shown.index(b"\x1b[1mdef f(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--prompt", "a\nb", "--prompt", "c\nd"], ["--prompt", "a", "--json"]])
+def test_the_command_ends_as_a_filter_does_if_its_reader_leaves(options):
+    with start(*GENERATE, "--max-tokens", "200", *options, **PIPES) as process:
+        assert process.stdout.read(1) in b"[{"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(timeout=SECONDS)) == (b"", 141)

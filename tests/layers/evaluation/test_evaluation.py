@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, SequenceBatch, load_model
-from dsa_layers.evaluation.held_out_loss import held_out_loss
+from dsa_layers.evaluation.held_out_loss import Difference, held_out_loss
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import all_keys, latest_keys
 from tests.reference.common import assert_refused
@@ -95,7 +95,7 @@ def test_keys_are_counted_in_every_pass(model):
         generator.generate([[65] * 150, [66] * 20], SamplingParams(max_tokens=6))
     contexts = [*range(1, 156), *range(1, 26)]
     counts = keys.counts()
-    assert counts.context == counts.dense == pytest.approx(sum(contexts) / len(contexts)) and counts.keys_are_tokens
+    assert counts.context == counts.dense == pytest.approx(sum(contexts) / len(contexts))
     assert counts.read == pytest.approx(sum(min(n, TOP_K) for n in contexts) / len(contexts))
     assert (counts.most_read, counts.most_dense, counts.longest_context) == (TOP_K, 155, 155)
     generator.generate([[65] * 150], SamplingParams(max_tokens=2))
@@ -167,17 +167,12 @@ def test_attention_of_another_class_and_in_wrappers(wrap):
     assert attention.indexer.top_k == 2 and attention.key_counter is None
 
 
-def test_contexts_within_each_other():
-    """Behind an inner one there is what was there before it."""
+def test_contexts_restore_what_was_there_before():
     model, tokens, batch = nn.Sequential(Other()), torch.arange(4), SequenceBatch.without_cache([4])
-    indexer = model[0].indexer
+    model[0].indexer.select = lambda *arguments, **options: torch.full((4, 2), 1)
     with latest_keys(model):
         with latest_keys(model):
             assert model[0](tokens, batch).tolist() == LATEST
-        assert model[0](tokens, batch).tolist() == LATEST
-    assert "select" not in vars(indexer)
-    indexer.select = lambda *arguments, **options: torch.full((4, 2), 1)
-    with latest_keys(model):
         assert model[0](tokens, batch).tolist() == LATEST
     assert model[0](tokens, batch).tolist() == [[1, 1]] * 4
     with KeysRead(model) as outer:
@@ -188,17 +183,10 @@ def test_contexts_within_each_other():
 
 
 @pytest.mark.parametrize("context", [latest_keys, partial(all_keys, longest=4)])
-def test_what_a_model_lacks(context, monkeypatch):
-    def refused(message, model):
-        with pytest.raises(ValueError, match=message), context(model):
-            pass
-
-    refused("model: must have attention layers with an `indexer`, got Linear", nn.Linear(2, 2))
-    model = Other()
-    model.indexer = nn.ReLU()
-    refused("model: its ReLU lacks `top_k` and `select` of dsa_layers.layers.selecting_attention", model)
-    monkeypatch.delattr(Other, "selectable")
-    refused("model: its Other lacks `selectable` of", Other())
+def test_a_model_without_indexers_is_refused(context):
+    message = "model: must have attention layers with an `indexer`, got Linear"
+    with pytest.raises(ValueError, match=message), context(nn.Linear(2, 2)):
+        pass
 
 
 def test_keys_of_windows_and_entries(tiny_checkpoint):
@@ -223,7 +211,7 @@ def test_keys_of_windows_and_entries(tiny_checkpoint):
             model(tokens, SequenceBatch.without_cache([length]))
         counts = keys.counts()
         assert counts.read == pytest.approx(expected(selected)) and counts.dense == pytest.approx(expected(length))
-        assert counts.context == (length + 1) / 2 and counts.longest_context == length and not counts.keys_are_tokens
+        assert counts.context == (length + 1) / 2 and counts.longest_context == length
         assert counts.share == counts.read / counts.dense and counts.most_read <= counts.most_dense
     assert expected(length) > expected(config.index_topk)
 
@@ -254,3 +242,15 @@ def test_keys_of_passes_that_verify_drafts(tiny_checkpoint):
         entries = torch.zeros_like(context) if ratio is None else context // ratio
         selected = entries.clamp(max=config.index_topk) if kind == "compressed_sparse_attention" else entries
         assert torch.equal(read, near + selected) and torch.equal(dense, near + entries)
+
+
+def test_a_difference_is_its_formulas():
+    logits, expected = torch.randn(2, 5, 7, dtype=torch.float64)
+    targets = torch.randint(7, (5,))
+    found = Difference.between(logits, expected, targets)
+    q, p = logits.log_softmax(-1), expected.log_softmax(-1)
+    own, theirs = (-x[torch.arange(5), targets] for x in (q, p))
+    assert found.loss == pytest.approx(own.mean().item()) and found.expected_loss == pytest.approx(theirs.mean().item())
+    assert found.divergence == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item())
+    assert found.largest == pytest.approx((own - theirs).abs().max().item())
+    assert found.same_first == (logits.argmax(-1) == expected.argmax(-1)).double().mean().item()

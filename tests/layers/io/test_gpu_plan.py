@@ -11,7 +11,7 @@ import torch
 import dsa_layers
 from dsa_layers import Generator, load_model
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.command import on_gpus
+from dsa_layers.command import generate, model
 from dsa_layers.command.main import main
 from dsa_layers.engine.rank_part import copied
 from dsa_layers.families.config import read_config
@@ -117,10 +117,9 @@ def test_the_command(capsys, tmp_path):
     assert lines[2].endswith("does not fit") and lines[3].split()[1:3] == ["81.8", "GB"]
     for call, code, last in [
         ([FLASH, "--gpus", "1", "--memory", "141"], 1, "does not fit"),
-        ([FLASH, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"], 0, "GB"),
-        ([FLASH, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"], 1, "GB, does not fit"),
+        ([FLASH, "--gpus", "2", "--memory", "80"], 1, "does not fit"),
+        ([FLASH, "--gpus", "2", "--memory", "81.5"], 1, "does not fit"),
         ([FLASH, "--memory", "nan"], 2, "--memory: must be a finite number above 0, got nan"),
-        ([FLASH, "--cache-tokens", "9" * 20], 2, f"--cache-tokens: must be at most 2147483136, got {'9' * 20}"),
         (
             [FLASH, "--gpus", "3"],
             2,
@@ -144,8 +143,6 @@ def test_the_command_with_drafts(capsys, tmp_path):
     plain, drafted = (int(told.split()[-1]) for told in (plain, drafted))
     config = read_config(path)
     assert drafted == plan(config, precision_of(config), 8, drafter=True).tokens(141 * 10**9) - 3 < plain
-    assert planned(capsys, *call, "--draft", "3", "--cache-tokens", drafted)[0] == 0
-    assert planned(capsys, *call, "--draft", "3", "--cache-tokens", plain)[0] == 1
 
     fields = json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -170,7 +167,7 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
-    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: 0)
+    monkeypatch.setattr(model, "launch", lambda *call: 0)
 
     def refused(*options):
         assert main(["generate", str(FLASH), "--prompt", "x", *options]) == 2
@@ -181,8 +178,8 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     # A single GPU, and torchrun's ranks, of which each looks at its own.
     assert "--gpus: each of 1 would hold 1" in refused()
     with monkeypatch.context() as patch:
-        patch.setattr(on_gpus, "started_ranks", lambda: 2)
-        patch.setattr(on_gpus, "join_ranks", lambda args: Ranks(0, 2))
+        patch.setattr(model, "started_ranks", lambda: 2)
+        patch.setattr(generate, "join_ranks", lambda args: Ranks(0, 2))
         assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused()
     # With a drafter it is more.
     gpu.total_memory = 92 * 10**9

@@ -114,7 +114,7 @@ def test_weights_that_the_cache_lacks(cache, checkpoint, monkeypatch):
     with pytest.raises(CheckpointError, match=rf"{COMMIT}: 1 problem, .*\n  {shard}: missing, though {INDEX_NAME}"):
         load_model(ID)
     started = []
-    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: started.append(call) or 0)
+    monkeypatch.setattr("dsa_layers.command.model.launch", lambda *call: started.append(call) or 0)
     assert main(["generate", ID, "--device", "cpu", "--gpus", "2", "--prompt", "a"]) == 0 and started
 
 

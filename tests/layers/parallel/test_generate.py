@@ -17,7 +17,7 @@ from dsa_layers.command.main import main
 from tests.default_signals import reset_signals
 from tests.layers.io.stand_ins import changed
 
-COMMAND = [sys.executable, "-m", "dsa_layers.command", "generate"]
+COMMAND = [sys.executable, "-m", "dsa_layers", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 SECONDS = 300  # for what takes few
 
@@ -87,7 +87,7 @@ def test_torchrun_starts_ranks_too(checkpoint, generate_here):
         (["--gpus", "3"], "--gpus: 3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
         (["--gpus", "0"], "--gpus"),
         (["--gpus", "2", "--device", "cuda:1"], "--device: must be cpu or cuda, of which each rank takes its own GPU"),
-        (["--gpus", "2", "--prompt-file", "/nowhere"], "--prompt-file: must be a readable file, got /nowhere"),
+        (["--gpus", "2", "--prompt-file", "/nowhere"], "--prompt-file /nowhere: No such file or directory"),
         (["--gpus", "2", "--cache-tokens", "64", "--prompt", "a b " * 200], "--cache-tokens"),
     ],
 )

@@ -1,7 +1,0 @@
-"""`python -m dsa_layers.command`: the `dsa` command where no script of that name is on the path."""
-
-import sys
-
-from dsa_layers.command.main import main
-
-sys.exit(main())
