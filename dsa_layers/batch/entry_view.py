@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.counts import SelectedCounts
-from dsa_layers.batch.tokens import Tokens
+
+if TYPE_CHECKING:
+    from dsa_layers.batch.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class EntryView(SelectedCounts):
     """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1. It exists from the pass on that
     computes the last of these. A page of the cache holds the entries of its tokens, page_size / ratio of them."""
 
-    batch: Tokens
+    batch: "TokenBatch"
     ratio: int
 
     @property

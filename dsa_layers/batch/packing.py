@@ -23,12 +23,6 @@ def to_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> torc
     return on_host(values, dtype, device).to(device, non_blocking=device.type == "cuda")
 
 
-def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device without synchronising."""
-    pinned = x.pin_memory() if device.type == "cuda" else x
-    return pinned.to(device, non_blocking=True)
-
-
 def write(target: torch.Tensor, values: Numbers) -> None:
     """The numbers into a tensor."""
     target.copy_(on_host(values, target.dtype, target.device), non_blocking=target.device.type == "cuda")

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.tokens import Tokens
+
+if TYPE_CHECKING:
+    from dsa_layers.batch.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class WindowView:
     which is page state_slots[b] of the cache. A ring has a slot for each token of a window, and K - 1 more for a
     sequence that goes on from any of its last K tokens."""
 
-    batch: Tokens
+    batch: "TokenBatch"
     window: int
     ring: int
 

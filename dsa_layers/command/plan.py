@@ -52,7 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from dsa_layers.cache.kv_cache import most_tokens
+    from dsa_layers.cache.cache import most_tokens
     from dsa_layers.families.config import read_config
     from dsa_layers.io.directory import StoredNames
     from dsa_layers.io.gpu_plan import plans, precision_of

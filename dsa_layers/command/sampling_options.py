@@ -90,7 +90,7 @@ def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
 def sampling(args: argparse.Namespace, **more: int | None) -> "SamplingParams":
     """Options first, then what the checkpoint's generation_config.json sets. more: further parameters."""
     from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.generation.sampling_defaults import sampling_defaults
+    from dsa_layers.generation.sampling import sampling_defaults
 
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: getattr(args, name) for name in names}
@@ -106,7 +106,7 @@ def sampling(args: argparse.Namespace, **more: int | None) -> "SamplingParams":
 
 def check_stop(params: "SamplingParams", tokenizer: "Tokenizer") -> None:
     """Raise the error of `Generator` about stop strings before weights are loaded."""
-    from dsa_layers.generation.stop_strings import check_stop_strings
+    from dsa_layers.generation.running_sequence import check_stop_strings
 
     try:
         check_stop_strings(params.stop, tokenizer)

@@ -8,7 +8,6 @@ import torch
 import dsa
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.decode_inputs import DecodeInputs
-from dsa_layers.batch.decode_layout import DecodeLayout
 from dsa_layers.batch.sequence_batch import SequenceBatch
 
 CPU = torch.device("cpu")
