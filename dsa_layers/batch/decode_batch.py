@@ -13,8 +13,8 @@ from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 
 @dataclass(frozen=True)
 class DecodeBatch(TokenBatch):
-    """The last `next_n` tokens of each of B sequences. All earlier tokens are in a cache. The first of the next_n tokens
-    was chosen, and drafts follow it.
+    """The last `next_n` tokens of each of B sequences. All earlier tokens are in a cache. The first of the next_n
+    tokens was chosen, and drafts follow it.
 
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page
     page_size        tokens per page

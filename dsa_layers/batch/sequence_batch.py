@@ -27,8 +27,8 @@ class SequenceBatch(TokenBatch):
                  none
 
     Lengths are numbers on the host, so that no layer has to copy one from the device.
-    Raises TypeError or ValueError that names the argument, also for lengths that have no room in the table. The contents
-    of the table are not checked: `paged` makes it from numbers that it has checked.
+    Raises TypeError or ValueError that names the argument, also for lengths that have no room in the table. The
+    contents of the table are not checked: `paged` makes it from numbers that it has checked.
     """
 
     query_lens: tuple[int, ...]

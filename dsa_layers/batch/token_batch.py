@@ -23,8 +23,8 @@ class TokenBatch(SelectedCounts):
                          cache
     page_size            tokens per page; 0 without a cache
     query_lens           new tokens of each sequence
-    key_lens             rows of each sequence where keys are packed: at least its tokens after this pass, cached and new
-                         ones. They are numbers on the host, because shapes depend on them
+    key_lens             rows of each sequence where keys are packed: at least its tokens after this pass, cached and
+                         new ones. They are numbers on the host, because shapes depend on them
     max_key_len          the largest of key_lens
     least_visible        no new token sees fewer keys, including its own, as far as the host knows
     is_decode            whether every sequence has `next_n` new tokens, one or a few

@@ -89,8 +89,7 @@ def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
 
 def sampling(args: argparse.Namespace, **more: int | None) -> "SamplingParams":
     """Options first, then what the checkpoint's generation_config.json sets. more: further parameters."""
-    from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.generation.sampling import sampling_defaults
+    from dsa_layers.generation.sampling import SamplingParams, sampling_defaults
 
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: getattr(args, name) for name in names}

@@ -1,7 +1,7 @@
 """Draw tokens by random numbers, on the device of the logits.
 
-Probabilities are rounded down to integers, of which the largest is 2^45 for a vocabulary of 129280. Sums of integers are
-exact in any order, so on one device a row's token does not depend on the other rows. Another device may round an
+Probabilities are rounded down to integers, of which the largest is 2^45 for a vocabulary of 129280. Sums of integers
+are exact in any order, so on one device a row's token does not depend on the other rows. Another device may round an
 exponential differently, which almost never changes a token.
 """
 

@@ -36,9 +36,9 @@ class Passes:
     def warm_up(self, count: int, pages: int) -> None:
         """Capture the passes of this many sequences of up to this many pages, if passes are captured."""
         if self._decode.captures:
-            states = self._decode.warm_up(count, pages)
+            results = self._decode.warm_up(count, pages)
             if self._draft is not None:
-                self._draft.warm_up(count, pages, states)
+                self._draft.warm_up(count, pages, states=results[1])
 
     def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
         """Compute the given number of next tokens of each prompt. Return the first new token of each sequence whose

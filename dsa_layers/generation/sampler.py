@@ -74,8 +74,8 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[Sampl
 
 
 def penalised(logits: torch.Tensor, sequences: Sequence[Sampled]) -> torch.Tensor:
-    """Return logits [B, n, vocab_size], fp32, with the penalties of each sequence's SamplingParams. Without penalties it
-    is the same tensor.
+    """Return logits [B, n, vocab_size], fp32, with the penalties of each sequence's SamplingParams. Without penalties
+    it is the same tensor.
 
     Row i of a sequence follows i of its drafts, which count as generated there: the row is used only if all of these
     drafts are accepted.
@@ -102,8 +102,8 @@ def _counts(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
 def logprobs_of(
     logits: torch.Tensor, chosen: Sequence[Sequence[int | None]], counts: Sequence[int | None]
 ) -> list[list[dict[int, Logprob] | None]]:
-    """Return the log-probabilities of the tokens chosen for B sequences. Each token has its own Logprob and those of the
-    `counts` likeliest tokens, or None if the sequence's count is None.
+    """Return the log-probabilities of the tokens chosen for B sequences. Each token has its own Logprob and those of
+    the `counts` likeliest tokens, or None if the sequence's count is None.
 
     logits  fp32 [B, n, vocab_size]: the model's, before penalties and temperature
     chosen  up to n tokens of each sequence, of which the last one may be None

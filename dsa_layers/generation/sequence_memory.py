@@ -13,9 +13,9 @@ class SequenceMemory:
     """A sequence gets its memory when it starts: pages for its prompt, all its new tokens and the drafts after them,
     and a state slot. So no running sequence is ever evicted.
 
-    With a prefix cache, the first pages of a sequence are those of an earlier prompt that begins with the same tokens. Only
-    full pages of prompts are shared, and the last token of a prompt is always computed. So a sequence writes only to
-    pages of its own. A sequence waits while another one computes further pages that both have in common.
+    With a prefix cache, the first pages of a sequence are those of an earlier prompt that begins with the same tokens.
+    Only full pages of prompts are shared, and the last token of a prompt is always computed. So a sequence writes only
+    to pages of its own. A sequence waits while another one computes further pages that both have in common.
 
     If the caches store a state per sequence, a prefix can be shared if there is a copy of the state at its end. A copy
     is made at the end of a prompt's last full page, and where another prompt has the same pages up to there and no

@@ -94,8 +94,8 @@ class Padding:
 class DecodeStep(CapturedStep[DecodeInputs]):
     """The model's pass over the last token and the drafts of each of B sequences.
 
-    step(sequences) returns (logits fp32 [B, 1 + drafts, vocab_size] of the token after each of these tokens, the model's
-    states [B * (1 + drafts), ...] there, or None without drafts).
+    step(sequences) returns (logits fp32 [B, 1 + drafts, vocab_size] of the token after each of these tokens, the
+    model's states [B * (1 + drafts), ...] there, or None without drafts).
 
     The constructor takes pages and a state slot from the cache for the sequence that pads batches (`padding`). The pass
     is not captured on a CPU, without `capture`, and for a model whose decoding passes cannot be captured. invariant:
@@ -120,22 +120,24 @@ class DecodeStep(CapturedStep[DecodeInputs]):
     def __call__(self, sequences: Sequence[Running]) -> tuple[torch.Tensor, torch.Tensor | None]:
         count, next_n = len(sequences), 1 + self._drafts
         pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._cache.page_size)
-        logits, states = self._step(count, pages, lambda inputs: inputs.fill(sequences, self.padding))
-        logits = logits[: count * next_n].unflatten(0, (count, next_n))
-        return logits, None if states is None else states[: count * next_n]
+        results = self._step(count, pages, lambda inputs: inputs.fill(sequences, self.padding))
+        if not self._drafts:
+            return results[:count, None], None
+        logits, states = results
+        return logits[: count * next_n].unflatten(0, (count, next_n)), states[: count * next_n]
 
     @torch.inference_mode()
-    def warm_up(self, count: int, pages: int) -> torch.Tensor | None:
-        """Run a step of padding sequences only, and return its states."""
-        return self._step(count, pages, lambda inputs: inputs.fill([], self.padding))[1]
+    def warm_up(self, count: int, pages: int) -> Any:
+        """Run a step of padding sequences only, and return its results: logits, or logits and states."""
+        return self._step(count, pages, lambda inputs: inputs.fill([], self.padding))
 
     def _inputs(self, count: int, pages: int) -> DecodeInputs:
         return DecodeInputs(count, pages, self._cache.page_size, self._device, 1 + self._drafts)
 
-    def _run(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _run(self, inputs: DecodeInputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         with batch_invariant("decoding" if self._invariant else None):
             if not self._drafts:
-                return self._model(inputs.tokens, inputs.batch(), self._cache), None
+                return self._model(inputs.tokens, inputs.batch(), self._cache)
             states = self._model.states(inputs.tokens, inputs.batch(), self._cache)
             return self._model.logits(states), states
 

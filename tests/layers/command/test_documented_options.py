@@ -3,14 +3,16 @@
 import argparse
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from dsa_layers import Generator, SamplingParams
 from dsa_layers.command.main import _parser
-from dsa_layers.generation.engine_options import DEFAULTS, EngineOptions
+from dsa_layers.generation.engine_options import EngineOptions
 
+DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "python.md").read_text()
 
 
@@ -41,7 +43,5 @@ def test_the_table_has_every_parameter_with_its_default(heading, documented):
     assert found == defaults | {name: repr(value) for name, value in options.items()}
 
 
-def test_every_option_of_an_engine_has_a_default_and_a_text():
-    assert (
-        {*DEFAULTS} == {*EngineOptions.__annotations__} == {*re.findall(r"^    (\w+)  ", EngineOptions.__doc__, re.M)}
-    )
+def test_every_option_of_an_engine_has_a_text():
+    assert {*DEFAULTS} == {*re.findall(r"^    (\w+)  ", EngineOptions.__doc__, re.M)}

@@ -15,7 +15,7 @@ class Replay:
 
 
 def tensors(results):
-    return [x for x in results if x is not None] if isinstance(results, tuple) else [results]
+    return results if isinstance(results, tuple) else (results,)
 
 
 def capture_passes(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa_layers.generation.draws import RandomStream, draw, draw_of_likeliest
+from dsa_layers.generation.draws import draw, draw_of_likeliest, random_numbers
 
 COUNT = 5000
 NUMBERS = (torch.arange(COUNT, dtype=torch.float64)[:, None] + 0.5) / COUNT
@@ -11,9 +11,9 @@ NUMBERS = (torch.arange(COUNT, dtype=torch.float64)[:, None] + 0.5) / COUNT
 
 def settings(logits, temperature, top_k, top_p):
     """The arguments of `draw_of_likeliest`, of which `draw` takes the first four."""
-    each = [torch.full((COUNT, 1), value, dtype=torch.float64) for value in (temperature, top_k, top_p)]
+    each = [torch.full((COUNT, 1), value, dtype=torch.float64) for value in (temperature, top_k, top_p, 0)]
     rows = logits.repeat(COUNT, 1)
-    return rows, rows.amax(-1, keepdim=True), each[0], NUMBERS, each[1].long(), each[2], top_k
+    return rows, rows.amax(-1, keepdim=True), each[0], NUMBERS, each[1].long(), *each[2:], top_k
 
 
 def probabilities(logits, temperature, top_k, top_p):
@@ -51,9 +51,9 @@ def test_a_row_depends_on_no_other():
     top_p, temperature, numbers = torch.rand(3, 64, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     logits[5, 7], logits[6, 8], logits[7] = torch.nan, torch.inf, -torch.inf
     rows = logits, logits.amax(-1, keepdim=True), temperature + 0.1, numbers
-    likeliest, any_token = draw_of_likeliest(*rows, top_k, top_p, 2560), draw(*rows)
+    likeliest, any_token = draw_of_likeliest(*rows, top_k, top_p, 0 * top_p, 2560), draw(*rows)
     for i in (0, 1, 4, 8, 30, 63):
-        row = [each[i : i + 1] for each in (*rows, top_k, top_p)]
+        row = [each[i : i + 1] for each in (*rows, top_k, top_p, 0 * top_p)]
         assert likeliest[i] == draw_of_likeliest(*row, int(top_k[i])) == draw_of_likeliest(*row, 3001)
         assert any_token[i] == draw(*row[:4])
 
@@ -63,13 +63,12 @@ def test_the_largest_number_draws_a_token():
     logits = torch.zeros(1, 129280)
     one = torch.ones(1, 1, dtype=torch.float64)
     rows = logits, logits.amax(-1, keepdim=True), one, one - 2**-53
-    assert draw(*rows) == draw_of_likeliest(*rows, torch.tensor([[129280]]), one, 129280) == 129279
+    assert draw(*rows) == draw_of_likeliest(*rows, torch.tensor([[129280]]), one, 0 * one, 129280) == 129279
 
 
-def test_numbers_come_until_they_are_dropped():
-    stream = RandomStream(3)
-    first = stream.coming(3)
-    assert stream.coming(2) == first[:2] and len(set(first)) == 3
-    stream.drop(2)
-    assert stream.coming(2)[0] == first[2] and RandomStream(3).coming(4) == [*first, stream.coming(2)[1]]
-    assert RandomStream(None).coming(1) != RandomStream(None).coming(1)
+def test_a_random_number_depends_on_seed_and_position_only():
+    numbers = random_numbers(3, range(10, 1010))
+    assert random_numbers(3, [12, 10]) == [numbers[2], numbers[0]] and len({*numbers}) == 1000
+    others = random_numbers(4, range(10, 1010))
+    assert all(abs(sum(each) / 1000 - 0.5) < 0.05 and 0 <= min(each) and max(each) < 1 for each in (numbers, others))
+    assert abs(sum((x - 0.5) * (y - 0.5) for x, y in zip(numbers, others))) < 10

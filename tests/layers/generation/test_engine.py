@@ -28,7 +28,9 @@ def note_passes(engine):
     """Return [(kind, [(sequence, number of tokens)])] of the passes, a list that grows."""
     seen, prefill, extend = [], engine.passes.prefill, engine.passes.extend
     engine.passes.prefill = lambda work: seen.append(("prompt", [(s.index, n) for s, n in work])) or prefill(work)
-    engine.passes.extend = lambda ready, *rest: seen.append(("extend", [s.index for s in ready])) or extend(ready, *rest)
+    engine.passes.extend = lambda ready, *rest: (
+        seen.append(("extend", [s.index for s in ready])) or extend(ready, *rest)
+    )
     return seen
 
 

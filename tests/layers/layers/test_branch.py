@@ -107,7 +107,7 @@ def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
     """In decoding passes, of one token and of several, where more keys are visible than selected."""
     model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
-    passes, decode = [], generator.engine._cache.passes._decode
+    passes, decode = [], generator.engine.passes._decode
 
     def counted(sequences):
         before = len(watched)
@@ -115,7 +115,7 @@ def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
         passes.append(watched[before:])
         return result
 
-    generator.engine._cache.passes._decode = counted
+    generator.engine.passes._decode = counted
     generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
     layers = model.config.num_hidden_layers
     for branches in passes:
