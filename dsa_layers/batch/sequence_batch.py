@@ -117,7 +117,7 @@ class SequenceBatch(TokenBatch):
 
     @cached_property
     def key_lens_tensor(self) -> torch.Tensor:
-        return packing.lengths(self.key_lens, self.device)
+        return packing.to_device(self.key_lens, torch.int32, self.device)
 
     @cached_property
     def cu_query_lens(self) -> torch.Tensor:
@@ -125,7 +125,7 @@ class SequenceBatch(TokenBatch):
 
     @cached_property
     def earlier_lens_tensor(self) -> torch.Tensor:
-        return packing.lengths(self._earlier_lens, self.device)
+        return packing.to_device(self._earlier_lens, torch.int32, self.device)
 
     @cached_property
     def state_slots_tensor(self) -> torch.Tensor:

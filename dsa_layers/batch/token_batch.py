@@ -10,7 +10,6 @@ from dsa.runtime.checks import INT32, check_tensor
 from dsa_layers.batch import packing
 from dsa_layers.batch.counts import SelectedCounts
 from dsa_layers.batch.entry_view import EntryView
-from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.batch.window_view import WindowView
 
 
@@ -104,14 +103,14 @@ class TokenBatch(SelectedCounts):
             raise ValueError(f"batch: next_n must be at most {most} with this cache, got {self.next_n}")
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
-    def group_rows(self, groups: int, tokens: int) -> GroupRows:
+    def group_rows(self, groups: int, tokens: int) -> packing.GroupRows:
         """Return the rows of this many groups of channels of this many new tokens, the same for all layers."""
         if (groups, tokens) not in self.groups:
-            self.groups[groups, tokens] = GroupRows.of(tokens, groups, self.device)
+            self.groups[groups, tokens] = packing.GroupRows.of(tokens, groups, self.device)
         return self.groups[groups, tokens]
 
     @cached_property
-    def groups(self) -> dict[tuple[int, int], GroupRows]:
+    def groups(self) -> dict[tuple[int, int], packing.GroupRows]:
         """What `group_rows` has made."""
         return {}
 

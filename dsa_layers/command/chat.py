@@ -58,7 +58,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message (default: none)")
     add_chat_option(parser)
     add_sampling_options(parser, max_tokens=4096, each="reply")
-    add_cache_option(parser, "on a GPU what its memory has room for; on a CPU 65536, or the model's context if that is more")
+    add_cache_option(parser, "on a GPU what its memory has room for; on a CPU 65536, or the model's longer context")
     add_draft_option(
         parser, "draft so many tokens ahead by the checkpoint's multi-token-prediction layer, as `dsa generate` does"
     )

@@ -207,10 +207,9 @@ class Engine:
             if self.ranks.size > 1:
                 facts["prompts"] = _digest([s.tokens for s in sequences])
                 facts["params"] = _digest([s.params for s in sequences])
+        seeds = [random.SystemRandom().getrandbits(63) for _ in sequences]
         if self.ranks.size > 1:
-            seeds = agreed(self.ranks, lambda: [_fresh_seed() for _ in sequences])
-        else:
-            seeds = [_fresh_seed() for _ in sequences]
+            seeds = agreed(self.ranks, lambda: seeds)
         with self._changed:
             request = Request(self._numbers, sequences)
             self._numbers += len(sequences)
@@ -421,10 +420,6 @@ class EventStream(Iterator[TokenEvent]):
 
 def _needs_no_pass(request: Request | None) -> bool:
     return request is not None and bool(request.events or request.error or request.ended)
-
-
-def _fresh_seed() -> int:
-    return random.SystemRandom().getrandbits(63)
 
 
 def _digest(values: list) -> str:

@@ -34,11 +34,12 @@ class Passes:
             self.caches.append(self._draft.cache)
 
     def warm_up(self, count: int, pages: int) -> None:
-        """Capture the passes of this many sequences of up to this many pages, if passes are captured."""
+        """Capture the passes of this many sequences of this many pages, if passes are captured."""
         if self._decode.captures:
-            results = self._decode.warm_up(count, pages)
+            sequences = [self._decode.padding.longer(pages * self._cache.page_size)] * count
+            _, states = self._decode(sequences)
             if self._draft is not None:
-                self._draft.warm_up(count, pages, states=results[1])
+                self._draft(sequences, [[0]] * count, states)
 
     def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
         """Compute the given number of next tokens of each prompt. Return the first new token of each sequence whose
@@ -63,7 +64,7 @@ class Passes:
         if self._draft is not None:
             # The token after each of the pass's. A sequence that has ended has none after its last one, and gets 0.
             after = self._packed([[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work])
-            states = self._draft.prefill(after, states, batch)
+            states = self._model.drafter(after, states, batch, self._draft.cache)
             if ready:
                 for s, drafts in zip(ready, self._draft.after_prompts(ready, states[batch.last_tokens[rows]])):
                     s.drafts = drafts
@@ -91,5 +92,10 @@ class Passes:
 def _taken(sequences: Sequence[RunningSequence], logits: torch.Tensor) -> list[list[TokenEvent]]:
     """Return the events of the tokens that follow each sequence. logits [B, n, vocab_size]: as for `sample`."""
     chosen = sample(penalised(logits, sequences), sequences)
-    logprobs = logprobs_of(logits, chosen, [s.params.logprobs for s in sequences])
-    return [s.take(tokens, own) for s, tokens, own in zip(sequences, chosen, logprobs)]
+    events = []
+    for s, row, tokens in zip(sequences, logits, chosen):
+        logprobs = []
+        if s.params.logprobs is not None:
+            logprobs = logprobs_of(row, [token for token in tokens if token is not None], s.params.logprobs)
+        events.append(s.take(tokens, logprobs))
+    return events

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from dsa_layers.arguments import shown
 from dsa_layers.generation.results import FinishReason, Logprob, TokenEvent
@@ -114,11 +115,11 @@ class RunningSequence:
     def prefilling(self) -> bool:
         return self.cached < self.prompt_len
 
-    def take(self, tokens: Sequence[int | None], logprobs: Sequence[dict[int, Logprob] | None]) -> list[TokenEvent]:
-        """Return the events of the next tokens, up to the end of the sequence. None is a token that could not be
-        chosen."""
+    def take(self, tokens: Sequence[int | None], logprobs: Sequence[dict[int, Logprob]]) -> list[TokenEvent]:
+        """Return the events of the next tokens, up to the end of the sequence. A token is None if none could be chosen.
+        logprobs: of each token, or an empty list."""
         events = []
-        for token, own in zip(tokens, logprobs):
+        for token, own in zip_longest(tokens, logprobs):
             events.append(self._failed() if token is None else self._extended(token, own))
             if events[-1].finish_reason:
                 break

@@ -1,13 +1,13 @@
 """Passes over running sequences. On a GPU they are captured as CUDA graphs, one per size."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from dsa_layers.batch import packing
-from dsa_layers.batch.decode_inputs import DecodeInputs, Running
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.batch.decode_batch import DecodeInputs, Running
 from dsa_layers.cache.cache import Cache
 from dsa_layers.families.drafter import Drafter
 from dsa_layers.families.model import Model
@@ -25,20 +25,13 @@ class CapturedStep(Generic[Inputs]):
     the same places.
 
     The next step overwrites the results. graphs: the number of graphs to keep; the least recently used one is dropped.
+    A subclass has `_inputs(count, pages)`, which makes the input tensors of a size, and `_run(inputs)`, the pass.
     """
 
     def __init__(self, device: torch.device, captures: bool, graphs: int) -> None:
         self._device, self.captures = device, captures and device.type == "cuda"
         self._most = graphs
         self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}  # the latest used last
-
-    def _inputs(self, count: int, pages: int) -> Inputs:
-        """Return new input tensors of a size."""
-        raise NotImplementedError
-
-    def _run(self, inputs: Inputs) -> Any:
-        """Run the pass and return its results."""
-        raise NotImplementedError
 
     def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
         """Return the results of a pass of at least this size. fill: writes to the input tensors."""
@@ -90,6 +83,13 @@ class Padding:
         self.pages = cache.allocator.allocate(-(-(1 + drafts) // cache.page_size))
         (self.state_slot,) = cache.state_slots.allocate(1)
 
+    def longer(self, tokens: int) -> "Padding":
+        """Return a sequence of this many tokens, including drafts, which are all in the first page of this one."""
+        longer = copy(self)
+        longer.tokens = [0] * (tokens - len(self.drafts))
+        longer.pages = self.pages[:1] * tokens
+        return longer
+
 
 class DecodeStep(CapturedStep[DecodeInputs]):
     """The model's pass over the last token and the drafts of each of B sequences.
@@ -125,11 +125,6 @@ class DecodeStep(CapturedStep[DecodeInputs]):
             return results[:count, None], None
         logits, states = results
         return logits[: count * next_n].unflatten(0, (count, next_n)), states[: count * next_n]
-
-    @torch.inference_mode()
-    def warm_up(self, count: int, pages: int) -> Any:
-        """Run a step of padding sequences only, and return its results: logits, or logits and states."""
-        return self._step(count, pages, lambda inputs: inputs.fill([], self.padding))
 
     def _inputs(self, count: int, pages: int) -> DecodeInputs:
         return DecodeInputs(count, pages, self._cache.page_size, self._device, 1 + self._drafts)
@@ -174,9 +169,8 @@ class DraftInputs(DecodeInputs):
 class DraftStep(CapturedStep[DraftInputs]):
     """The drafter's passes: the `drafts` likeliest tokens after each sequence, one after another.
 
-    cache: the model's. The drafter's own, the attribute `cache`, has the same pages and state slots. `prefill` computes
-    what the drafter stores of prompts, and `after_prompts` their first drafts. A call follows a verifying pass
-    (`DecodeStep`).
+    cache: the model's. The drafter's own, the attribute `cache`, has the same pages and state slots. A call follows a
+    verifying pass (`DecodeStep`), and `after_prompts` the drafter's pass over prompts.
     """
 
     def __init__(
@@ -201,19 +195,12 @@ class DraftStep(CapturedStep[DraftInputs]):
     ) -> list[list[int]]:
         """Return the drafts of each sequence. taken: the tokens that each sequence has got from the verifying pass;
         states: of that pass, [B * (1 + drafts), ...]."""
+        self._row = states[0]
         pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._page_size)
-        return self._of_size(len(sequences), pages, sequences, taken, states)[: len(sequences)].tolist()
-
-    @torch.inference_mode()
-    def warm_up(self, count: int, pages: int, states: torch.Tensor) -> None:
-        """Run a step of padding sequences only. states: of a verifying pass of this size."""
-        self._of_size(count, pages, [], [], states)
-
-    @torch.inference_mode()
-    def prefill(self, tokens: torch.Tensor, states: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
-        """Return the drafter's states [T, ...] for a pass over prompts. tokens [T]: the token after each of the pass's;
-        states [T, ...]: the model's."""
-        return self._drafter(tokens, states, batch, self.cache)
+        found = self._step(
+            len(sequences), pages, lambda inputs: inputs.fill_after(sequences, taken, states, self._padding)
+        )
+        return found[: len(sequences)].tolist()
 
     @torch.inference_mode()
     def after_prompts(self, sequences: Sequence[Running], states: torch.Tensor) -> list[list[int]]:
@@ -224,17 +211,6 @@ class DraftStep(CapturedStep[DraftInputs]):
         inputs.hold(sequences, self._padding)
         packing.write(inputs.key_lens, [len(s.tokens) for s in sequences])
         return self._further(states, inputs).tolist()
-
-    def _of_size(
-        self,
-        count: int,
-        pages: int,
-        sequences: Sequence[Running],
-        taken: Sequence[Sequence[int]],
-        states: torch.Tensor,
-    ) -> torch.Tensor:
-        self._row = states[0]
-        return self._step(count, pages, lambda inputs: inputs.fill_after(sequences, taken, states, self._padding))
 
     def _inputs(self, count: int, pages: int) -> DraftInputs:
         return DraftInputs(count, pages, self._page_size, self._device, self._drafts, self._row)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import dsa
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.batch.decode_batch import DecodeBatch, DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.families.config import read_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa_layers.generation.draws import draw, draw_of_likeliest, random_numbers
+from dsa_layers.generation.sampler import draw, draw_of_likeliest, random_numbers
 
 COUNT = 5000
 NUMBERS = (torch.arange(COUNT, dtype=torch.float64)[:, None] + 0.5) / COUNT

@@ -115,11 +115,11 @@ def test_penalties_count_the_prompt_the_generated_tokens_and_the_drafts_before(g
 
 
 def test_logprobs_are_the_chosen_token_and_the_likeliest():
-    logits = torch.tensor([[[1.0, 3.0, 2.0, 0.0]], [[0.0, 0.0, 5.0, 1.0]], [[1.0, 1.0, 1.0, 1.0]]])
-    (first,), (second,), (third,) = logprobs_of(logits, [[2], [2], [None]], [2, 0, 1])
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    first, second = logprobs_of(logits, [2, 2], 2)
     values = logits.log_softmax(-1)
-    assert list(first) == [2, 1] and first[2] == (values[0, 0, 2].item(), 2) and first[1] == (values[0, 0, 1].item(), 1)
-    assert second == {2: (values[1, 0, 2].item(), 1)} and third is None
+    assert list(first) == [2, 1] and first[2] == (values[0, 2].item(), 2) and first[1] == (values[0, 1].item(), 1)
+    assert list(second) == [2, 3] and logprobs_of(logits, [1, 2], 0)[1] == {2: (values[1, 2].item(), 1)}
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
