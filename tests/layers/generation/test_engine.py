@@ -9,10 +9,9 @@ from itertools import pairwise
 import pytest
 
 from dsa_layers.cache.cache import OutOfPages
-from dsa_layers.generation.engine import Engine
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from tests.layers.generation.remembering_model import RememberingModel, continued, engine_of, is_free
+from tests.layers.generation.remembering_model import continued, engine_of, is_free
 
 
 def run(engine, tokens=None):
@@ -309,9 +308,7 @@ def test_pages_that_others_have_taken(prefix_cache):
     ("prompt", "params", "error", "message"),
     [
         ([], SamplingParams(1), ValueError, "prompt: is empty"),
-        ("text", SamplingParams(1), ValueError, "prompt: must be token ids for a generator without a tokenizer"),
         ([1], [SamplingParams(1)], TypeError, "params: must be SamplingParams, got"),
-        ([1], SamplingParams(1, stop="a"), ValueError, "params: stop strings need a tokenizer"),
         ([1] * 60, SamplingParams(30), OutOfPages, "prompt: 60 prompt tokens and 30 new ones need 23 pages"),
     ],
 )
@@ -321,9 +318,3 @@ def test_requests_that_are_refused(prompt, params, error, message):
         engine.add_request(prompt, params)
     assert engine.unfinished == 0 and engine.step() == []
     assert engine.add_request([1], SamplingParams(1)) == 0  # a refused one has no number
-
-
-def test_unknown_options():
-    for kind in (Engine, Generator):
-        with pytest.raises(TypeError, match="got an unexpected keyword argument 'pages'"):
-            kind(RememberingModel(), pages=3)

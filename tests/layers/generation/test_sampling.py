@@ -13,12 +13,14 @@ from dsa_layers import SHIPPED_MODEL
 from dsa_layers.errors import ConfigError
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.running_sequence import StopStrings
-from dsa_layers.generation.sampler import logprobs_of, penalised, sample
+from dsa_layers.generation.sampler import draw, draw_of_likeliest, logprobs_of, penalised, random_numbers, sample
 from dsa_layers.generation.sampling import SamplingParams, sampling_defaults
 from dsa_layers.io.loading import load_model
 from tests.layers.generation.guesses import Guesses, guess
 
 PROMPTS = [[5, 6, 7, 6], [9] * 12]
+COUNT = 5000
+NUMBERS = (torch.arange(COUNT, dtype=torch.float64)[:, None] + 0.5) / COUNT
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
 
 
@@ -34,36 +36,95 @@ def sequences(params, drafts=(), tokens=(1,), prompt_len=1):
     ]
 
 
-def draw(logits, n=4000, **params):
+def draw_often(logits, n, **params):
     """How often each token is drawn."""
     drawn = sample(logits.expand(n, 1, -1), sequences([SamplingParams(**params)] * n))
     return torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(logits)) / n
 
 
-def test_sampling_follows_the_probabilities():
+def test_huge_and_tiny_parameters():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    torch.testing.assert_close(draw(logits, temperature=0.7), (logits / 0.7).softmax(0), atol=0.03, rtol=0)
-    kept = draw(logits, temperature=1.0, top_k=2)
-    torch.testing.assert_close(kept, torch.cat((logits[:2].softmax(0), torch.zeros(2))), atol=0.03, rtol=0)
-    # softmax: 0.64, 0.24, 0.09, 0.03. The first reaches 0.6 alone, the first two reach 0.65.
-    assert draw(logits, 200, temperature=1.0, top_p=0.6).tolist() == [1, 0, 0, 0]
-    assert (draw(logits, 500, temperature=1.0, top_p=0.65) > 0).tolist() == [True, True, False, False]
-    assert draw(logits, 50, temperature=1e-30).tolist() == [1, 0, 0, 0]
-    assert draw(logits, 9, temperature=1e300, top_k=10**30).sum() == 1
+    assert draw_often(logits, 50, temperature=1e-30).tolist() == [1, 0, 0, 0]
+    assert draw_often(logits, 9, temperature=1e300, top_k=10**30).sum() == 1
 
 
 def test_min_p_keeps_what_is_likely_beside_the_likeliest():
     """At temperature 1 the others have 0.14, 0.37 and 0.05 of its probability; top_p is of those that are kept."""
     logits, p = torch.tensor([2.0, 0.0, 1.0, -1.0]), {"temperature": 1.0}
     expected = torch.tensor([1.0, 0, torch.e**-1, 0]) / (1 + torch.e**-1)
-    torch.testing.assert_close(draw(logits, 500, min_p=0.3, **p), expected, atol=0.08, rtol=0)
+    torch.testing.assert_close(draw_often(logits, 500, min_p=0.3, **p), expected, atol=0.08, rtol=0)
     for kept, params in (
         ([1, 1, 1, 0], p | {"min_p": 0.1}),
         ([1, 0, 0, 0], p | {"min_p": 1.0}),
         ([1, 1, 1, 0], {"min_p": 0.3, "temperature": 2.0}),
         ([1, 0, 0, 0], p | {"min_p": 0.3, "top_p": 0.7}),
     ):
-        assert (draw(logits, 200, **params) > 0).tolist() == kept
+        assert (draw_often(logits, 200, **params) > 0).tolist() == kept
+
+
+def arguments(logits, temperature, top_k, top_p):
+    """The arguments of `draw_of_likeliest`, of which `draw` takes the first four."""
+    each = [torch.full((COUNT, 1), value, dtype=torch.float64) for value in (temperature, top_k, top_p, 0)]
+    rows = logits.repeat(COUNT, 1)
+    return rows, rows.amax(-1, keepdim=True), each[0], NUMBERS, each[1].long(), *each[2:], top_k
+
+
+def probabilities(logits, temperature, top_k, top_p):
+    """By the definition: of equals the lowest token id comes first."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])[:top_k]
+    likely = torch.softmax(logits[order].double() / temperature, 0)
+    kept = [i for i in range(len(order)) if likely[:i].sum() < top_p]
+    result = torch.zeros(len(logits), dtype=torch.float64)
+    result[torch.tensor(order)[kept]] = likely[kept] / likely[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(40, 1.0), (40, 0.9), (40, 0.33), (7, 1.0), (7, 0.8), (1, 1.0), (40, 1e-9)]
+)
+def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_p):
+    """Of logits that are often equal, also at the end of what is kept, and one of minus infinity."""
+    logits = (torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2).round()
+    logits[3] = -torch.inf
+    given = arguments(logits, temperature, top_k, top_p)
+    expected = probabilities(logits, temperature, top_k, top_p)
+    drawn = [draw_of_likeliest(*given)]
+    if (top_k, top_p) == (40, 1.0):
+        drawn.append(draw(*given[:4]))
+    for tokens in drawn:
+        often = torch.bincount(tokens[:, 0], minlength=40)
+        assert (often - COUNT * expected).abs().max() < 1.01 and often[expected == 0].sum() == 0
+
+
+def test_a_row_depends_on_no_other():
+    """Beside rows that keep more tokens, and such that are not finite."""
+    logits = torch.randn(64, 3001, generator=torch.Generator().manual_seed(2))
+    top_k = torch.arange(1, 65)[:, None] * 40
+    top_p, temperature, numbers = torch.rand(3, 64, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    logits[5, 7], logits[6, 8], logits[7] = torch.nan, torch.inf, -torch.inf
+    rows = logits, logits.amax(-1, keepdim=True), temperature + 0.1, numbers
+    likeliest, any_token = draw_of_likeliest(*rows, top_k, top_p, 0 * top_p, 2560), draw(*rows)
+    for i in (0, 1, 4, 8, 30, 63):
+        row = [each[i : i + 1] for each in (*rows, top_k, top_p, 0 * top_p)]
+        assert likeliest[i] == draw_of_likeliest(*row, int(top_k[i])) == draw_of_likeliest(*row, 3001)
+        assert any_token[i] == draw(*row[:4])
+
+
+def test_the_largest_number_draws_a_token():
+    """Of a large vocabulary, whose sums have more bits than the number."""
+    logits = torch.zeros(1, 129280)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    rows = logits, logits.amax(-1, keepdim=True), one, one - 2**-53
+    assert draw(*rows) == draw_of_likeliest(*rows, torch.tensor([[129280]]), one, 0 * one, 129280) == 129279
+
+
+def test_a_random_number_depends_on_seed_and_position_only():
+    numbers = random_numbers(3, range(10, 1010))
+    assert random_numbers(3, [12, 10]) == [numbers[2], numbers[0]] and len({*numbers}) == 1000
+    others = random_numbers(4, range(10, 1010))
+    assert all(abs(sum(each) / 1000 - 0.5) < 0.05 and 0 <= min(each) and max(each) < 1 for each in (numbers, others))
+    assert abs(sum((x - 0.5) * (y - 0.5) for x, y in zip(numbers, others))) < 10
 
 
 def test_greedy_takes_the_lowest_of_equals():
