@@ -2,13 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, Union
+from typing import Any, Self
 
 import torch
-
-if TYPE_CHECKING:
-    from dsa_layers.families.drafter import Drafter
-    from dsa_layers.families.model import Model
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,8 @@ class CacheSizes:
     page_size: int
 
     @classmethod
-    def of(cls, modules: Iterable[Union["Model", "Drafter"]], page_size: int) -> Self:
+    def of(cls, modules: Iterable[Any], page_size: int) -> Self:
+        """modules: a model, and its drafter if there is one."""
         modules = list(modules)
 
         def held(pages: int, slots: int) -> int:
