@@ -90,8 +90,8 @@ class Engine:
         self._numbers = 0
         self._full = False  # whether the first waiting sequence had no room, and no memory was released since
         self._extends_next = False
-        # Guards these lists, which only the thread that runs a pass changes meanwhile, except that others add to
-        # `_waiting`; and the requests' events.
+        # Guards the fields above and the requests' events. While a thread runs a pass, other threads change no list,
+        # except that they append to `_waiting`.
         self._changed = threading.Condition()
         self._worker: int | None = None  # the thread that runs a pass
 
@@ -315,6 +315,9 @@ class Engine:
         """Start waiting sequences, first come first served, while there is room for them."""
         while self._waiting and not (self._full and self._running):
             first = self._waiting[0]
+            if first.ended:
+                self._waiting.pop(0)
+                continue
             if not self.memory.start(first, self._running):
                 if self._running:
                     self._full = True
@@ -385,7 +388,6 @@ class Engine:
             self._running.remove(s)
             self.memory.release(s)
             self._full = False
-        self._waiting = [s for s in self._waiting if not s.ended]
 
 
 class EventStream(Iterator[TokenEvent]):

@@ -65,7 +65,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return all(s.ended for s in self.sequences)
+        return all(s.ended for s in reversed(self.sequences))  # the last ones end last
 
     def end(self) -> None:
         for s in self.sequences:

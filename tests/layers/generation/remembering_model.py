@@ -131,4 +131,4 @@ def is_free(engine):
     engine = engine.engine if isinstance(engine, Generator) else engine
     engine._release_ended()
     slots = engine.cache.state_slots.free == engine.capacity.sequences
-    return engine.memory.free == engine.capacity.pages and slots and engine._running == [] == engine._waiting
+    return engine.memory.free == engine.capacity.pages and slots and not engine._running and not engine.unfinished
