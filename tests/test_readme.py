@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dsa_layers import Generator, SamplingParams
 from dsa_layers.command.main import main
 from tests.documents import python_blocks
 
@@ -26,6 +27,19 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
 )
 def test_the_documents_python_runs(block):
     exec(block, {})
+
+
+def test_requests_that_come_and_go(capsys):
+    """A script of at most 30 lines: each request gets the text that it gets alone, and the aborted one only a part."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "how-to/serve-requests.md").read_text(), re.S | re.M)
+    assert len(block.splitlines()) <= 30
+    exec(block, names := {})
+    prompts = ("def merge(left, right):\n", "class Stack:\n", "import os\n")
+    alone = Generator(names["model"], names["engine"].tokenizer).generate(prompts, SamplingParams(max_tokens=16))
+    texts = [done.text for done in alone]
+    assert [names["texts"][0], names["texts"][2]] == [texts[0], texts[2]]
+    assert texts[1].startswith(names["texts"][1]) and 0 < len(names["texts"][1]) < len(texts[1])
+    assert names["reasons"] == {0: "length", 2: "length"} and "request 1: " in capsys.readouterr().out
 
 
 def test_the_three_examples():

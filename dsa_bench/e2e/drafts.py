@@ -22,9 +22,7 @@ from dsa_bench.e2e.runs import Cached, fill, filled
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
 from dsa_bench.harness.case import copy
 from dsa_layers.families.model import CheckpointModel
-from dsa_layers.generation.captured_step import CapturedStep
-from dsa_layers.generation.decode_step import DecodeStep
-from dsa_layers.generation.draft_step import DraftStep
+from dsa_layers.generation.steps import CapturedStep, DecodeStep, DraftStep
 
 # Probability that a draft is accepted if all drafts before it are. DeepSeek-V3's report gives 85 to 90% for the first
 # draft.
@@ -67,9 +65,8 @@ class DraftedDecoding:
         self._sequences = [Cached(*place, context - drafts, some) for place, some in zip(places, guesses)]
         self._step = _RepeatedDecode(model, self._cache, drafts=drafts, capture=False)
         with experts_touched() as found:
-            results = self._step(self._sequences)
+            _, self._states = self._step(self._sequences)
         self.touched = [int(number) for number in found]
-        self._states = results[1] if drafts else None
 
     def pass_ms(self, layers: int) -> float:
         """Return the milliseconds of a pass of the first `layers` layers over each sequence's last token and drafts."""

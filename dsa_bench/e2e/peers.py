@@ -33,7 +33,7 @@ from dsa_bench.e2e.replacing import replaced
 from dsa_bench.harness.calls import Loadable, reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, topk
 from dsa_bench.peers.package import Library
-from dsa_layers.batch.group_rows import GroupRows
+from dsa_layers.batch.packing import GroupRows
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.layers import key_selection

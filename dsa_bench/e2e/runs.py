@@ -10,7 +10,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.kv_cache import LATENT_FP8_BYTES
 from dsa_layers.families.model import Model
-from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.steps import DecodeStep
 
 Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584
@@ -107,7 +107,7 @@ def decode(model: Model, count: int, context: int) -> Run:
 
     def made() -> Run:
         graph, python = (DecodeStep(model, cache, capture=capture) for capture in (True, False))
-        return Run(lambda: graph(sequences), lambda: python(sequences), made)
+        return Run(lambda: graph(sequences)[0][:, 0], lambda: python(sequences)[0][:, 0], made)
 
     return made()
 

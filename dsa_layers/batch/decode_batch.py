@@ -1,39 +1,38 @@
-"""A few new tokens of each of several sequences, whose lengths only the device knows."""
+"""A few new tokens of each of several sequences, whose lengths are known on the device only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 
 from dsa.runtime.checks import INT32, INT_MAX, check_tensor
 from dsa_layers.arguments import integer
-from dsa_layers.batch.checks import check_of_sequences
-from dsa_layers.batch.decode_layout import DecodeLayout
-from dsa_layers.batch.group_rows import GroupRows
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch import packing
+from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 
 
 @dataclass(frozen=True)
 class DecodeBatch(TokenBatch):
-    """The last `next_n` tokens of each of B sequences, whose earlier tokens are all in a cache: of these next_n the
-    first was chosen, and drafts are behind it.
+    """The last `next_n` tokens of each of B sequences. All earlier tokens are in a cache. The first of the next_n
+    tokens was chosen, and drafts follow it.
 
-    block_table      int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end
-    page_size        tokens a page
-    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, the new ones included, at least next_n. A row
-                     that pads the batch has 0, and -1 in all columns of block_table: not where a cache keeps anything
-                     by sequence, since such a row would write to its state slot
+    block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page
+    page_size        tokens per page
+    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, including the new ones, at least next_n. A row
+                     that pads the batch has 0, and -1 in all columns of block_table. Such rows are not allowed if the
+                     cache stores a state per sequence, because they would write to their state slot
     max_key_len      an upper bound of these lengths
-    state_slots      int32 [B]: each sequence's row of the tensors that a cache keeps by sequence and not by page; None
-                     where the cache keeps nothing so
-    next_n           tokens of each sequence. A cache that keeps windows by sequence has room for at most
+    state_slots      int32 [B]: each sequence's row of the tensors that a cache stores per sequence and not per page;
+                     None if there are none
+    next_n           tokens of each sequence. A cache with windows per sequence has room for at most
                      dsa_layers.cache.drafts.DRAFTS + 1, and its layers raise ValueError for more
-    layout           what follows from B and next_n alone, where the caller keeps it from pass to pass; else None
 
-    What a layer computes from a batch depends on the host's numbers B, next_n, max_pages and max_key_len alone. A CUDA
-    graph that has captured a pass, the making of its batch included, therefore holds for any lengths up to max_key_len
-    that are written into the same tensors.
-    Raises TypeError or ValueError that names the argument. What the tensors hold is not looked at.
+    What a layer computes on the host depends on B, next_n, max_pages and max_key_len only. So a CUDA graph that has
+    captured a pass, including the construction of its batch, is right for all lengths up to max_key_len that are
+    written to the same tensors.
+    Raises TypeError or ValueError that names the argument. The contents of the tensors are not checked.
     """
 
     block_table: torch.Tensor
@@ -42,7 +41,6 @@ class DecodeBatch(TokenBatch):
     max_key_len: int
     state_slots: torch.Tensor | None = None
     next_n: int = 1
-    layout: DecodeLayout | None = None
 
     is_decode = True
     least_visible = 1
@@ -57,12 +55,6 @@ class DecodeBatch(TokenBatch):
         integer("page_size", self.page_size, at_least=1)
         next_n = integer("next_n", self.next_n, at_least=1)
         integer("max_key_len", self.max_key_len, at_least=next_n, at_most=INT_MAX)
-        layout = self.layout
-        if layout is not None and (layout.count, layout.next_n) != (count, next_n):
-            raise ValueError(
-                f"layout: must be of {count} sequences with next_n={next_n}, as the batch is, got {layout.count} with "
-                f"{layout.next_n}"
-            )
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -92,29 +84,97 @@ class DecodeBatch(TokenBatch):
     @cached_property
     def positions(self) -> torch.Tensor:
         positions = torch.empty(len(self.visible_keys), dtype=torch.int64, device=self.device)
-        return torch.sub(self.visible_keys, 1, out=positions)  # one kernel, where .long() - 1 is two
+        return torch.sub(self.visible_keys, 1, out=positions)  # one kernel; .long() - 1 takes two
 
     @cached_property
     def earlier_lens_tensor(self) -> torch.Tensor:
         return self.key_lens_tensor - self.next_n
 
-    @property
-    def sequences(self) -> torch.Tensor:
-        return self._layout.sequences
-
-    @property
-    def cu_query_lens(self) -> torch.Tensor:
-        return self._layout.cu_query_lens
-
-    @property
-    def last_tokens(self) -> torch.Tensor:
-        return self._layout.last_tokens
-
-    def group_rows(self, groups: int, tokens: int) -> GroupRows:
-        return self._layout.group_rows(groups, tokens)
+    # What depends on B and next_n only: `of_size`.
 
     @cached_property
-    def _layout(self) -> DecodeLayout:
-        if self.layout is not None:
-            return self.layout
-        return DecodeLayout(len(self.key_lens_tensor), self.next_n, self.device)
+    def sequences(self) -> torch.Tensor:
+        tokens = torch.arange(self._tokens, dtype=torch.int32, device=self.device)
+        return tokens if self.next_n == 1 else tokens // self.next_n
+
+    @cached_property
+    def cu_query_lens(self) -> torch.Tensor:
+        return torch.arange(0, self._tokens + 1, self.next_n, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def last_tokens(self) -> torch.Tensor:
+        return self.cu_query_lens[1:].long() - 1
+
+    def of_size(self) -> dict[str, Any]:
+        """Return the values that depend on B and next_n only, and not on lengths, for `unchecked`: batches of later
+        passes with the same size then launch no kernel for them."""
+        return {name: getattr(self, name) for name in ("sequences", "cu_query_lens", "last_tokens", "groups")}
+
+    @property
+    def _tokens(self) -> int:
+        return len(self.key_lens_tensor) * self.next_n
+
+
+class Running(Protocol):
+    """A sequence whose tokens are all in the cache, except for the last one. drafts: guesses of the next tokens. All
+    sequences of a pass have the same number of drafts."""
+
+    tokens: Sequence[int]
+    drafts: Sequence[int]
+    pages: Sequence[int]
+    state_slot: int
+
+
+class DecodeInputs:
+    """Tensors whose addresses stay the same, so that a captured CUDA graph reads what was written to them last.
+
+    count   sequences of the pass
+    pages   columns of its block table
+    next_n  tokens of each sequence
+    tokens  int64 [count * next_n]: each sequence's last token and its drafts
+
+    The other tensors are those of the `DecodeBatch` that `batch` makes.
+    """
+
+    def __init__(self, count: int, pages: int, page_size: int, device: torch.device, next_n: int = 1) -> None:
+        self.count, self.pages, self.page_size, self.next_n = count, pages, page_size, next_n
+        self.tokens = torch.zeros(count * next_n, dtype=torch.int64, device=device)
+        self.key_lens = torch.ones(count, dtype=torch.int32, device=device)
+        self.block_table = torch.full((count, pages), -1, dtype=torch.int32, device=device)
+        self.state_slots = torch.zeros(count, dtype=torch.int32, device=device)
+        self._held: list[Running] = []
+        self._of_size = self._batch(self.key_lens, next_n).of_size()
+
+    def fill(self, sequences: Sequence[Running], padding: Running) -> None:
+        rows = self.hold(sequences, padding)
+        packing.write(self.tokens, [token for row in rows for token in (row.tokens[-1], *row.drafts)])
+        packing.write(self.key_lens, [len(row.tokens) + len(row.drafts) for row in rows])
+
+    def hold(self, sequences: Sequence[Running], padding: Running) -> list[Running]:
+        """Return the sequence of each row; `padding` fills the remaining rows. Write the places in the cache, if a row
+        has another sequence than before: a sequence keeps its pages while it runs."""
+        rows = [*sequences, *[padding] * (self.count - len(sequences))]
+        if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
+            packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.pages))
+            packing.write(self.state_slots, [row.state_slot for row in rows])
+            self._held = rows
+        return rows
+
+    def batch(self, key_lens: torch.Tensor | None = None) -> DecodeBatch:
+        """Return a new batch of these tensors. key_lens: other lengths than `fill` has written."""
+        return self._batch(self.key_lens if key_lens is None else key_lens, self.next_n, **self._of_size)
+
+    def one_each(self, key_lens: torch.Tensor) -> DecodeBatch:
+        """Return a new batch of one token per sequence, with these lengths."""
+        return self._batch(key_lens, 1)
+
+    def _batch(self, key_lens: torch.Tensor, next_n: int, **of_size: Any) -> DecodeBatch:
+        return DecodeBatch.unchecked(
+            block_table=self.block_table,
+            page_size=self.page_size,
+            key_lens_tensor=key_lens,
+            max_key_len=self.pages * self.page_size,
+            state_slots=self.state_slots,
+            next_n=next_n,
+            **of_size,
+        )

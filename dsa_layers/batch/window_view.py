@@ -1,4 +1,4 @@
-"""The cache slots of sliding windows: each sequence has a ring of slots, which holds its last tokens."""
+"""The cache slots of sliding windows: each sequence has a ring of slots for its last tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,22 +8,25 @@ import torch
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.tokens import Tokens
+from dsa_layers.batch.counts import SelectedCounts
 
 
 @dataclass(frozen=True)
 class WindowView:
-    """A token sees the last `window` tokens up to itself. The token at position p is in slot p mod ring of the ring,
-    which is page state_slots[b] of the cache. A ring has a slot for each token of a window, and K - 1 more for a
-    sequence that goes on from any of its last K tokens."""
+    """A token sees the last `window` tokens, including itself. The token at position p is in slot p mod ring of its
+    sequence's ring, which is page state_slots[b] of the cache. A ring has a slot for each token of a window, and K - 1
+    more for a sequence that can continue after any of its last K tokens.
 
-    batch: Tokens
+    batch: the `TokenBatch` of the tokens
+    """
+
+    batch: SelectedCounts
     window: int
     ring: int
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int64 [T]: each new token's slot; -1 for tokens that later ones of this pass overwrite."""
+        """int64 [T]: each new token's slot; -1 for tokens that later tokens of this pass overwrite."""
         batch = self.batch
         sequences = batch.state_slots_tensor[:, None], batch.cu_query_lens, batch.key_lens_tensor
         return dsa.slot_mapping(*sequences, sum(batch.query_lens), self.ring, ring=True)
@@ -37,20 +40,20 @@ class WindowView:
 
     @property
     def earlier_lens(self) -> tuple[int, ...]:
-        """Tokens before the new ones that some of these see, of each sequence."""
+        """For each sequence, the number of tokens before the new ones that some new token sees."""
         pairs = zip(self.batch.query_lens, self.batch.key_lens)
         return tuple(min(total - new, self.window - 1) for new, total in pairs)
 
     @cached_property
     def earlier_slots(self) -> torch.Tensor:
-        """int64 [sum(earlier_lens)]: the slots of these earlier tokens, ascending by position."""
+        """int64 [sum(earlier_lens)]: the slots of these earlier tokens, in the order of positions."""
         batch, earlier = self.batch, self.earlier_lens
         rings, bounds = batch.state_slots_tensor[:, None], packing.offsets(earlier, batch.device)
         return dsa.slot_mapping(rings, bounds, batch.earlier_lens_tensor, sum(earlier), self.ring, ring=True)
 
     @property
     def in_order(self) -> bool:
-        """Whether `order` is that of the rows: no sequence but the first has earlier tokens."""
+        """Whether `order` is 0, 1, 2, ...: only the first sequence has earlier tokens."""
         return not any(self.earlier_lens[1:])
 
     @cached_property

@@ -1,34 +1,98 @@
-"""The protocol of a model's cache."""
+"""The base class of a model's cache: who has which page and which state slot."""
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from dsa_layers.cache.kv_cache import PageAllocator
+from dsa.runtime.checks import MOST_SLOTS
+from dsa_layers.arguments import integer, shown
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Cache(Protocol):
-    """What generation asks of a cache. A sequence has pages for its tokens, and one state slot for what the cache keeps
-    by sequence and not by page. A cache that keeps nothing by sequence limits the number of sequences by state slots.
+class OutOfPages(RuntimeError):
+    """The cache has fewer free pages than a sequence needs."""
 
-    page_size    tokens a page
-    allocator    hands out pages
-    state_slots  hands out state slots
-    nbytes       of all its tensors
-    """
 
-    page_size: int
-    allocator: PageAllocator
-    state_slots: PageAllocator
+class PageAllocator:
+    """Hand out the numbers of free pages, each to one owner at a time."""
 
-    def layer(self, i: int) -> Any:
-        """The tensors that layer i of the model reads and writes."""
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors that the cache has allocated."""
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """Those of them that have a row for each state slot, and not for each page."""
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._used: set[int] = set()
 
     @property
-    def nbytes(self) -> int: ...
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Return the numbers of `count` free pages. Raise OutOfPages, and take no page, if fewer are free."""
+        if integer("count", count, at_least=0) > len(self._free):
+            raise OutOfPages(f"{count} pages are needed and {len(self._free)} of {self.num_pages} are free")
+        pages = [self._free.pop() for _ in range(count)]
+        self._used.update(pages)
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take pages back. Raise ValueError, and take no page back, if one is not in use or is named twice: a page with
+        two owners would mix two sequences."""
+        if wrong := sorted(set(pages) - self._used):
+            raise ValueError(f"pages: {wrong} are not in use")
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"pages: must name each page once, got {pages}")
+        self._used.difference_update(pages)
+        self._free.extend(reversed(pages))
+
+
+class Cache:
+    """A paged cache. A sequence has pages for its tokens, and one state slot for what the cache stores per sequence and
+    not per page. State slots also limit the number of sequences of a cache that stores nothing per sequence.
+
+    page_size    tokens per page
+    allocator    of pages. Page p of every layer has the same tokens
+    state_slots  allocator of state slots
+
+    Memory is not cleared: the contents of an unused slot never reach a result. Raises TypeError or ValueError for sizes
+    that make no cache, and for more slots than int32 can number.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, state_slots: int) -> None:
+        integer("num_pages", num_pages, at_least=0)
+        integer("page_size", page_size, at_least=1)
+        integer("state_slots", state_slots, at_least=0)
+        if num_pages * page_size > MOST_SLOTS:
+            raise ValueError(
+                f"num_pages: must be at most {MOST_SLOTS // page_size}, so that slots are int32, for pages of "
+                f"{page_size} tokens, got {shown(num_pages)}"
+            )
+        self.page_size = page_size
+        self.allocator, self.state_slots = PageAllocator(num_pages), PageAllocator(state_slots)
+
+    def layer(self, i: int) -> Any:
+        """Return the tensors that layer i of the model reads and writes."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors of the cache."""
+        raise NotImplementedError
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return those that have a row for each state slot, and not for each page."""
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+
+def most_tokens(page_size: int) -> int:
+    """Return the size of the largest cache that callers may ask for. Padding sequences need further pages."""
+    return MOST_SLOTS - 2 * page_size
+
+
+def check_storage(name: str, kind: torch.dtype | str) -> None:
+    """Raise ValueError for a kind of storage that caches do not have."""
+    if kind != "fp8" and kind not in _FLOATS:
+        raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")

@@ -7,14 +7,17 @@ from typing import Literal
 import torch
 
 import dsa
+from dsa_layers.cache.cache import Cache, check_storage
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.cache.kv_cache import PageAllocator, check_sizes, check_storage
 
 
 @dataclass(frozen=True)
 class EntryCache:
-    """A layer's compressed entries. pages: [pages, P, 1, d | 584 | d + 4] as `dsa.write_compressed_kv` has them;
-    state: fp32 [state slots, n, 2, c], the projections of the tokens that entries to come are made of."""
+    """The compressed entries of a layer.
+
+    pages  [pages, P, 1, d | 584 | d + 4], as `dsa.write_compressed_kv` takes them
+    state  fp32 [state slots, n, 2, c]: the projections of the tokens whose entries are not complete
+    """
 
     pages: torch.Tensor
     state: torch.Tensor
@@ -22,8 +25,12 @@ class EntryCache:
 
 @dataclass(frozen=True)
 class CompressedLayerCache:
-    """The cache of a layer. window: [state slots, window + DRAFTS, 1, d | 584], a ring for each sequence. entries: of
-    the layer's compressor; index_entries: of its indexer's compressor; None where the layer lacks it."""
+    """The cache of a layer.
+
+    window         [state slots, window + DRAFTS, 1, d | 584]: a ring for each sequence
+    entries        of the layer's compressor; None without one
+    index_entries  of its indexer's compressor; None without one
+    """
 
     window: torch.Tensor
     entries: EntryCache | None = None
@@ -36,21 +43,22 @@ class CompressedLayerCache:
 
 @dataclass(frozen=True)
 class EntryShape:
-    """The sizes of a compressor's entries: tokens of an entry, channels, and the shape of one sequence's state."""
+    """The sizes of a compressor's entries: tokens per entry, channels, and the shape of the state of a sequence."""
 
     ratio: int
     dim: int
     state: tuple[int, int, int]
 
 
-class CompressedKVCache:
-    """Windows, entries and index entries of all layers. Page p of every layer holds the entries of the same tokens.
-    State slot s of every layer holds a sequence's ring, and what its compressors keep of unfinished blocks.
+class CompressedKVCache(Cache):
+    """Windows, entries and index entries of all layers. Page p of every layer has the entries of the same tokens. State
+    slot s of every layer has a sequence's ring, and what its compressors store of incomplete entries.
 
-    state_slots: the most sequences at a time.
-    layers: for each layer the shape of its entries and that of its indexer's entries, or None for what it lacks.
-    entries, index: "fp8" for the byte layouts (584 bytes an entry or token, and index_dim + 4), or the float dtype to
-    store. Memory is not cleared: what an unused slot holds never reaches a result.
+    layers          for each layer the shape of its entries and of its indexer's entries, or None if it has none
+    state_slots     the most sequences at a time
+    entries, index  "fp8" for the byte layouts (584 bytes per entry or token, and index_dim + 4), or the float dtype to
+                    store
+
     Raises TypeError or ValueError for sizes and kinds that make no cache.
     """
 
@@ -67,7 +75,7 @@ class CompressedKVCache:
         index: torch.dtype | Literal["fp8"] = "fp8",
         device: torch.device | str = "cpu",
     ) -> None:
-        check_sizes(num_pages, page_size, state_slots)
+        super().__init__(num_pages, page_size, state_slots)
         check_storage("entries", entries)
         check_storage("index", index)
         if entries == "fp8" and dim != 512:
@@ -75,49 +83,39 @@ class CompressedKVCache:
         for shape in (shape for pair in layers for shape in pair if shape is not None):
             if page_size % shape.ratio:
                 raise ValueError(f"page_size: must be a multiple of {shape.ratio}, an entry's tokens, got {page_size}")
-        self.page_size = page_size
-        self.allocator, self.state_slots = PageAllocator(num_pages), PageAllocator(state_slots)
 
-        def rows(pages: int, size: int, kind: torch.dtype | str) -> torch.Tensor:
-            if kind == "fp8":
+        def rows(pages: int, size: int) -> torch.Tensor:
+            if entries == "fp8":
                 return dsa.make_v4_cache(pages, size, device)
-            return torch.empty(pages, size, 1, dim, dtype=kind, device=device)
+            return torch.empty(pages, size, 1, dim, dtype=entries, device=device)
 
-        def entry_cache(shape: EntryShape | None, kind: torch.dtype | str, is_index: bool) -> EntryCache | None:
+        def index_rows(size: int, width: int) -> torch.Tensor:
+            width, dtype = (width + 4, torch.uint8) if index == "fp8" else (width, index)
+            return torch.empty(num_pages, size, 1, width, dtype=dtype, device=device)
+
+        def entry_cache(shape: EntryShape | None, of_indexer: bool) -> EntryCache | None:
             if shape is None:
                 return None
             size = page_size // shape.ratio
-            if is_index:
-                width, dtype = (shape.dim + 4, torch.uint8) if kind == "fp8" else (shape.dim, kind)
-                pages = torch.empty(num_pages, size, 1, width, dtype=dtype, device=device)
-            else:
-                pages = rows(num_pages, size, kind)
+            pages = index_rows(size, shape.dim) if of_indexer else rows(num_pages, size)
             return EntryCache(pages, torch.empty(state_slots, *shape.state, dtype=torch.float32, device=device))
 
         self._layers = [
             CompressedLayerCache(
-                rows(state_slots, window + DRAFTS, entries),
-                entry_cache(main, entries, False),
-                entry_cache(indexer, index, True),
+                rows(state_slots, window + DRAFTS), entry_cache(own, False), entry_cache(indexer, True)
             )
-            for main, indexer in layers
+            for own, indexer in layers
         ]
 
     def layer(self, i: int) -> CompressedLayerCache:
         return self._layers[i]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that the cache has allocated."""
         return [*self.state_tensors(), *(part.pages for part in self._entries)]
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Those that have a row for each state slot: rings, and the state of unfinished blocks."""
         return [*(layer.window for layer in self._layers), *(part.state for part in self._entries)]
 
     @property
     def _entries(self) -> list[EntryCache]:
         return [part for layer in self._layers for part in (layer.entries, layer.index_entries) if part is not None]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())

@@ -1,31 +1,24 @@
-"""How many pages memory has room for."""
+"""The number of pages that fit into memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Self
 
 import torch
-
-from dsa_layers.cache.cache import Cache
-
-
-class MakesCache(Protocol):
-    """A model, or its drafter."""
-
-    def make_cache(self, num_pages: int, page_size: int, device: torch.device | str, *, state_slots: int) -> Cache: ...
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes of memory per page of `page_size` tokens and per state slot of a sequence, over the caches of a model and
-    its drafter, which share pages and slots. V4's pages are padded, and the padding counts."""
+    """Bytes per page of `page_size` tokens and per state slot of a sequence. The caches of a model and its drafter have
+    the same numbers of pages and slots, and count together. V4's pages are padded, and the padding counts."""
 
     page: int
     slot: int
     page_size: int
 
     @classmethod
-    def of(cls, modules: Iterable[MakesCache], page_size: int) -> Self:
+    def of(cls, modules: Iterable[Any], page_size: int) -> Self:
+        """modules: a model, and its drafter if there is one."""
         modules = list(modules)
 
         def held(pages: int, slots: int) -> int:
@@ -36,8 +29,8 @@ class CacheSizes:
         return cls(held(2, 1) - one, held(1, 2) - one, page_size)
 
     def pages(self, room: int, sequences: int) -> int:
-        """How many pages so many bytes hold, with a state slot for each of the sequences that have a page: as many as
-        there are pages, up to `sequences`."""
+        """Return the number of pages that fit into `room` bytes beside the state slots of the sequences. There are at
+        most `sequences`, and each has at least one page."""
         pages = max(room, 0) // (self.page + self.slot)
         if pages > sequences:
             pages = (room - sequences * self.slot) // self.page

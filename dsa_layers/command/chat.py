@@ -13,8 +13,8 @@ from dsa_layers.command.generate import DIM, events_of, has_chat_format, samplin
 from dsa_layers.command.messages import by_options, say
 from dsa_layers.command.model import load, read_files, start_ranks
 from dsa_layers.command.parser import CHAT_COMMANDS
+from dsa_layers.generation.running_sequence import check_stop_strings
 from dsa_layers.generation.sampling import with_seed
-from dsa_layers.generation.stop_strings import check_stop_strings
 
 BEGIN_REASONING, END_REASONING = "<think>", "</think>"
 

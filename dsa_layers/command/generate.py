@@ -20,8 +20,8 @@ from dsa_layers.command.parser import DEFAULT_CACHE, PromptSource
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.families.precision import check_device
 from dsa_layers.generation.prompts import encode_prompts
-from dsa_layers.generation.sampling_defaults import sampling_defaults
-from dsa_layers.generation.stop_strings import check_stop_strings
+from dsa_layers.generation.running_sequence import check_stop_strings
+from dsa_layers.generation.sampling import sampling_defaults
 from dsa_layers.parallel.process_group import agreed
 
 # Styles of text on a terminal.

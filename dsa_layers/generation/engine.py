@@ -1,39 +1,41 @@
 """Generation for requests that join and leave while others run."""
 
 import contextlib
+import hashlib
 import logging
+import random
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Unpack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
-from dsa_layers.arguments import shown
-from dsa_layers.cache.cache import Cache
-from dsa_layers.cache.kv_cache import OutOfPages
+from dsa_layers.arguments import integer, shown
+from dsa_layers.cache.cache import Cache, OutOfPages
 from dsa_layers.families.model import Model
-from dsa_layers.generation.engine_cache import EngineCache
-from dsa_layers.generation.engine_options import EngineOptions, checked_options
-from dsa_layers.generation.graph_sizes import graph_sizes
+from dsa_layers.generation.capacity import Capacity
+from dsa_layers.generation.engine_options import checked_options
+from dsa_layers.generation.passes import Passes
 from dsa_layers.generation.prompts import encode_prompt
-from dsa_layers.generation.request_stream import RequestStream
-from dsa_layers.generation.requests import Requests
 from dsa_layers.generation.results import Throughput, TokenEvent
-from dsa_layers.generation.running_sequence import RunningSequence
-from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.running_sequence import Request, RunningSequence, StopStrings, check_stop_strings
+from dsa_layers.generation.sampling import SamplingParams, with_seed
+from dsa_layers.generation.sequence_memory import SequenceMemory
+from dsa_layers.generation.steps import power_of_two
 from dsa_layers.io.tokenizer import Tokenizer
+from dsa_layers.parallel.process_group import agreed, least
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together
 
 _LOGGER = logging.getLogger(__name__)
 GREEDY = SamplingParams()
+Prompt = tuple[str, list[int], SamplingParams]  # name in errors, tokens, how it is continued
 
 
 class Engine:
-    """Generates text for requests that come and go.
+    """Generate text for requests that come and go.
 
         engine = Engine(load_model(checkpoint), Tokenizer(checkpoint))
         first = engine.add_request("def merge(left, right):", SamplingParams(max_tokens=64))
@@ -41,307 +43,314 @@ class Engine:
             for event in engine.step():
                 print(event.sequence == first, event.text)
 
-    model      on the device to run on: load_model's, or anything else that is a Model
-    tokenizer  for text prompts, text in events and stop strings; None: token ids alone
-    options    `EngineOptions`
+    model      on the device to run on: what load_model returns, or another Model
+    tokenizer  for text prompts, text in events and stop strings; None: token ids only
+    options    fields of `EngineOptions`
 
-    A sequence starts if there is room for its prompt and all its new tokens, first come first served; so none is ever
-    evicted. Passes over chunks of prompts that are not in the cache yet alternate with passes that extend each sequence
-    whose prompt is.
+    Sequences start first come first served. A sequence starts if there is room for its prompt and all its new tokens,
+    so none is ever evicted. Passes over chunks of prompts alternate with passes that extend all other sequences.
 
-    `add_request`, `add_stream` and `abort` may be called by any thread, also while a pass runs. Passes run one at a
-    time. An exception of a pass ends the requests that the pass computed: `step` raises it, and so do their streams.
+    Any thread may call these methods at any time. Passes run one at a time. An exception of a pass ends the requests
+    that the pass computed: `step` raises it, and so do their streams.
 
-    If several ranks have parts of the model (load_model's mesh), one thread of each rank makes the same calls in the
-    same order, and closes streams instead of dropping them: other requests are refused, and seeds that are not given
-    are the first rank's. An error within a pass leaves the other ranks waiting for this one, which must end them.
+    If a model is split over ranks (load_model's mesh), one thread of each rank makes the same calls in the same order,
+    and closes streams instead of dropping them. Other requests are refused. Seeds that are not given are the first
+    rank's. If a pass fails on one rank, the other ranks wait for it, and the launcher must end them.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None = None, **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.device = next(model.parameters()).device
         self.ranks: Ranks = getattr(model, "ranks", ALONE)
+        self.eos = set(model.config.eos_token_ids)
         with together(self.ranks) as facts:
             if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
                 raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
-            given = checked_options(model, options)
-            eos = set(model.config.eos_token_ids)
+            self.options = checked_options(model, options)
             if tokenizer is not None and tokenizer.eos_token_id is not None:
-                eos.add(tokenizer.eos_token_id)
-            facts |= {name: str(value) for name, value in (given | {"tokens that end": sorted(eos)}).items()}
-        self.prefill_chunk = given["prefill_chunk"]
-        self._options = given
-        self._cache = EngineCache(
-            model,
-            cache_tokens=given["cache_tokens"],
-            page_size=given["page_size"],
-            max_sequences=given["max_sequences"],
-            drafts=given["draft_tokens"],
-            prefix_cache=given["prefix_cache"],
-            capture=given["cuda_graphs"],
-            invariant=given["batch_invariant"],
-            graphs=given["max_graphs"],
-        )
-        self.requests = Requests(model, tokenizer, self._cache, eos)
+                self.eos.add(tokenizer.eos_token_id)
+            facts |= {name: str(value) for name, value in asdict(self.options).items()}
+            facts["tokens that end"] = str(sorted(self.eos))
+        with together(self.ranks):
+            self.capacity = Capacity(model, self.options, self.device)
+        self.capacity.pages = least(self.ranks, self.capacity.pages)
+        # Callers may write to the cache outside of inference mode.
+        with together(self.ranks), self.capacity.allocating(), torch.inference_mode(False):
+            sizes = {"page_size": self.options.page_size, "state_slots": self.capacity.state_slots}
+            self.cache: Cache = model.make_cache(self.capacity.total_pages, device=self.device, **sizes)
+            self.passes = Passes(model, self.cache, self.options)
+        if self.options.cache_tokens is None and self.device.type == "cuda" and self.ranks.rank == 0:
+            _LOGGER.info("The cache holds %d tokens.", self.capacity.pages * self.options.page_size)
+        self.memory = SequenceMemory(self.passes.caches, self.capacity, self.options)
         self.throughput = Throughput()
-        self._waiting: deque[RunningSequence] = deque()
+        self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
-        self._live: dict[int, RunningSequence] = {}  # unfinished sequences by their numbers
-        self._withdrawn: list[RunningSequence] = []  # their memory is still to be released
-        self._streams: weakref.WeakValueDictionary[int, RequestStream] = weakref.WeakValueDictionary()  # by request
         self._numbers = 0
+        self._full = False  # whether the first waiting sequence had no room, and no memory was released since
         self._extends_next = False
-        # Of the fields above. Re-entrant: the garbage collector may close a stream while a thread holds it.
-        self._changed = threading.Condition(threading.RLock())
+        # Guards the fields above and the requests' events. While a thread runs a pass, other threads change no list,
+        # except that they append to `_waiting`.
+        self._changed = threading.Condition()
         self._worker: int | None = None  # the thread that runs a pass
-
-    @property
-    def cache(self) -> Cache:
-        return self._cache.cache
 
     @property
     def unfinished(self) -> int:
         """The number of sequences that are waiting or running."""
-        return len(self._live)
+        return len({s for s in [*self._waiting, *self._running] if not s.ended})
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> int:
-        """Return the number of a new request, which is also `TokenEvent.sequence` of the first sequence. With
-        `params.n` above 1 the further sequences have the numbers that follow; with a seed, the k-th one uses seed + k.
+        """Return the number of a new request, which is also `TokenEvent.sequence` of its first sequence. If `params.n`
+        is above 1, the other sequences have the numbers that follow. With a seed, the k-th one uses seed + k.
 
         Raises TypeError or ValueError for a prompt or params of another kind, an empty prompt, a token outside the
         vocabulary, text that is not Unicode, and a prompt that leaves no room for a token in the model's context.
         Raises OutOfPages for a sequence that the whole cache cannot hold.
         """
-        sequences = self._request(prompt, params)
-        self.submit(sequences)
-        return sequences[0].request
+        return self.submit(lambda: [self._checked(prompt, params)]).number
 
-    def add_stream(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> RequestStream:
+    def add_stream(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> "EventStream":
         """Return the stream of a new request, with all its events. Raises as `add_request` does."""
-        sequences = self._request(prompt, params)
-        stream = RequestStream(sequences[0].request, self._next_event, self.abort)
-        self.submit(sequences, stream)
-        return stream
+        return EventStream(self, self.submit(lambda: [self._checked(prompt, params)]))
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> list[RunningSequence]:
-        with self.requests.agreed() as sequences:
-            if not isinstance(params, SamplingParams):
-                raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
-            tokens = encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size)
-            sequences += self.requests.sequences("prompt", tokens, params, 0)
-        with self._changed:  # only now, so that ranks give no number to a request that one of them refuses
-            first, self._numbers = self._numbers, self._numbers + params.n
-        for s in sequences:
-            s.index, s.request, s.name = first + s.index, first, f"request {first}"
-        return sequences
+    def stream(self, request: int) -> "EventStream":
+        """Return the stream of an unfinished request, with all its events. A request has one stream at most.
+
+        Raises ValueError if the request is not known or has ended.
+        """
+        found = self._unfinished_request(request)
+        if found is None:
+            raise ValueError(f"request: must be unfinished, got {shown(request)}")
+        return EventStream(self, found)
+
+    def abort(self, request: int) -> None:
+        """End a request. It has no further events, not even one with a finish_reason. Its memory is free as soon as no
+        pass is running. Nothing happens if the request has ended."""
+        with self._changed:
+            found = self._unfinished_request(request)
+            if found is not None:
+                found.end()
+                found.events.clear()
+                if self._worker is None:
+                    self._release_ended()
+                self._changed.notify_all()
 
     def step(self) -> list[TokenEvent]:
         """Run a pass and return its events, in the order in which the sequences started; [] if nothing is unfinished.
 
         A sequence whose logits are not finite ends with finish_reason "error"; the others go on. Raises OutOfPages if
-        nothing runs and others than this engine have taken pages of the cache; the first waiting request then ends.
+        nothing runs and the first sequence has no room, because others than this engine have taken pages of the cache;
+        its request then ends.
         """
-        return self.run_pass()
-
-    def abort(self, request: int) -> None:
-        """End a request. It has no further events, not even one with a finish_reason, and its memory is free once no
-        pass is running. Nothing happens if it has ended."""
-        with self._changed:
-            sequences = self._unfinished_of(request)
-            if (stream := self._streams.get(request)) is not None:
-                stream.events.clear()
-        self.withdraw(sequences)
-
-    def stream(self, request: int) -> RequestStream:
-        """Return the events of a request from now on; `add_stream` misses none if other threads run passes.
-
-        Raises ValueError if the request is not known, has ended, or has a stream.
-        """
-        with self._changed:
-            if not self._unfinished_of(request):
-                raise ValueError(f"request: must be unfinished, got {shown(request)}")
-            if self._streams.get(request) is not None:
-                raise ValueError(f"request: must be one without a stream, got {shown(request)}")
-            stream = self._streams[request] = RequestStream(request, self._next_event, self.abort)
-        return stream
-
-    def _unfinished_of(self, request: int) -> list[RunningSequence]:
-        return [s for s in list(self._live.values()) if s.request == request]
-
-    def _next_event(self, stream: RequestStream) -> TokenEvent | None:
-        """Return the next event of a stream, None after its last one. Run passes, or wait for those of other threads,
-        until there is one."""
-        while True:
-            with self._changed:
-                if stream.events:
-                    return stream.events.popleft()
-                if stream.error is not None:
-                    error, stream.error = stream.error, None
-                    raise error
-                if self._is_served(stream):
-                    return None
-                self._check_no_own_pass()
-            try:
-                self.run_pass(wanted=stream)
-            except Exception as error:
-                if stream.error is not error:
-                    _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
-
-    def _is_served(self, stream: RequestStream | None) -> bool:
-        """Return whether a stream needs no pass: it has an event, or its request has ended."""
-        return stream is not None and bool(stream.events or not self._unfinished_of(stream.request))
+        with self._turn():
+            return self._step()
 
     def warm_up(self, batch_sizes: Sequence[int] | None = None, *, max_tokens: int | None = None) -> None:
-        """Capture the CUDA graphs of decoding passes before prompts come, so that no sequence waits for a capture.
+        """Capture the CUDA graphs of decoding passes before requests come, so that no sequence waits for a capture.
 
         batch_sizes  numbers of sequences, up to max_sequences; each is rounded up to a power of two. None: all powers
                      of two up to max_sequences
-        max_tokens   tokens of the longest sequence; graphs are captured for each power of two of pages up to its. None:
-                     the model's context, or what the cache holds if that is less
+        max_tokens   tokens of the longest sequence; there is a graph for each power of two of pages up to its pages.
+                     None: the model's context, or what the cache holds if that is less
 
         Does nothing if passes are not captured: on a CPU, with cuda_graphs=False, and for models whose passes cannot
-        be. Raises TypeError or ValueError that names the argument, also for more graphs than max_graphs, and
+        be captured. Raises TypeError or ValueError that names the argument, also for more graphs than max_graphs, and
         RuntimeError if a request is unfinished.
         """
         with together(self.ranks) as facts:
-            sizes = graph_sizes(self._cache, self._options, batch_sizes, max_tokens)
+            sizes = self._graph_sizes(batch_sizes, max_tokens)
             facts["graphs"] = str(sizes)
-        with self._one_pass():
+        with self._turn():
             if self.unfinished:
                 raise RuntimeError(f"warm_up: must be called while no request runs, got {self.unfinished} unfinished")
-            for count, pages in sizes if self._cache.passes.captures else ():
-                self._cache.passes.warm_up(count, pages)
+            for count, pages in sizes:
+                self.passes.warm_up(count, pages)
 
-    # For `Generator`, which numbers the sequences of each call anew.
+    def _graph_sizes(self, batch_sizes: Sequence[int] | None, max_tokens: int | None) -> list[tuple[int, int]]:
+        """Return (sequences, pages) of the graphs of `warm_up`, the largest first: the others fit into its memory."""
+        options, capacity = self.options, self.capacity
+        if batch_sizes is None:
+            batch_sizes = [1 << i for i in range((capacity.sequences - 1).bit_length() + 1)]
+        elif not isinstance(batch_sizes, Sequence) or isinstance(batch_sizes, str | bytes):
+            raise TypeError(f"batch_sizes: must be a list of integers or None, got {shown(batch_sizes)}")
+        else:
+            bounds = {"at_least": 1, "at_most": options.max_sequences}
+            batch_sizes = [integer(f"batch_sizes[{i}]", n, **bounds) for i, n in enumerate(batch_sizes)]
+        if max_tokens is None:
+            max_tokens = min(capacity.context, capacity.pages * options.page_size - options.draft_tokens)
+        else:
+            max_tokens = integer("max_tokens", max_tokens, at_least=1, at_most=capacity.context)
+        widths = range((capacity.of(max_tokens) - 1).bit_length() + 1)
+        sizes = {(power_of_two(count), 1 << width) for count in batch_sizes for width in widths}
+        if len(sizes) > options.max_graphs:
+            raise ValueError(
+                f"batch_sizes: with sequences of up to {max_tokens} tokens (max_tokens) they need {len(sizes)} graphs; "
+                f"accepted: at most {options.max_graphs} (max_graphs)"
+            )
+        return sorted(sizes, reverse=True)
 
-    def submit(self, sequences: Sequence[RunningSequence], stream: RequestStream | None = None) -> None:
+    # Requests.
+
+    def _checked(self, prompt: Any, params: Any) -> Prompt:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
+        return "prompt", encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size), params
+
+    def submit(self, make: Callable[[], Iterable[Prompt]]) -> Request:
+        """Add the sequences of one or more prompts as one request. `add_request` and `Generator` call this.
+
+        make: returns the prompts. If it raises on one rank, all ranks raise
+        """
+        with together(self.ranks) as facts:
+            sequences = [s for i, prompt in enumerate(make()) for s in self._sequences(i, *prompt)]
+            if self.ranks.size > 1:
+                facts["prompts"] = _digest([s.tokens for s in sequences])
+                facts["params"] = _digest([s.params for s in sequences])
+        seeds = [random.SystemRandom().getrandbits(63) for _ in sequences]
+        if self.ranks.size > 1:
+            seeds = agreed(self.ranks, lambda: seeds)
         with self._changed:
-            if stream is not None:
-                self._streams[stream.request] = stream
-            self._live |= {s.index: s for s in sequences}
-            self._waiting.extend(sequences)
+            request = Request(self._numbers, sequences)
+            self._numbers += len(sequences)
+            for k, (s, seed) in enumerate(zip(sequences, seeds)):
+                s.request, s.index = request, request.number + k
+                s.seed = seed if s.params.seed is None else s.params.seed
+                s.name = f"request {request.number}" if s.name == "prompt" else s.name
+            self._waiting += sequences
+        return request
 
-    def withdraw(self, sequences: Sequence[RunningSequence], error: Exception | None = None) -> None:
-        """End sequences that have not ended: at once, or after the pass that runs. error: raised by their streams."""
-        with self._changed:
-            mine = [s for s in sequences if self._live.get(s.index) is s]
-            for s in mine:
-                del self._live[s.index]
-                if error is not None and (stream := self._streams.get(s.request)) is not None:
-                    stream.error = error
-            if mine:
-                self._waiting = deque(s for s in self._waiting if self._live.get(s.index) is s)
-            self._withdrawn += mine
-            if self._worker is None:
-                self._release_withdrawn()
-            self._changed.notify_all()
+    def _sequences(self, index: int, name: str, tokens: list[int], params: SamplingParams) -> Iterator[RunningSequence]:
+        """Yield the `params.n` sequences of a prompt. Raises ValueError or OutOfPages as `add_request` does."""
+        vocab_size, capacity = self.model.config.vocab_size, self.capacity
+        if len(tokens) >= capacity.context:
+            raise ValueError(f"{name}: has {len(tokens)} tokens; the model's context holds {capacity.context}")
+        if (params.logprobs or 0) > vocab_size:
+            raise ValueError(f"logprobs: must be at most the vocabulary of {vocab_size}, got {params.logprobs}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("params: stop strings need a tokenizer")
+        if params.stop:
+            check_stop_strings(params.stop, self.tokenizer)
+        limit = min(len(tokens) + params.max_tokens, capacity.context)
+        if capacity.of(limit) > capacity.pages:
+            drafts = self.options.draft_tokens
+            and_drafts = f" and {drafts} draft{'s' * (drafts > 1)}" if drafts else ""
+            raise OutOfPages(
+                f"{name}: {len(tokens)} prompt tokens and {limit - len(tokens)} new ones{and_drafts} need "
+                f"{capacity.of(limit)} pages of {self.options.page_size} tokens; the cache has {capacity.pages} "
+                "(cache_tokens)"
+            )
+        for k in range(params.n):
+            text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, params.stop)
+            yield RunningSequence(name, index, list(tokens), with_seed(params, k), limit, text, self.eos)
 
-    def run_pass(
-        self, on_prefill: Callable[[], None] | None = None, wanted: RequestStream | None = None
-    ) -> list[TokenEvent]:
-        """`step`. on_prefill is called before a pass over prompts. With `wanted`, run none if that stream needs none by
-        the time that the pass could run."""
-        with self._one_pass(wanted) as mine:
-            return self._step(on_prefill) if mine else []
+    def _unfinished_request(self, number: int) -> Request | None:
+        sequences = [*self._waiting, *self._running]
+        return next((s.request for s in sequences if s.request.number == number and not s.request.ended), None)
 
-    # A pass.
-
-    def _check_no_own_pass(self) -> None:
-        if self._worker == threading.get_ident():  # it would wait for itself
-            raise RuntimeError("step: was called by the pass of another step, as a hook may do")
+    # Passes.
 
     @contextlib.contextmanager
-    def _one_pass(self, wanted: RequestStream | None = None) -> Iterator[bool]:
-        """Wait for the turn of this thread, and give True; False as soon as `wanted` needs no pass."""
+    def _turn(self, request: Request | None = None) -> Iterator[bool]:
+        """Wait until no other thread runs a pass, and give True. With a request, give False as soon as its stream has
+        an event or it has ended, so that it needs no pass."""
         with self._changed:
-            self._check_no_own_pass()
-            while self._worker is not None and not self._is_served(wanted):
-                self._changed.wait()
-            mine = not self._is_served(wanted)
+            if self._worker == threading.get_ident():  # it would wait for itself
+                raise RuntimeError("step: was called by the pass of another step, as a hook may do")
+            self._changed.wait_for(lambda: self._worker is None or _needs_no_pass(request))
+            mine = not _needs_no_pass(request)
             if mine:
                 self._worker = threading.get_ident()
+                self._release_ended()
         try:
             yield mine
         finally:
             if mine:
                 with self._changed:
-                    self._release_withdrawn()
+                    self._release_ended()
                     self._worker = None
                     self._changed.notify_all()
 
+    def next_event(self, request: Request, before_pass: Callable[[], None] | None = None) -> TokenEvent | None:
+        """Return the next event of a request with a stream, None after its last one. Run passes, or wait for those of
+        other threads, until there is one."""
+        while True:
+            with self._turn(request) as mine:
+                if mine:
+                    if before_pass is not None:
+                        before_pass()
+                    try:
+                        self._step()
+                    except Exception as error:
+                        if request.error is not error:
+                            _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
+            with self._changed:
+                if request.events:
+                    return request.events.popleft()
+                if request.error is not None:
+                    error, request.error = request.error, None
+                    raise error
+                if request.ended:
+                    return None
+
     @torch.inference_mode()
-    def _step(self, on_prefill: Callable[[], None] | None) -> list[TokenEvent]:
-        self._release_withdrawn()
+    def _step(self) -> list[TokenEvent]:
         ready = [s for s in self._running if not s.prefilling]
-        extends = self._extends_next and bool(ready)
-        if not extends:
-            self._admit()
-        work = [] if extends else self._prefill_work()
+        work = []
+        if not (self._extends_next and ready):
+            self._start_waiting()
+            work = self._prefill_work()
         self._extends_next = bool(work)
-        if work and on_prefill is not None:
-            on_prefill()
         try:
-            events = self._prefill(work) if work else self._extend(ready) if ready else []
-        except BaseException as error:  # it may have taken tokens, whose events are lost
-            requests = {s.request for s in ([s for s, _ in work] or ready)}
-            ended = [s for s in list(self._live.values()) if s.request in requests]
-            self.withdraw(ended, error if isinstance(error, Exception) else None)
+            if work:
+                events = self._prefill(work)
+            else:
+                events = self._extend(ready) if ready else []
+        except BaseException as error:  # the pass may have taken tokens, whose events are lost
+            self._fail({s.request for s in [s for s, _ in work] or ready}, error)
             raise
         return self._delivered(events)
 
-    def _admit(self) -> None:
+    def _start_waiting(self) -> None:
         """Start waiting sequences, first come first served, while there is room for them."""
-        memory = self._cache.memory
-        if not self._running:
-            memory.look_again()
-        while (first := self._first_waiting()) is not None:
-            try:
-                if not self._running:
-                    self._cache.grow(first.limit)
-                    memory = self._cache.memory
-                started = memory.start(first, self._running)
-                if not started and not self._running:
-                    raise OutOfPages(
-                        f"{first.name}: needs {memory.pages(first.limit)} pages, and {memory.free} of the cache's "
-                        f"{self._cache.capacity} are free: others than this engine have taken some, for which it "
-                        "cannot wait"
-                    )
-            except Exception as error:
-                self.withdraw([first], error)
-                raise
-            if not started:
-                return
-            with self._changed:
-                if self._waiting and self._waiting[0] is first:
-                    self._waiting.popleft()
+        while self._waiting and not (self._full and self._running):
+            first = self._waiting[0]
+            if first.ended:
+                self._waiting.pop(0)
+                continue
+            if not self.memory.start(first, self._running):
+                if self._running:
+                    self._full = True
+                    return
+                error = OutOfPages(
+                    f"{first.name}: needs {self.capacity.of(first.limit)} pages, and {self.memory.free} of the cache's "
+                    f"{self.capacity.pages} are free: others than this engine have taken some, for which it cannot wait"
+                )
+                self._fail({first.request}, error)
+                raise error
+            self._running.append(first)
+            self._waiting.pop(0)
             self.throughput.reused_tokens += first.cached
-            self._running.append(first)  # if it was withdrawn meanwhile, it is among `_withdrawn`
-
-    def _first_waiting(self) -> RunningSequence | None:
-        with self._changed:
-            return self._waiting[0] if self._waiting else None
 
     def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
-        """Return the next tokens of prompts, first come first served, up to `prefill_chunk` of them all. If a sequence
-        is to depend on no other one, they are those of one prompt."""
-        work, room = [], self.prefill_chunk
+        """Return the next tokens of prompts, first come first served, up to `prefill_chunk` of them all. In a
+        batch-invariant engine they are those of one prompt."""
+        work, room = [], self.options.prefill_chunk
         for s in self._running:
-            n = min(self._cache.memory.next_stop(s) - s.cached, room)
+            n = min(self.memory.next_stop(s) - s.cached, room)
             if n > 0:
                 work.append((s, n))
-                room = 0 if self._options["batch_invariant"] else room - n
+                room = 0 if self.options.batch_invariant else room - n
         return work
 
     def _prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
         started = time.perf_counter()
-        events = self._cache.passes.prefill(work)
+        events = self.passes.prefill(work)
         for s, _ in work:
-            self._cache.memory.computed(s)
+            self.memory.computed(s)
+        self._full = False  # a waiting sequence may share these pages
         if self.device.type == "cuda" and not all(s.prefilling for s in self._running):
-            # Or the decoding pass would wait, and its time would be that of both.
+            # Otherwise the decoding pass would wait, and its time would include this pass.
             torch.cuda.current_stream(self.device).synchronize()
         self.throughput.prefill_tokens += sum(n for _, n in work)
         self.throughput.prefill_seconds += time.perf_counter() - started
@@ -349,33 +358,71 @@ class Engine:
 
     def _extend(self, ready: Sequence[RunningSequence]) -> list[TokenEvent]:
         started = time.perf_counter()
-        events = self._cache.passes.extend(ready, self.throughput)
+        events = self.passes.extend(ready, self.throughput)
         self.throughput.decode_tokens += sum(event.token is not None for event in events)
         self.throughput.decode_seconds += time.perf_counter() - started
         return events
 
     def _delivered(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Return the events of sequences that were not withdrawn, and hand them to streams. Release what has ended."""
-        kept = []
+        """Return the events of requests that were not aborted meanwhile, and add them to their streams."""
+        kept, by_index = [], {s.index: s for s in self._running}
         with self._changed:
             for event in events:
-                s = self._live.get(event.sequence)
-                if s is None:
-                    continue
-                kept.append(event)
-                if (stream := self._streams.get(s.request)) is not None:
-                    stream.events.append(event)
-                if event.finish_reason:
-                    self._live.pop(s.index, None)
-                    self._withdrawn.append(s)
-            self._release_withdrawn()
+                s = by_index[event.sequence]
+                if not s.ended:
+                    kept.append(event)
+                    s.ended = event.finish_reason is not None
+                    s.request.events.append(event)
         return kept
 
-    def _release_withdrawn(self) -> None:
-        """While no other thread runs a pass."""
+    def _fail(self, requests: set[Request], error: BaseException) -> None:
+        """End the requests that a pass has computed; their streams raise its error."""
         with self._changed:
-            ended, self._withdrawn = self._withdrawn, []
-            for s in ended:
-                if s in self._running:
-                    self._running.remove(s)
-                self._cache.memory.release(s)
+            for request in requests:
+                request.end()
+                request.error = error if isinstance(error, Exception) else None
+
+    def _release_ended(self) -> None:
+        """Release the memory of sequences that have ended. No pass runs."""
+        for s in [s for s in self._running if s.ended]:
+            self._running.remove(s)
+            self.memory.release(s)
+            self._full = False
+
+
+class EventStream(Iterator[TokenEvent]):
+    """The events of a request in the order in which their tokens are computed. Reading runs passes, which serve all
+    requests of the engine. Any thread may read or close it.
+
+    request  the number of the request
+    """
+
+    def __init__(
+        self, engine: Engine, request: Request, before_pass: Callable[[], None] | None = None, first: int = 0
+    ) -> None:
+        """before_pass: called before each pass that this stream runs; first: subtracted from the events' numbers."""
+        self._engine, self._request, self._before_pass, self._first = engine, request, before_pass, first
+        self.request = request.number
+
+    def __next__(self) -> TokenEvent:
+        event = self._engine.next_event(self._request, self._before_pass)
+        if event is None:
+            raise StopIteration
+        return replace(event, sequence=event.sequence - self._first) if self._first else event
+
+    def close(self) -> None:
+        """End the request. Dropping the last reference to the stream also ends it; the engine then releases its memory
+        before its next pass."""
+        self._engine.abort(self.request)
+
+    def __del__(self) -> None:
+        # The garbage collector may call this at any point, so it takes no lock.
+        self._request.end()
+
+
+def _needs_no_pass(request: Request | None) -> bool:
+    return request is not None and bool(request.events or request.error or request.ended)
+
+
+def _digest(values: list) -> str:
+    return f"ones of digest {hashlib.sha256(repr(values).encode()).hexdigest()[:12]}"

@@ -7,8 +7,8 @@ FinishReason = Literal["eos", "stop", "length", "error"]
 
 
 class Logprob(NamedTuple):
-    """logprob: natural logarithm of a token's probability by the model's logits, before penalties and temperature;
-    rank: how many tokens are at least as likely, 1 for the likeliest."""
+    """logprob: natural logarithm of a token's probability by the model's logits, before penalties and temperature.
+    rank: the number of tokens that are at least as likely, 1 for the likeliest."""
 
     logprob: float
     rank: int
@@ -16,12 +16,16 @@ class Logprob(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One new token of one sequence. text: the text that is complete by now, which may lag behind the tokens; the texts
-    of all events make the sequence's text. finish_reason: set in the last event of a sequence. With "error" the
-    sequence ends here, without another token, for the reason in `error`. logprobs: with SamplingParams.logprobs that of
-    the token, and those of the likeliest tokens in order, by token id.
+    """One new token of one sequence.
 
-    sequence: counts the sequences of the call, n for each prompt one after another."""
+    sequence       counts the sequences of the call, n per prompt one after another; in an engine, of all requests
+    token          None if finish_reason is "error"
+    text           text that is complete by now; it may lag behind the tokens. The texts of all events are the text of
+                   the sequence
+    finish_reason  in the last event of a sequence, else None
+    error          the reason of finish_reason "error"
+    logprobs       with SamplingParams.logprobs those of the token and of the likeliest tokens in order, by token id
+    """
 
     sequence: int
     token: int | None
@@ -33,10 +37,17 @@ class TokenEvent:
 
 @dataclass
 class Completion:
-    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it. text: theirs, after
-    the last event. finish_reason: "eos", "stop" (a stop string), "length" (max_tokens, or the model's context), or
-    "error" where its logits were not finite, as `error` says; tokens and text are then those from before the error.
-    prompt: the number of its prompt in the call. logprobs: with SamplingParams.logprobs those of each token."""
+    """A finished sequence.
+
+    prompt_tokens  the number of tokens of its prompt
+    tokens         the new ones, with the end-of-sequence token if that ended it
+    text           of the new tokens
+    finish_reason  "eos", "stop" (a stop string), "length" (max_tokens or the model's context), or "error" if its logits
+                   were not finite; tokens and text are then those from before the error
+    error          the reason of finish_reason "error"
+    prompt         the index of its prompt in the call
+    logprobs       with SamplingParams.logprobs those of each token
+    """
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
@@ -45,26 +56,26 @@ class Completion:
     error: str | None = None
     prompt: int = field(default=0, compare=False)
     logprobs: list[dict[int, Logprob]] | None = None
-    _pieces: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, event: TokenEvent) -> None:
-        """The sequence's next event."""
+        """Add the sequence's next event."""
         if event.token is not None:
             self.tokens.append(event.token)
         if event.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.append(event.logprobs)
-        self._pieces.append(event.text)
-        if event.finish_reason is not None:
-            self.text = "".join(self._pieces)
+        self.text += event.text
         self.finish_reason, self.error = event.finish_reason, event.error
 
 
 @dataclass
 class Throughput:
-    """Tokens and seconds of the passes over prompts and of those that extend sequences. drafted, taken: tokens that
-    were drafted, and those of them that became the sequences'. reused_tokens: of prompts, which other prompts had put
-    into the cache before, so that no pass was needed."""
+    """Tokens and seconds of passes over prompts, and of passes that extend sequences.
+
+    drafted        draft tokens
+    taken          those of them that the model chose too
+    reused_tokens  prompt tokens that earlier prompts had put into the cache, so that no pass computed them
+    """
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0

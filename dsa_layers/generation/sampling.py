@@ -1,48 +1,62 @@
-"""Choosing the next token from logits."""
+"""How a sequence is continued, and what a checkpoint's generation_config.json says of it."""
 
-from collections.abc import Iterator, Sequence
+import math
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
 
-import torch
+from dsa_layers.arguments import integer, number, shown, shown_json
+from dsa_layers.errors import ConfigError
+from dsa_layers.io.hub import checkpoint_directory
+from dsa_layers.untrusted_files import read_json_object
 
-from dsa_layers.arguments import integer, number, shown
-from dsa_layers.batch import packing
-from dsa_layers.generation.draws import RandomStream, draw, draw_of_likeliest
-
-# Sequences on a GPU: a draw takes ten times the memory of their logits. On a CPU a single one stays in its caches.
-_AT_ONCE = 8
-MOST_SEQUENCES = 16384  # of one prompt, as in vLLM
-_LEAST_REPETITION = 1e-3  # a far smaller one would make logits infinite
+# Parameter -> (its check, whether a value is accepted, what is accepted)
+_PARAMETERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], str]] = {
+    "max_tokens": (integer, lambda n: n >= 1, "at least 1"),
+    "temperature": (number, lambda t: 0 <= t < math.inf, "a finite number of at least 0"),
+    "top_k": (integer, lambda k: k >= 0, "at least 0 (0 keeps all tokens)"),
+    "top_p": (number, lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    "seed": (integer, lambda seed: 0 <= seed < 2**63, "at least 0 and below 2^63"),
+    "n": (integer, lambda n: 1 <= n <= 16384, "at least 1 and at most 16384"),  # as in vLLM
+    "min_p": (number, lambda p: 0 <= p <= 1, "at least 0 and at most 1"),
+    # A far smaller one would make logits infinite.
+    "repetition_penalty": (number, lambda p: 0.001 <= p <= 1000, "above 0, from 0.001 to 1000"),
+    "presence_penalty": (number, lambda p: -2 <= p <= 2, "at least -2 and at most 2"),
+    "frequency_penalty": (number, lambda p: -2 <= p <= 2, "at least -2 and at most 2"),
+    "logprobs": (integer, lambda n: n >= 0, "at least 0"),
+}
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
+_MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one sequence is continued.
 
-    max_tokens      at most this many tokens, the end-of-sequence token included
+    max_tokens      new tokens at most, the end-of-sequence token included
     temperature     divides the logits; 0 is greedy: the largest logit, ties to the lowest token id
     top_k           sample among the k likeliest tokens; 0 keeps all
     top_p           sample among the fewest tokens whose probabilities reach top_p; 1 keeps all. Applied after top_k
-    seed            of the sequence's own random stream: its result does not depend on what else is in the batch.
-                    Where one SamplingParams is given for many prompts, prompt i draws by seed + i. None draws a fresh
-                    one
-    stop            strings that end the sequence; they are not part of its text. Special tokens have no text, so that
-                    their names never match. A string that is not in a list is one stop string, as vLLM and
-                    transformers take it. None: no strings
-    n               sequences that continue each prompt; the k-th one draws by seed + k. With prefix_cache they share
-                    the prompt's pages. Greedy ones would be equal: accepted with a temperature above 0
+    seed            of the sequence's own random numbers: the tokens do not depend on other sequences of the batch. With
+                    one SamplingParams for many prompts, prompt i uses seed + i. None: a fresh one
+    stop            strings that end the sequence and are not part of its text. Special tokens have no text, so their
+                    names never match. A string that is not in a list is one stop string. None: no strings
+    n               sequences that continue each prompt; the k-th one uses seed + k. With prefix_cache they share the
+                    prompt's pages. Above 1 it needs a temperature above 0
     min_p           drop tokens less likely than min_p times the likeliest one; 0 keeps all
-    repetition_penalty  logits of tokens in the prompt or generated before are divided by it where they are positive,
-                    else multiplied; above 0, and 1 changes nothing
-    frequency_penalty   is subtracted from a token's logit as often as it was generated; from -2 to 2
-    presence_penalty    is subtracted from the logit of a token that was generated; from -2 to 2
-    logprobs        of each generated token its log-probability and those of so many of the likeliest tokens; 0: its
-                    own alone; None: none. By the model's logits, before penalties and temperature
+    repetition_penalty  divides positive logits of tokens in the prompt or generated before, and multiplies negative
+                    ones; above 0, and 1 changes nothing
+    frequency_penalty   is subtracted from a token's logit once per time that it was generated; from -2 to 2
+    presence_penalty    is subtracted once from the logit of each generated token; from -2 to 2
+    logprobs        return log-probabilities of each generated token and of this many of the likeliest ones; None: of no
+                    token. They follow from the model's logits, before penalties and temperature
 
-    Names and meanings are vLLM's. Penalties come first, also where the choice is greedy, then temperature, min_p, top_k
-    and top_p.
+    Names and meanings are vLLM's. Penalties come first, also in greedy decoding, then temperature, min_p, top_k and
+    top_p.
 
-    Raises TypeError or ValueError that names the parameter. Numbers may be numpy's; a bool is no number.
+    Raises TypeError or ValueError that names the parameter. Numbers may be numpy's; a bool is not a number.
     """
 
     max_tokens: int = 256
@@ -59,40 +73,17 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        checked = {
-            "max_tokens": integer("max_tokens", self.max_tokens, at_least=1),
-            "temperature": number("temperature", self.temperature),
-            "top_k": integer("top_k", self.top_k),
-            "top_p": number("top_p", self.top_p),
-            "seed": self.seed if self.seed is None else integer("seed", self.seed),
-            "stop": _stop_strings(self.stop),
-            "n": integer("n", self.n, at_least=1, at_most=MOST_SEQUENCES),
-            "min_p": number("min_p", self.min_p),
-            "repetition_penalty": number("repetition_penalty", self.repetition_penalty),
-            "presence_penalty": number("presence_penalty", self.presence_penalty),
-            "frequency_penalty": number("frequency_penalty", self.frequency_penalty),
-            "logprobs": self.logprobs if self.logprobs is None else integer("logprobs", self.logprobs, at_least=0),
-        }
-        for name, value in checked.items():
+        for name, (checked, accepts, accepted) in _PARAMETERS.items():
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            value = checked(name, value)
+            if not accepts(value):
+                raise ValueError(f"{name}: must be {accepted}, got {shown(value)}")
             object.__setattr__(self, name, value)
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature: must be a finite number of at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: must be at least 0 (0 keeps all tokens), got {shown(self.top_k)}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed: must be at least 0 and below 2^63, got {shown(self.seed)}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p: must be at least 0 and at most 1, got {self.min_p}")
-        if not _LEAST_REPETITION <= self.repetition_penalty <= 1 / _LEAST_REPETITION:
-            accepted = f"above 0, from {_LEAST_REPETITION:g} to {1 / _LEAST_REPETITION:g}"
-            raise ValueError(f"repetition_penalty: must be {accepted}, got {self.repetition_penalty}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name}: must be at least -2 and at most 2, got {getattr(self, name)}")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n: must be 1 with temperature 0, which is greedy, got {shown(self.n)}")
+            raise ValueError(f"n: must be 1 with temperature 0, which is greedy, got {self.n}")
 
     @property
     def of_likeliest(self) -> bool:
@@ -106,7 +97,7 @@ class SamplingParams:
 
 
 def with_seed(params: SamplingParams, plus: int) -> SamplingParams:
-    """Return the parameters with their seed plus a number, if they have one."""
+    """Return the parameters with their seed plus a number, if they have a seed."""
     return params if params.seed is None or not plus else replace(params, seed=(params.seed + plus) % 2**63)
 
 
@@ -122,63 +113,29 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], streams: Sequence[RandomStream]) -> list[int | None]:
-    """A token of each row of logits [B, vocab_size], fp32; None for a row that no token can be chosen from, because it
-    holds a NaN or an infinity, or nothing but minus infinity. Other rows are chosen as they are without it. Single
-    tokens of minus infinity are never drawn.
+def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
+    """Return the SamplingParams that generation_config.json sets, of a checkpoint's directory or hub id: some of
+    temperature, top_k, top_p, min_p and repetition_penalty.
 
-    A draw takes one number of the sequence's stream. One transfer from the device, of token ids.
+    "do_sample": false is temperature 0, and true without a temperature is 1, as in transformers. The result is empty,
+    which means greedy, if there is no such file or it does not mention sampling.
+    Raises ConfigError (a ValueError) that names the file, the field, its value and what is accepted.
     """
-    return [token for (token,) in sample_drafted(logits[:, None], [()] * len(params), params, streams)]
-
-
-def sample_drafted(
-    logits: torch.Tensor,
-    drafts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    streams: Sequence[RandomStream],
-) -> list[list[int | None]]:
-    """The tokens that `sample` chooses for each of B sequences one after another, as far as logits go.
-
-    logits fp32 [B, n, vocab_size]: after the sequence, and after its first 1 to n - 1 drafts; drafts: n - 1 of each. A
-    sequence's tokens end with the first that is not its draft, behind which no logits are, or with None. So a draft is
-    taken with the probability that the model gives it, and tokens are those without drafts, sampled ones too.
-    """
-    # The maximum of a row that holds a NaN is NaN.
-    largest, best = logits.max(-1)
-    for rows in _groups(params, _AT_ONCE if logits.is_cuda else 1):
-        index = packing.to_device(rows, torch.int64, logits.device)
-        numbers = [streams[row].coming(logits.shape[1]) for row in rows]
-        best[index] = _draw(logits[index], largest[index], [params[row] for row in rows], numbers)
-    found = []
-    for row, tokens in enumerate(torch.where(largest.isfinite(), best, -1).tolist()):
-        right = next((i for i, guess in enumerate(drafts[row]) if tokens[i] != guess), len(tokens) - 1)
-        found.append([None if token < 0 else token for token in tokens[: right + 1]])
-        if params[row].temperature > 0:
-            streams[row].drop(right + 1)
+    path = checkpoint_directory(directory, weights=False) / "generation_config.json"
+    if not os.path.lexists(path):
+        return {}
+    fields = read_json_object(path, ConfigError, _MAX_BYTES)
+    do_sample = fields.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ConfigError(f"{path}: field 'do_sample' is {shown_json(do_sample)}; accepted: true, false or null")
+    found = {name: fields[name] for name in _DEFAULTS if fields.get(name) is not None}
+    if do_sample is not None:
+        found["temperature"] = found.get("temperature", 1.0) if do_sample else 0.0
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path}: field {name}: must be a number, got {shown_json(value)}")
+    try:
+        SamplingParams(**found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: field {error}") from None
     return found
-
-
-def _groups(params: Sequence[SamplingParams], most: int) -> Iterator[list[int]]:
-    """The rows that are not greedy, up to `most` at a time, of which all or none choose among the likeliest."""
-    for likeliest in (False, True):
-        rows = [row for row, one in enumerate(params) if one.temperature > 0 and one.of_likeliest == likeliest]
-        yield from (rows[i : i + most] for i in range(0, len(rows), most))
-
-
-def _draw(
-    logits: torch.Tensor, largest: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]
-) -> torch.Tensor:
-    """int64 [B, n]: tokens of logits [B, n, vocab_size], of which the largest are [B, n], by n numbers of each row."""
-    vocab_size = logits.shape[-1]
-    top_k = [min(one.top_k or vocab_size, vocab_size) for one in params]
-    limits = [(one.temperature, k, one.top_p, one.min_p) for one, k in zip(params, top_k)]
-    each = [(drawn, *own) for own, row in zip(limits, numbers) for drawn in row]
-    drawn, temperature, k, p, min_p = packing.to_device(list(zip(*each)), torch.float64, logits.device)[..., None]
-    rows = logits.flatten(0, 1), largest.reshape(-1, 1), temperature, drawn
-    if params[0].of_likeliest:
-        min_p = min_p if any(one.min_p for one in params) else None
-        tokens = draw_of_likeliest(*rows, k.long(), p, max(top_k), min_p)
-    else:
-        tokens = draw(*rows)
-    return tokens.view(largest.shape)

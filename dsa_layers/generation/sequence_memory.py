@@ -1,53 +1,100 @@
-"""Which pages and which state slot a sequence has while it runs."""
+"""The pages and the state slot of each running sequence."""
 
 from collections.abc import Sequence
 
 from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.prefix_pages import PrefixPages, StateCopies
+from dsa_layers.generation.capacity import Capacity
+from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.running_sequence import RunningSequence
 
 
 class SequenceMemory:
-    """Each sequence has pages and a state slot of its own. It gets pages for its prompt, all its new tokens and the
-    drafts behind them when it starts, so none is ever evicted.
+    """A sequence gets its memory when it starts: pages for its prompt, all its new tokens and the drafts after them,
+    and a state slot. So no running sequence is ever evicted.
 
-    drafts: behind each sequence's last token.
+    With a prefix cache, the first pages of a sequence are those of an earlier prompt that begins with the same tokens.
+    Only full pages of prompts are shared, and the last token of a prompt is always computed. So a sequence writes only
+    to pages of its own. A sequence waits while another one computes further pages that both have in common.
+
+    If the caches store a state per sequence, a prefix can be shared if there is a copy of the state at its end. A copy
+    is made at the end of a prompt's last full page, and where another prompt has the same pages up to there and no
+    further. What a drafter stores for a position depends on the next token, so with drafts that token is compared too.
+
+    caches  the model's, and the drafter's if there is one; they have the same pages and state slots
     """
 
-    def __init__(self, cache: Cache, drafts: int) -> None:
-        self._cache, self._drafts = cache, drafts
+    def __init__(self, caches: Sequence[Cache], capacity: Capacity, options: EngineOptions) -> None:
+        self._cache, self._capacity, self._shares = caches[0], capacity, options.prefix_cache
+        look_ahead = min(options.draft_tokens, 1)
+        self._prefixes = PrefixPages(self._cache.allocator, self._cache.page_size, look_ahead)
+        self._copies: StateCopies | None = None
+        if capacity.copies:
+            tensors = [tensor for cache in caches for tensor in cache.state_tensors()]
+            self._copies = StateCopies(tensors, self._cache.state_slots.allocate(capacity.copies))
 
     @property
     def free(self) -> int:
-        """Pages that a sequence can have."""
-        return self._cache.allocator.free
-
-    def pages(self, tokens: int) -> int:
-        """The pages of a sequence with this many tokens, with drafts after the last but one."""
-        return -(-(tokens + self._drafts) // self._cache.page_size)
+        """The pages that a sequence can get."""
+        return self._cache.allocator.free + len(self._prefixes.unused)
 
     def start(self, s: RunningSequence, running: Sequence[RunningSequence]) -> bool:
-        """Gives a sequence that is to run beside others what it needs, or says that it has to wait."""
-        count = self.pages(s.limit)
-        if not self._cache.state_slots.free or count > self.free:
+        """Give a sequence its memory beside the running ones. Return False if it has to wait."""
+        if not self._cache.state_slots.free:
             return False
-        s.pages = self._cache.allocator.allocate(count)
+        found = self._prefixes.find(s.tokens) if self._shares else []
+        have = len(found)
+        while have and self._copies is not None and found[have - 1] not in self._copies:
+            have -= 1
+        shared, count = found[:have], self._capacity.of(s.limit) - have
+        room = self.free - sum(page in self._prefixes.unused for page in shared)
+        if count > room or (self._shares and self._more_is_computed(s, have, running)):
+            return False
+        self._prefixes.use(shared)
+        for page in self._prefixes.make_room(count):
+            if self._copies is not None:
+                self._copies.forget(page)
+        s.pages, s.shared = shared + self._cache.allocator.allocate(count), have
         (s.state_slot,) = self._cache.state_slots.allocate(1)
+        s.cached = have * self._cache.page_size
+        if self._copies is not None:
+            s.stops = {n * self._cache.page_size for n in (len(found), self._prefixes.full_pages(s.prompt_len))}
+            if shared:
+                self._copies.restore(shared[-1], s.state_slot)
         return True
 
-    def look_again(self) -> None:
-        """Others may have given pages back."""
+    def _more_is_computed(self, s: RunningSequence, have: int, running: Sequence[RunningSequence]) -> bool:
+        """Return whether another sequence is computing a page that this one could share, beyond the first `have`."""
+        for other in running:
+            if not other.prefilling:
+                continue
+            common = self._prefixes.common(s.tokens, other.tokens)
+            end = common * self._cache.page_size
+            if common > have and end > other.cached:
+                if self._copies is not None:
+                    other.stops.add(end)
+                return True
+        return False
 
     def next_stop(self, s: RunningSequence) -> int:
-        """How many tokens of its prompt may be in the cache after the next pass."""
-        return s.prompt_len
+        """Return the most tokens of a prompt that may be in the cache after the next pass."""
+        return min((n for n in s.stops if n > s.cached), default=s.prompt_len)
 
     def computed(self, s: RunningSequence) -> None:
-        """A pass has computed more of its prompt."""
+        """Share the full pages of a prompt after a pass over it. If another sequence has computed the same page in the
+        meantime, use that page instead."""
+        if not self._shares:
+            return
+        for i in range(s.shared, min(s.cached // self._cache.page_size, self._prefixes.full_pages(s.prompt_len))):
+            page = self._prefixes.add(s.pages[:i], s.tokens, s.pages[i])
+            if page != s.pages[i]:
+                self._cache.allocator.release([s.pages[i]])
+            s.pages[i], s.shared = page, i + 1
+        if self._copies is not None and s.cached in s.stops and s.shared:
+            self._copies.keep(s.pages[s.shared - 1], s.state_slot)
 
     def release(self, s: RunningSequence) -> None:
-        """Its pages and its state slot go back, if it has any."""
-        pages, state_slot = s.pages, s.state_slot
-        s.pages, s.state_slot = [], -1
-        self._cache.allocator.release(pages)
-        if state_slot >= 0:
-            self._cache.state_slots.release([state_slot])
+        """Take back the memory of a sequence that has started."""
+        self._prefixes.release(s.pages[: s.shared])
+        self._cache.allocator.release(s.pages[s.shared :])
+        self._cache.state_slots.release([s.state_slot])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dsa_layers.batch.rows import ALL_ROWS, Kept, Rows
-from dsa_layers.batch.tokens import Tokens
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
 # New tokens of a pass from which on each rank has its own share of the rows between layers.
@@ -18,7 +18,7 @@ SHARED_ROWS = 256
 MOST_KEPT = 100
 
 
-def rows_of(batch: Tokens, ranks: Ranks) -> Rows:
+def rows_of(batch: TokenBatch, ranks: Ranks) -> Rows:
     """How the rows of a pass lie on the ranks. All layers get the same object, which keeps rows that several read."""
     if ranks.size == 1:
         return ALL_ROWS

@@ -18,7 +18,7 @@ from dsa_bench.e2e.full_depth import (
     pass_bytes,
 )
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, with_layers
-from dsa_layers.generation.draft_step import DraftStep
+from dsa_layers.generation.steps import DraftStep
 from dsa_layers.layers.experts import Experts
 from tests.bench.small_stacks import make_small, small_stack
 

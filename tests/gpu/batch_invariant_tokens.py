@@ -4,9 +4,9 @@ draft tokens."""
 import pytest
 import torch
 
-from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.steps import DecodeStep
 from tests.layers.generation.guesses import Guesses, guess
 
 PROMPTS = [
@@ -25,8 +25,7 @@ def assert_batch_invariant(model: torch.nn.Module, monkeypatch: pytest.MonkeyPat
     step, seen, params = DecodeStep.__call__, {}, SamplingParams(NEW_TOKENS)
 
     def noted(self, sequences):
-        results = step(self, sequences)
-        logits = results[0] if isinstance(results, tuple) else results[:, None]
+        results = logits, _ = step(self, sequences)
         for s, rows in zip(sequences, logits.clone()):
             seen.update((tuple(s.tokens + list(s.drafts[:i])), row) for i, row in enumerate(rows))
         return results

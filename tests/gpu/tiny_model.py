@@ -108,8 +108,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
     followed = given or run
     sample = passes.sample
 
-    def sample_and_note(logits: torch.Tensor, *arguments: Any) -> list[int]:
-        run.logits.extend(logits)
+    def sample_and_note(logits: torch.Tensor, *arguments: Any) -> list[list[int | None]]:
+        run.logits.extend(logits[:, 0])
         return sample(logits, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def _compare(run: Run, expected: Run, report: Callable[[str, Any], None]) -> Non
     diff = calc_diff(logits, expected_logits)
     first = _overlaps(run.topk_indices[::LAYERS], expected.topk_indices[::LAYERS])
     overlaps = _overlaps(run.topk_indices, expected.topk_indices)
-    pairs = list(zip(chain(*run.tokens), chain(*expected.tokens), strict=True))
+    pairs = list(zip(chain(*chain(*run.tokens)), chain(*chain(*expected.tokens)), strict=True))
     margins = torch.stack([expected_logits[i, token] - expected_logits[i, own] for i, (own, token) in enumerate(pairs)])
     different = sum(own != token for own, token in pairs)
     report("calc_diff of the logits", diff)

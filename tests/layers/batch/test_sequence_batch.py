@@ -22,14 +22,17 @@ def test_packed_tensors_by_hand():
 
 
 @pytest.mark.parametrize("lens", [[], [0], [3], [3, 3], [2, 0, 4]], ids=str)
-def test_lengths_of_the_host_are_not_captured(lens, monkeypatch):
-    """A replay would have those of the capture, even where nothing is copied."""
+def test_offsets_and_owners(lens):
+    bounds, owners = packing.offsets(lens, torch.device("cpu")), packing.owners(lens, torch.device("cpu"))
+    assert bounds.tolist() == [sum(lens[:b]) for b in range(len(lens) + 1)] and bounds.dtype == torch.int32
+    assert owners.tolist() == [i for i, n in enumerate(lens) for _ in range(n)] and owners.dtype == torch.int32
+
+
+def test_lengths_of_the_host_are_not_captured(monkeypatch):
+    """A replay would have those of the capture."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    lengths, bounds = packing.lengths(lens, torch.device("cpu")), packing.offsets(lens, torch.device("cpu"))
-    assert lengths.tolist() == lens and bounds.tolist() == [sum(lens[:b]) for b in range(len(lens) + 1)]
-    assert lengths.dtype == bounds.dtype == torch.int32
     with pytest.raises(RuntimeError, match="cannot be captured as a CUDA graph"):
-        packing.lengths(lens, torch.device("cuda"))
+        SequenceBatch.paged([1], [2], [[1]], 4, "cuda")
 
 
 def test_rows_and_slots_of_selected_keys():

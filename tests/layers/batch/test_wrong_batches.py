@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import dsa
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.decode_inputs import DecodeInputs
-from dsa_layers.batch.decode_layout import DecodeLayout
+from dsa_layers.batch.decode_batch import DecodeBatch, DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 
 CPU = torch.device("cpu")
@@ -40,13 +38,10 @@ def refused(kind, fields, **changed):
         ({"device": None}, "device: must be a torch.device or its name, got NoneType"),
         ({"device": "gpu"}, "device: must be a torch.device or its name, got 'gpu'"),
         ({"device": "meta"}, "block_table: must be on the batch's device meta, got cpu"),
-        ({"block_table": [[4], [3]]}, "block_table: must be a torch.Tensor, got list"),
         ({"block_table": TABLE.long()}, "block_table: dtype must be int32, got int64"),
         ({"block_table": TABLE[:1]}, "block_table: shape must be [2, max_pages], got [1, 3] (sizes as of query_lens)"),
         ({"page_size": 0}, "page_size: must be at least 1, got 0"),
-        ({"page_size": 64.0}, "page_size: must be an integer, got 64.0"),
         ({"state_slots": (3, 3)}, "state_slots: must be 2 different numbers, one a sequence, got [3, 3]"),
-        ({"state_slots": (3, 2**40)}, f"state_slots: must be 2 different numbers, one a sequence, got [3, {2**40}]"),
     ],
 )
 def test_sequences(changed, message):
@@ -69,16 +64,14 @@ def test_sequences_as_engines_have_them():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1], [2], [[2**40]], 4), f"pages: must be numbers of pages, at most {2**31 - 1}, got {2**40}"),
-        (([1], [2], [[-1]], 4), "pages: must be numbers of pages, at least 0, got [(-1,)]"),
+        (([1], [2], [[2**40]], 4), f"pages: must be numbers of pages, from 0 to {2**31 - 1}, got [({2**40},)]"),
+        (([1], [2], [[-1]], 4), f"pages: must be numbers of pages, from 0 to {2**31 - 1}, got [(-1,)]"),
         (([1], [2], None, 4), "pages: must be a list of pages for each sequence, got None"),
         (([1], [2], [1], 4), "pages[0]: must be a list of integers, got 1"),
         (([1], [2], [[1.5]], 4), "pages[0][0]: must be an integer, got 1.5"),
         (([1], [5], [[1]], 4), "key_lens[0]: must be between query_lens[0]=1 and the 4 tokens of its pages, got 5"),
-        (([1, 1], [2], [[1]], 4), "query_lens, key_lens, pages: must have one entry a sequence, got 2, 1 and 1"),
-        (([1.0], [2], [[1]], 4), "query_lens[0]: must be an integer, got 1.0"),
+        (([1, 1], [2], [[1]], 4), "query_lens, key_lens: must have one entry a sequence, got 2 and 1"),
         (([1], [True], [[1]], 4), "key_lens[0]: must be an integer, got True"),
-        (([1], [2], [[1]], 4, "foo"), "device: must be a torch.device or its name, got 'foo'"),
         (
             ([1], [2], [[1]], 4, "cpu", [-1]),
             "state_slots: must be 1 different numbers, one a sequence, got [-1]",
@@ -91,12 +84,6 @@ def test_pages(arguments, message):
         SequenceBatch.paged(*arguments)
 
 
-def test_an_error_of_torch_that_is_not_about_pages_stays(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="cannot be captured as a CUDA graph"):
-        SequenceBatch.paged([1], [2], [[1]], 4, "cuda")
-
-
 @pytest.mark.parametrize("device", ["foo", None, 1.5])
 def test_devices(device):
     got = repr(device) if isinstance(device, str) else type(device).__name__
@@ -104,7 +91,7 @@ def test_devices(device):
         with pytest.raises((TypeError, ValueError), match=f"^device: must be a torch.device or its name, got {got}$"):
             take(device)
     assert dsa.num_sms("cpu") == dsa.num_sms(CPU) == 132
-    with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
+    with pytest.raises(TypeError, match=r"query_lens\[1\]: must be an integer, got 2.0"):
         SequenceBatch.without_cache([1, 2.0])
 
 
@@ -113,14 +100,9 @@ def test_devices(device):
     [
         ({"block_table": None}, "block_table: must be a torch.Tensor, got NoneType"),
         ({"block_table": TABLE.long()}, "block_table: dtype must be int32, got int64"),
-        (
-            {"block_table": TABLE[:1]},
-            "block_table: shape must be [2, max_pages], got [1, 3] (sizes as of key_lens_tensor)",
-        ),
         ({"block_table": TABLE.to("meta")}, "block_table: must be on the batch's device cpu, got meta"),
         ({"page_size": 0}, "page_size: must be at least 1, got 0"),
         ({"key_lens_tensor": [300, 40]}, "key_lens_tensor: must be a torch.Tensor, got list"),
-        ({"key_lens_tensor": LENS.long()}, "key_lens_tensor: dtype must be int32, got int64"),
         ({"key_lens_tensor": LENS[None]}, "key_lens_tensor: shape must be [B], got [1, 2]"),
         (
             {"key_lens_tensor": LENS[:1]},
@@ -131,24 +113,21 @@ def test_devices(device):
         ({"max_key_len": 2**31}, f"max_key_len: must be at most {2**31 - 1}, got {2**31}"),
         ({"max_key_len": LENS}, "max_key_len: must be an integer, got tensor([300, 40], dtype=torch.int32)"),
         ({"next_n": 0}, "next_n: must be at least 1, got 0"),
-        ({"state_slots": [0, 1]}, "state_slots: must be a torch.Tensor, got list"),
         ({"state_slots": LENS[:1]}, "state_slots: shape must be [2], got [1] (sizes as of key_lens_tensor)"),
-        (
-            {"layout": DecodeLayout(3, 1, CPU)},
-            "layout: must be of 2 sequences with next_n=1, as the batch is, got 3 with 1",
-        ),
     ],
 )
 def test_decoding(changed, message):
     assert refused(DecodeBatch, DECODING, **changed) == message
 
 
-def test_a_step_that_is_made_again_and_again():
-    """Around the checks, with the same fields as the constructor gives, and on a device without memory."""
-    for device in ("cpu", "meta"):
-        inputs = DecodeInputs(2, 3, 64, torch.device(device), 2)
-        got = inputs.batch()
-        made = DecodeBatch(inputs.block_table, 64, inputs.key_lens, 192, inputs.state_slots, 2, inputs._layout)
-        assert vars(got).keys() == vars(made).keys()
-        assert all(value is getattr(made, name) or value == getattr(made, name) for name, value in vars(got).items())
-        assert DecodeBatch.unchecked(**DECODING).next_n == 1
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_inputs_of_a_step_make_the_batch_that_the_constructor_makes(device):
+    """Without its checks. What depends on the size only is the same tensor in every batch."""
+    inputs = DecodeInputs(2, 3, 64, torch.device(device), 2)
+    got, again = inputs.batch(), inputs.batch()
+    made = DecodeBatch(inputs.block_table, 64, inputs.key_lens, 192, inputs.state_slots, 2)
+    assert all(vars(got)[name] is value or vars(got)[name] == value for name, value in vars(made).items())
+    for name in ("sequences", "cu_query_lens", "last_tokens"):
+        own, others = getattr(got, name), getattr(made, name)
+        assert own is getattr(again, name) and own.dtype == others.dtype and own.shape == others.shape
+    assert got.group_rows(2, 4) is again.group_rows(2, 4) and got.entries(4) is not again.entries(4)

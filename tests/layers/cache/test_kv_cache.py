@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from dsa_layers.cache.cache import OutOfPages, PageAllocator
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
-from dsa_layers.cache.kv_cache import OutOfPages, PageAllocator, PagedKVCache
+from dsa_layers.cache.kv_cache import PagedKVCache
 
 
 def test_pages_are_handed_out_once():
@@ -22,32 +23,17 @@ def test_a_page_is_never_in_two_hands():
     """Neither released twice nor named twice in a call; what is refused changes nothing."""
     pages = PageAllocator(4)
     own = pages.allocate(3)
-    for wrong, error, message in [
-        ([0, 1, 0], ValueError, r"pages: must name each page once, got \[0, 1, 0\]"),
-        ([0, 3], ValueError, r"pages: \[3\] are not in use"),
-        ([-1], ValueError, r"pages: \[-1\] are not in use"),
-        ([0, 1.0], TypeError, r"pages\[1\]: must be an integer, got 1.0"),
-        ([True], TypeError, r"pages\[0\]: must be an integer, got True"),
+    for wrong, message in [
+        ([0, 1, 0], r"pages: must name each page once, got \[0, 1, 0\]"),
+        ([0, 3], r"pages: \[3\] are not in use"),
+        ([-1], r"pages: \[-1\] are not in use"),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             pages.release(wrong)
         assert pages.free == 1
     pages.release(own)
     pages.release([])
     assert sorted(pages.allocate(4)) == [0, 1, 2, 3]
-
-
-def refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("count", "error", "message"),
-    [(-1, ValueError, "count: must be at least 0, got -1"), (1.0, TypeError, "count: must be an integer, got 1.0")],
-)
-def test_impossible_counts(count, error, message):
-    refused(lambda: PageAllocator(4).allocate(count), error, message)
 
 
 SLOTS = "num_pages: must be at most {}, so that slots are int32, for pages of "
@@ -66,7 +52,8 @@ SLOTS = "num_pages: must be at most {}, so that slots are int32, for pages of "
     ],
 )
 def test_impossible_caches(change, error, message):
-    refused(lambda: PagedKVCache(**{"num_layers": 1, "num_pages": 2} | change), error, message)
+    with pytest.raises(error, match=message):
+        PagedKVCache(**{"num_layers": 1, "num_pages": 2} | change)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +66,8 @@ def test_impossible_caches(change, error, message):
 )
 def test_impossible_compressed_caches(change, message):
     options = {"layers": [], "num_pages": 2, "page_size": 256, "state_slots": 1, "window": 8, "dim": 512}
-    refused(lambda: CompressedKVCache(**options | change), ValueError, message)
+    with pytest.raises(ValueError, match=message):
+        CompressedKVCache(**options | change)
 
 
 def test_cache_shapes():

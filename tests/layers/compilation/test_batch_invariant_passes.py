@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.runtime.asked_variants import asked_variants
-from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation.passes import META, without_memory
 from dsa_layers.engine.batch_invariance import batch_invariant

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.runtime import asked_variants
-from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.compilation.passes import META, without_memory
 from dsa_layers.compilation.variants import precisions
-from dsa_layers.generation.draft_step import DraftInputs, DraftStep
+from dsa_layers.generation.steps import DraftInputs, DraftStep
 from tests.layers.compilation.configs import published
 
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}

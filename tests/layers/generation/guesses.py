@@ -1,12 +1,12 @@
-"""Drafts that are right now and then, as a trained drafter's are: a random one's are next to never."""
+"""Drafts that are often right, as those of a trained drafter are. Random drafters are almost never right."""
 
 import torch
 
-from dsa_layers.generation.draft_step import DraftStep
+from dsa_layers.generation.steps import DraftStep
 
 
 class Guesses:
-    """Drafts in place of the drafter's: now and then right, for each sequence by itself. `truth` is what comes."""
+    """Replace drafts by the tokens that come, `truth`, of which about 30% are changed."""
 
     def __init__(self, truth, drafts):
         self.truth, self.drafts, self.generator = truth, drafts, torch.Generator().manual_seed(drafts)
@@ -14,23 +14,24 @@ class Guesses:
     def __call__(self, sequences):
         found = []
         for s in sequences:
-            coming = self.truth[s.index][len(s.tokens) - s.prompt_len :][: self.drafts]
+            coming = self.truth[s.index - s.request.number][len(s.tokens) - s.prompt_len :][: self.drafts]
             coming = coming + [0] * (self.drafts - len(coming))
             right = torch.rand(self.drafts, generator=self.generator) < 0.7
             found.append([token if ok else 1 for token, ok in zip(coming, right.tolist())])
         return found
 
 
-def guess(monkeypatch, guesses):
-    """Sequences get these drafts. -> [(a sequence's tokens, the drafter's own drafts behind them)], as they come."""
+def guess(monkeypatch, guesses=None):
+    """Let sequences get these drafts, or else the drafter's. Return [(a sequence's tokens, the drafter's drafts after
+    them)], a list that grows."""
     seen = []
-    for name in ("__call__", "behind"):
+    for name in ("__call__", "after_prompts"):
         made = getattr(DraftStep, name)
 
         def noted(self, sequences, *rest, made=made):
             found = made(self, sequences, *rest)
             seen.extend((list(s.tokens), own) for s, own in zip(sequences, found))
-            return guesses(sequences)
+            return found if guesses is None else guesses(sequences)
 
         monkeypatch.setattr(DraftStep, name, noted)
     return seen

@@ -17,7 +17,7 @@ from dsa.runtime import backends, compile_cache
 from dsa.runtime.op import OPS, forget_calls
 from dsa.runtime.recorded_calls import REPEATS
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.steps import DecodeStep
 from dsa_layers.io.loading import load_model
 from tests.ops.launched_arguments import Memory
 

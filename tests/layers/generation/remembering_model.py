@@ -1,32 +1,39 @@
-"""A model that stands in for others where it matters what is computed when: its next token follows from all tokens of
-the sequence as they are in its cache, so that a page or a state that is another's gives another token."""
+"""A model whose next token depends on all tokens of the sequence as they are in its cache. If a sequence reads another
+sequence's page or state, its tokens are wrong."""
 
 from types import SimpleNamespace
 
 import torch
 
-from dsa_layers.cache.kv_cache import PageAllocator
+from dsa_layers.cache.cache import Cache
+from dsa_layers.generation.engine import Engine
+from dsa_layers.generation.generator import Generator
 
 VOCABULARY = 7
-RING = 4  # states of the last tokens, of which drafts may be taken back
+RING = 4  # states of the last tokens, so that drafts can be rejected
 
 
-def next_token(tokens, stateful):
-    """What RememberingModel says after these."""
-    found = mixed(tokens)
-    if stateful:
-        found += sum_of(tokens)
-    return found % VOCABULARY
+def next_token(tokens, stateful=False):
+    """The token that RememberingModel says after these tokens."""
+    return (mixed(tokens) + (sum_of(tokens) if stateful else 0)) % VOCABULARY
 
 
 def next_draft(tokens, stateful):
-    """What its drafter says comes behind these."""
+    """The token that the drafter says after these tokens."""
     entries = [entry(next_token(tokens[: i + 1], stateful), token) for i, token in enumerate(tokens[1:])]
-    return (mixed(entries) + (sum_of(entries) if stateful else 0)) % VOCABULARY
+    return next_token(entries, stateful)
+
+
+def continued(prompt, count, stateful=False):
+    """The new tokens of a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, stateful))
+    return tokens[len(prompt) :]
 
 
 def mixed(values):
-    """Depends on every value and its place."""
+    """A number that depends on every value and its position."""
     found = 0
     for value in values:
         found = (found * 31 + value + 1) % 10007
@@ -38,21 +45,18 @@ def sum_of(values):
 
 
 def entry(state, token):
-    """What the drafter keeps of a position with that state, and that token behind it."""
+    """What the drafter stores for a position with this state and this next token."""
     return state * 11 + token
 
 
-class ValuesCache:
-    """values [pages, page_size]; states [state slots, RING]: sums up to a token, if they are kept by sequence."""
+class ValuesCache(Cache):
+    """values [pages, page_size]; states [state slots, RING]: sums of all values up to a token, if there is a state per
+    sequence."""
 
-    def __init__(self, pages, page_size, state_slots, stateful):
-        self.page_size = page_size
-        self.allocator, self.state_slots = PageAllocator(pages), PageAllocator(state_slots)
-        self.values = torch.full((pages, page_size), -1)
-        self.states = torch.full((state_slots, RING), -1) if stateful else None
-
-    def layer(self, i):
-        return self.values
+    def __init__(self, pages, page_size, state_slots, stateful, device):
+        super().__init__(pages, page_size, state_slots)
+        self.values = torch.full((pages, page_size), -1, device=device)
+        self.states = torch.full((state_slots, RING), -1, device=device) if stateful else None
 
     def tensors(self):
         return [self.values, *self.state_tensors()]
@@ -60,12 +64,8 @@ class ValuesCache:
     def state_tensors(self):
         return [] if self.states is None else [self.states]
 
-    @property
-    def nbytes(self):
-        return sum(tensor.nbytes for tensor in self.tensors())
-
     def extended(self, values, batch):
-        """Writes a value for each row, and gives what each sequence has up to that row."""
+        """Write a value for each row. Return the next token after each row."""
         values, found = values.tolist(), []
         for b, total in enumerate(batch.key_lens_tensor.tolist()):
             pages, slot = batch.block_table[b].tolist(), int(batch.state_slots_tensor[b])
@@ -83,22 +83,22 @@ class ValuesCache:
 
 
 class RememberingModel(torch.nn.Module):
-    """stateful: its cache keeps something by sequence. `passes` notes the query lengths of each pass, and `fail_at` is
-    the number of the one that fails."""
+    """stateful: whether its cache has a state per sequence. `passes` has the query lengths of each pass; the pass with
+    the number `fail_at` raises ZeroDivisionError."""
 
     page_size = 4
     captures_decode = False
 
-    def __init__(self, *, stateful=False, with_drafter=False):
+    def __init__(self, *, stateful=False, with_drafter=False, context=10**6):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=10**6, eos_token_ids=())
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=context, eos_token_ids=())
         self.stateful = stateful
         self.passes, self.fail_at = [], None
-        self.drafter = RememberingDrafter(stateful) if with_drafter else None
+        self.drafter = RememberingDrafter(stateful=stateful) if with_drafter else None
 
     def make_cache(self, num_pages, page_size=4, device="cpu", *, state_slots=64):
-        return ValuesCache(num_pages, page_size, state_slots, self.stateful)
+        return ValuesCache(num_pages, page_size, state_slots, self.stateful, device)
 
     def states(self, tokens, batch, cache):
         self.passes.append(list(batch.query_lens))
@@ -114,10 +114,21 @@ class RememberingModel(torch.nn.Module):
 
 
 class RememberingDrafter(RememberingModel):
-    """Its first draft is `next_draft`. States are those of its own cache."""
-
-    def __init__(self, stateful):
-        super().__init__(stateful=stateful)
+    """Its first draft is `next_draft`. Its states are those of its own cache."""
 
     def forward(self, tokens, states, batch, cache):
         return cache.extended(entry(states, tokens), batch)
+
+
+def engine_of(kind=Engine, *, stateful=False, **options):
+    """A small Engine or Generator of a RememberingModel."""
+    options = {"page_size": 4, "cache_tokens": 64, "max_sequences": 3, "prefill_chunk": 5} | options
+    return kind(RememberingModel(stateful=stateful, with_drafter=options.get("draft_tokens", 0) > 0), **options)
+
+
+def is_free(engine):
+    """Whether no sequence has any memory."""
+    engine = engine.engine if isinstance(engine, Generator) else engine
+    engine._release_ended()
+    slots = engine.cache.state_slots.free == engine.capacity.sequences
+    return engine.memory.free == engine.capacity.pages and slots and not engine._running and not engine.unfinished

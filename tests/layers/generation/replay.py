@@ -1,11 +1,10 @@
-"""Passes that are captured, on a CPU: sizes rounded up, tensors that stay, and in place of a graph a pass that runs
-again on them."""
+"""Captured passes on a CPU: sizes are rounded up, tensors stay, and instead of a graph the pass runs again on them."""
 
-from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.steps import CapturedStep
 
 
 class Replay:
-    """A graph of `run`: its results are written to where the first ones were."""
+    """A graph of `run`: its results are written to the tensors of the first results."""
 
     def __init__(self, run):
         self.run, self.results = run, run()
@@ -20,7 +19,7 @@ def tensors(results):
 
 
 def capture_passes(monkeypatch):
-    """Let passes behave as on a GPU. -> [(step's class, inputs)] of what is captured, as it comes."""
+    """Let passes be captured as on a GPU. Return [(the step's class, inputs)] of the captures, a list that grows."""
     captured, make = [], CapturedStep.__init__
 
     def init(self, *arguments, **options):

@@ -15,7 +15,7 @@ from dsa_layers.io.loading import load_model
 from dsa_layers.layers.linear import linear_fp32
 from tests.layers.command.calls import generate
 from tests.layers.generation.families import FAMILIES
-from tests.layers.generation.remembering_model import RememberingModel, next_token
+from tests.layers.generation.remembering_model import RememberingModel, continued, engine_of
 
 
 @pytest.fixture
@@ -70,8 +70,9 @@ def test_a_prefix_cache_is_refused(monkeypatch):
 def test_passes(drafts, monkeypatch):
     """Of prompts one at a time, and of all sequences whose prompts are done; layers are told in the latter alone."""
     monkeypatch.setattr(module, "check_invariant", lambda _: None)
-    model, told = RememberingModel(with_drafter=drafts > 0), []
-    generator = Generator(model, cache_tokens=400, prefill_chunk=5, draft_tokens=drafts, batch_invariant=True)
+    told = []
+    generator = engine_of(Generator, cache_tokens=400, max_sequences=64, draft_tokens=drafts, batch_invariant=True)
+    model = generator.model
     states = RememberingModel.states
 
     def noted(self, *args):
@@ -82,10 +83,7 @@ def test_passes(drafts, monkeypatch):
     prompts = [[1], [2, 3], [i % 7 for i in range(12)], [4, 4]]
     got = generator.generate(prompts, SamplingParams(max_tokens=9))
     for prompt, completion in zip(prompts, got):
-        tokens = list(prompt)
-        for _ in range(9):
-            tokens.append(next_token(tokens, False))
-        assert completion.tokens == tokens[len(prompt) :]
+        assert completion.tokens == continued(prompt, 9)
     one = 1 + drafts
     assert model.passes[:9] == [[1], [one], [2], [one] * 2, [5], [one] * 2, [5], [one] * 2, [2]]
     assert model.passes[9:12] == [[one] * 3, [2], [one] * 4]

@@ -1,20 +1,25 @@
 """Decoding as a captured pass does it: sizes rounded up, tensors that stay. Graphs themselves need a GPU."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.precision import Precision
-from dsa_layers.generation.decode_step import DecodeStep
-from dsa_layers.generation.draft_step import DraftInputs
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.steps import DecodeStep, DraftInputs
 from dsa_layers.io.loading import load_model
 from tests.layers.families import hf_models
+from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.replay import capture_passes
 
 PROMPTS = [list(range(40, 145)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
@@ -61,7 +66,7 @@ def eager(self, sequences):
         pages = [list(s.pages)]
         batch = SequenceBatch.paged([1], [len(s.tokens)], pages, self._cache.page_size, state_slots=[s.state_slot])
         rows.append(self._model(torch.tensor(s.tokens[-1:]), batch, self._cache))
-    return torch.cat(rows)
+    return torch.stack(rows), None
 
 
 class Sequence:
@@ -78,12 +83,24 @@ def test_pages_are_written_where_sequences_are_others(drafting):
         rest = [[2], [2]], torch.zeros(4, 5), padding
     else:
         inputs, rest = DecodeInputs(4, 3, 64, torch.device("cpu"), 2), (padding,)
-    inputs.fill([first, second], *rest)
+    fill = inputs.fill_after if drafting else inputs.fill
+    fill([first, second], *rest)
     rows = [[4, 5, -1], [6, 7, -1], [0, 1, -1], [0, 1, -1]]
     assert inputs.block_table.tolist() == rows and inputs.state_slots.tolist() == [1, 2, 0, 0]
     inputs.block_table.fill_(9)
     first.tokens.append(3)
-    inputs.fill([first, second], *rest)
+    fill([first, second], *rest)
     assert inputs.block_table.unique().tolist() == [9] and inputs.key_lens[0] == (3 if drafting else 4)
-    inputs.fill([second, first], *rest)
+    fill([second, first], *rest)
     assert inputs.block_table.tolist() == [rows[1], rows[0], *rows[2:]] and inputs.state_slots.tolist() == [2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_passes_launch_what_they_launched_before(family, tiny_checkpoint):
+    """In inference mode, as generation runs, with counts of the sequences' last tokens that are not contiguous."""
+    command = [sys.executable, "-m", "tests.layers.generation.recorded_passes", tiny_checkpoint(family)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = [re.fullmatch(r"\d drafts: (\d+) launches, (\d+) ops recorded", line) for line in done.stdout.splitlines()]
+    assert all(found) and len(found) == DRAFTS + 1, done.stdout
+    assert all(int(match[1]) > 60 and int(match[2]) > 15 for match in found), done.stdout

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.cache.kv_cache import OutOfPages
+from dsa_layers.cache.cache import OutOfPages
 from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams, sample, sample_drafted
+from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.guesses import Guesses, guess
-from tests.layers.generation.remembering_model import RememberingModel
 from tests.layers.generation.replay import capture_passes
 
 # Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
@@ -87,20 +86,6 @@ def drafted(model, tokens, drafts):
         found.append(int(model.drafter.logits(last).argmax()))
         last = model.drafter(torch.tensor(found[-1:]), last, batch(1, known + i + 1), cache)
     return found
-
-
-def test_rows_that_are_not_finite():
-    logits = torch.tensor([[[0.0, 5.0], [torch.nan, 0.0]], [[torch.inf, 0.0], [1.0, 0.0]], [[0.0, 1.0], [2.0, 1.0]]])
-    params = [SamplingParams()] * 3
-    assert sample_drafted(logits, [[1], [0], [0]], params, [None] * 3) == [[1, None], [None], [1]]
-    assert sample(logits[:, 0], params, [None] * 3) == [1, None, 1]
-
-
-def test_wrong_numbers_of_drafts(model):
-    with pytest.raises(ValueError, match=r"^draft_tokens: must be"):
-        Generator(model, draft_tokens=4)
-    with pytest.raises(ValueError, match=r"^draft_tokens: must be 0 for a model without a drafter .*, got 1"):
-        Generator(RememberingModel(), draft_tokens=1)
 
 
 def test_a_prompt_whose_drafts_have_no_room(model):

@@ -1,110 +1,258 @@
-"""Choosing tokens, its parameters, and strings that end a text."""
+"""Sampling parameters, the choice of tokens, and strings that end a text. Penalties, min_p and log-probabilities follow
+vLLM's formulas, which are written out here."""
 
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy
 import pytest
 import torch
 
-from dsa_layers.generation.draws import RandomStream
-from dsa_layers.generation.sampling import SamplingParams, sample
-from dsa_layers.generation.stop_strings import StopStrings
+from dsa_layers import SHIPPED_MODEL
+from dsa_layers.errors import ConfigError
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.running_sequence import StopStrings
+from dsa_layers.generation.sampler import draw, draw_of_likeliest, logprobs_of, penalised, random_numbers, sample
+from dsa_layers.generation.sampling import SamplingParams, sampling_defaults
+from dsa_layers.io.loading import load_model
+from tests.layers.generation.guesses import Guesses, guess
+
+PROMPTS = [[5, 6, 7, 6], [9] * 12]
+COUNT = 5000
+NUMBERS = (torch.arange(COUNT, dtype=torch.float64)[:, None] + 0.5) / COUNT
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
 
 
-def draw(logits, n=4000, **params):
-    drawn = sample(logits.expand(n, -1), [SamplingParams(**params)] * n, [RandomStream(i) for i in range(n)])
-    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / n
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(checkpoint, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
 
 
-def test_sampling_follows_the_probabilities():
+def sequences(params, drafts=(), tokens=(1,), prompt_len=1):
+    return [
+        SimpleNamespace(params=one, seed=i, tokens=list(tokens), drafts=list(drafts), prompt_len=prompt_len)
+        for i, one in enumerate(params)
+    ]
+
+
+def draw_often(logits, n, **params):
+    """How often each token is drawn."""
+    drawn = sample(logits.expand(n, 1, -1), sequences([SamplingParams(**params)] * n))
+    return torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(logits)) / n
+
+
+def test_huge_and_tiny_parameters():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    torch.testing.assert_close(draw(logits, temperature=0.7), (logits / 0.7).softmax(0), atol=0.03, rtol=0)
-    kept = draw(logits, temperature=1.0, top_k=2)
-    torch.testing.assert_close(kept, torch.cat((logits[:2].softmax(0), torch.zeros(2))), atol=0.03, rtol=0)
-    # softmax: 0.64, 0.24, 0.09, 0.03. The first reaches 0.6 alone, the first two reach 0.65.
-    assert draw(logits, 200, temperature=1.0, top_p=0.6).tolist() == [1, 0, 0, 0]
-    assert (draw(logits, 500, temperature=1.0, top_p=0.65) > 0).tolist() == [True, True, False, False]
-    assert draw(logits, 50, temperature=1e-30).tolist() == [1, 0, 0, 0]
+    assert draw_often(logits, 50, temperature=1e-30).tolist() == [1, 0, 0, 0]
+    assert draw_often(logits, 9, temperature=1e300, top_k=10**30).sum() == 1
+
+
+def test_min_p_keeps_what_is_likely_beside_the_likeliest():
+    """At temperature 1 the others have 0.14, 0.37 and 0.05 of its probability; top_p is of those that are kept."""
+    logits, p = torch.tensor([2.0, 0.0, 1.0, -1.0]), {"temperature": 1.0}
+    expected = torch.tensor([1.0, 0, torch.e**-1, 0]) / (1 + torch.e**-1)
+    torch.testing.assert_close(draw_often(logits, 500, min_p=0.3, **p), expected, atol=0.08, rtol=0)
+    for kept, params in (
+        ([1, 1, 1, 0], p | {"min_p": 0.1}),
+        ([1, 0, 0, 0], p | {"min_p": 1.0}),
+        ([1, 1, 1, 0], {"min_p": 0.3, "temperature": 2.0}),
+        ([1, 0, 0, 0], p | {"min_p": 0.3, "top_p": 0.7}),
+    ):
+        assert (draw_often(logits, 200, **params) > 0).tolist() == kept
+
+
+def arguments(logits, temperature, top_k, top_p):
+    """The arguments of `draw_of_likeliest`, of which `draw` takes the first four."""
+    each = [torch.full((COUNT, 1), value, dtype=torch.float64) for value in (temperature, top_k, top_p, 0)]
+    rows = logits.repeat(COUNT, 1)
+    return rows, rows.amax(-1, keepdim=True), each[0], NUMBERS, each[1].long(), *each[2:], top_k
+
+
+def probabilities(logits, temperature, top_k, top_p):
+    """By the definition: of equals the lowest token id comes first."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])[:top_k]
+    likely = torch.softmax(logits[order].double() / temperature, 0)
+    kept = [i for i in range(len(order)) if likely[:i].sum() < top_p]
+    result = torch.zeros(len(logits), dtype=torch.float64)
+    result[torch.tensor(order)[kept]] = likely[kept] / likely[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(40, 1.0), (40, 0.9), (40, 0.33), (7, 1.0), (7, 0.8), (1, 1.0), (40, 1e-9)]
+)
+def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_p):
+    """Of logits that are often equal, also at the end of what is kept, and one of minus infinity."""
+    logits = (torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2).round()
+    logits[3] = -torch.inf
+    given = arguments(logits, temperature, top_k, top_p)
+    expected = probabilities(logits, temperature, top_k, top_p)
+    drawn = [draw_of_likeliest(*given)]
+    if (top_k, top_p) == (40, 1.0):
+        drawn.append(draw(*given[:4]))
+    for tokens in drawn:
+        often = torch.bincount(tokens[:, 0], minlength=40)
+        assert (often - COUNT * expected).abs().max() < 1.01 and often[expected == 0].sum() == 0
+
+
+def test_a_row_depends_on_no_other():
+    """Beside rows that keep more tokens, and such that are not finite."""
+    logits = torch.randn(64, 3001, generator=torch.Generator().manual_seed(2))
+    top_k = torch.arange(1, 65)[:, None] * 40
+    top_p, temperature, numbers = torch.rand(3, 64, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    logits[5, 7], logits[6, 8], logits[7] = torch.nan, torch.inf, -torch.inf
+    rows = logits, logits.amax(-1, keepdim=True), temperature + 0.1, numbers
+    likeliest, any_token = draw_of_likeliest(*rows, top_k, top_p, 0 * top_p, 2560), draw(*rows)
+    for i in (0, 1, 4, 8, 30, 63):
+        row = [each[i : i + 1] for each in (*rows, top_k, top_p, 0 * top_p)]
+        assert likeliest[i] == draw_of_likeliest(*row, int(top_k[i])) == draw_of_likeliest(*row, 3001)
+        assert any_token[i] == draw(*row[:4])
+
+
+def test_the_largest_number_draws_a_token():
+    """Of a large vocabulary, whose sums have more bits than the number."""
+    logits = torch.zeros(1, 129280)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    rows = logits, logits.amax(-1, keepdim=True), one, one - 2**-53
+    assert draw(*rows) == draw_of_likeliest(*rows, torch.tensor([[129280]]), one, 0 * one, 129280) == 129279
+
+
+def test_a_random_number_depends_on_seed_and_position_only():
+    numbers = random_numbers(3, range(10, 1010))
+    assert random_numbers(3, [12, 10]) == [numbers[2], numbers[0]] and len({*numbers}) == 1000
+    others = random_numbers(4, range(10, 1010))
+    assert all(abs(sum(each) / 1000 - 0.5) < 0.05 and 0 <= min(each) and max(each) < 1 for each in (numbers, others))
+    assert abs(sum((x - 0.5) * (y - 0.5) for x, y in zip(numbers, others))) < 10
 
 
 def test_greedy_takes_the_lowest_of_equals():
-    greedy, stream = SamplingParams(), RandomStream(None)
-    assert sample(torch.tensor([[0.0, 3.0, 3.0], [5.0, 3.0, 3.0]]), [greedy] * 2, [stream] * 2) == [1, 0]
+    logits = torch.tensor([[[0.0, 3.0, 3.0]], [[5.0, 3.0, 3.0]]])
+    assert sample(logits, sequences([SamplingParams()] * 2)) == [[1], [0]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_that_are_not_finite_have_no_token(temperature):
-    """And the others the one that they have alone. Single tokens may be ruled out by minus infinity."""
+    """And the others have the token that they have alone. Single tokens may be ruled out by minus infinity."""
     inf, nan = torch.inf, torch.nan
     bad = torch.tensor([[0.0, nan, 1.0], [inf, 0.0, 1.0], [-inf, -inf, -inf], [inf, nan, -inf]])
     good = torch.tensor([[0.0, -inf, 0.5], [-inf, -inf, -1e30], [3.0, 3.0, 3.0]])
-    params = [SamplingParams(temperature=temperature, seed=i) for i in range(7)]
-    rows = torch.stack([bad[0], good[0], bad[1], good[1], bad[2], good[2], bad[3]])
-    got = sample(rows, params, [RandomStream(one.seed) for one in params])
-    assert got[::2] == [None] * 4 and got[3] == 2
-    assert got[1::2] == sample(good, params[1::2], [RandomStream(one.seed) for one in params[1::2]])
+    rows = torch.stack([bad[0], good[0], bad[1], good[1], bad[2], good[2], bad[3]])[:, None]
+    every = sequences([SamplingParams(temperature=temperature)] * 7)
+    got = sample(rows, every)
+    assert got[::2] == [[None]] * 4 and got[3] == [2]
+    assert got[1::2] == sample(good[:, None], every[1::2])
+
+
+def test_tokens_end_after_the_first_wrong_draft():
+    logits = torch.tensor([[[0.0, 5.0], [torch.nan, 0.0]], [[torch.inf, 0.0], [1.0, 0.0]], [[0.0, 1.0], [2.0, 1.0]]])
+    every = sequences([SamplingParams()] * 3)
+    for s, draft in zip(every, (1, 0, 0)):
+        s.drafts = [draft]
+    assert sample(logits, every) == [[1, None], [None], [1]]
+
+
+def vllms(row, prompt, generated, p):
+    """Penalties of one row of logits."""
+    row, counts = row.clone(), Counter(generated)
+    for token in {*prompt, *generated}:
+        row[token] = row[token] / p.repetition_penalty if row[token] > 0 else row[token] * p.repetition_penalty
+    for token, count in counts.items():
+        row[token] -= p.frequency_penalty * count + p.presence_penalty
+    return row
+
+
+@pytest.mark.parametrize("generated", [[], [4], [4, 4, 2, 7]])
+def test_penalties_count_the_prompt_the_generated_tokens_and_the_drafts_before(generated):
+    params = [SamplingParams(**PENALTIES), SamplingParams(), SamplingParams(frequency_penalty=-2)]
+    logits = torch.randn(3, 3, 9, generator=torch.Generator().manual_seed(0))
+    every = sequences(params, [4, 8], [1, 2, 2, *generated], 3)
+    got = penalised(logits, every)
+    for b, s in enumerate(every):
+        expected = [vllms(logits[b, i], [1, 2], [*generated, *s.drafts[:i]], s.params) for i in range(3)]
+        torch.testing.assert_close(got[b], torch.stack(expected))
+    assert penalised(logits, every[1:2] * 3) is logits
+
+
+def test_logprobs_are_the_chosen_token_and_the_likeliest():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, 5.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    first, second = logprobs_of(logits, [2, 2], 2)
+    values = logits.log_softmax(-1)
+    assert list(first) == [2, 1] and first[2] == (values[0, 2].item(), 2) and first[1] == (values[0, 1].item(), 1)
+    assert list(second) == [2, 3] and logprobs_of(logits, [1, 2], 0)[1] == {2: (values[1, 2].item(), 1)}
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+def test_drafts_change_no_token_and_no_logprob(model, monkeypatch, temperature):
+    params = SamplingParams(9, temperature, seed=3, logprobs=3, min_p=0.01 * temperature, **PENALTIES)
+    expected = Generator(model, cache_tokens=1024).generate(PROMPTS, params)
+    assert all(max(Counter(c.tokens).values()) <= 3 for c in expected)
+    guess(monkeypatch, Guesses([c.tokens for c in expected], 2))
+    generator = Generator(model, cache_tokens=1024, draft_tokens=2)
+    got = generator.generate(PROMPTS, params)
+    assert 0 < generator.throughput.taken < generator.throughput.drafted
+    assert [c.tokens for c in got] == [c.tokens for c in expected]
+    logprobs = [[own.logprob for c in run for token in c.logprobs for own in token.values()] for run in (got, expected)]
+    torch.testing.assert_close(*map(torch.tensor, logprobs), atol=1e-3, rtol=0)
+
+
+def test_n_sequences_of_a_prompt_have_seeds_of_their_own(model):
+    generator = Generator(model, cache_tokens=2048, prefix_cache=True)
+    got = generator.generate(PROMPTS, SamplingParams(3, 1.0, seed=7, n=3))
+    assert [c.prompt for c in got] == [0, 0, 0, 1, 1, 1]
+    for i, c in enumerate(got):
+        (alone,) = generator.generate([PROMPTS[i // 3]], SamplingParams(3, 1.0, seed=7 + i))
+        assert c.tokens == alone.tokens
+    one_each = generator.generate(PROMPTS, [SamplingParams(3, 1.0, seed=7, n=2), SamplingParams(3)])
+    assert [c.tokens for c in one_each[:2]] == [c.tokens for c in got[:2]] and one_each[2].prompt == 1
+    assert one_each[0].logprobs is None
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
+        ({"max_tokens": 2.0}, "max_tokens: must be an integer, got 2.0"),
+        ({"max_tokens": True}, "max_tokens: must be an integer, got True"),
+        ({"max_tokens": None}, "max_tokens: must be an integer, got None"),
         ({"temperature": -1.0}, "temperature: must be a finite number of at least 0, got -1.0"),
         ({"temperature": float("nan")}, "temperature: must be a finite"),
+        ({"temperature": 10**400}, "temperature: must be a finite number of at least 0, got inf"),
+        ({"temperature": "hot"}, "temperature: must be a number, got 'hot'"),
         ({"top_k": -1}, "top_k: must be at least 0"),
         ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, got 0.0"),
-        ({"seed": -1}, r"seed: must be at least 0 and below 2\^63, got -1"),
-        ({"stop": ("a", "")}, r"stop\[1\]: must not be empty, got ''"),
-        ({"stop": ""}, r"stop\[0\]: must not be empty, got ''"),
-        ({"temperature": 10**400}, "temperature: must be a finite number of at least 0, got inf"),
         ({"top_p": float("nan")}, "top_p: must be above 0 and at most 1, got nan"),
+        ({"top_p": [0.9]}, r"top_p: must be a number, got \[0.9\]"),
+        ({"seed": -1}, r"seed: must be at least 0 and below 2\^63, got -1"),
         ({"seed": 2**63}, r"seed: must be at least 0 and below 2\^63, got 9223372036854775808"),
-        ({"n": 0}, "n: must be at least 1, got 0"),
+        ({"seed": "1"}, "seed: must be an integer, got '1'"),
+        ({"n": 0}, "n: must be at least 1"),
         ({"n": 2}, "n: must be 1 with temperature 0, which is greedy, got 2"),
         ({"min_p": 1.1}, "min_p: must be at least 0 and at most 1, got 1.1"),
-        ({"min_p": float("nan")}, "min_p: must be at least 0"),
         ({"repetition_penalty": 0}, "repetition_penalty: must be above 0, from 0.001 to 1000, got 0.0"),
         ({"presence_penalty": -2.1}, "presence_penalty: must be at least -2 and at most 2, got -2.1"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty: must be at least -2"),
         ({"logprobs": -1}, "logprobs: must be at least 0, got -1"),
-    ],
-)
-def test_sampling_parameters(params, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**params)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"max_tokens": 2.0}, "max_tokens: must be an integer, got 2.0"),
-        ({"max_tokens": True}, "max_tokens: must be an integer, got True"),
-        ({"max_tokens": None}, "max_tokens: must be an integer, got None"),
-        ({"temperature": "hot"}, "temperature: must be a number, got 'hot'"),
-        ({"temperature": None}, "temperature: must be a number, got None"),
-        ({"temperature": True}, "temperature: must be a number, got True"),
-        ({"top_k": 1.5}, "top_k: must be an integer, got 1.5"),
-        ({"top_p": [0.9]}, r"top_p: must be a number, got \[0.9\]"),
-        ({"seed": "1"}, "seed: must be an integer, got '1'"),
+        ({"stop": ("a", "")}, r"stop\[1\]: must not be empty, got ''"),
         ({"stop": 5}, "stop: must be a string or a list of strings, got 5"),
         ({"stop": b"abc"}, "stop: must be a string or a list of strings, got b'abc'"),
         ({"stop": ("a", None)}, r"stop\[1\]: must be a string, got None"),
     ],
 )
-def test_sampling_parameters_of_other_types(params, message):
-    with pytest.raises(TypeError, match=message):
+def test_wrong_parameters(params, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         SamplingParams(**params)
+
+
+def test_parameters_may_be_numpys():
+    params = SamplingParams(numpy.int32(4), numpy.float32(0.5), numpy.int64(3), 1, numpy.uint8(7))
+    assert params == SamplingParams(4, 0.5, 3, 1.0, 7) and type(params.max_tokens) is int
 
 
 def test_one_stop_string_is_not_its_letters():
     assert SamplingParams(stop="abc") == SamplingParams(stop=("abc",)) == SamplingParams(stop=["abc"])
     assert SamplingParams(stop="abc").stop == ("abc",) and SamplingParams(stop=None).stop == ()
-
-
-def test_numbers_of_numpy_and_very_large_ones():
-    import numpy
-
-    params = SamplingParams(numpy.int32(4), numpy.float32(0.5), numpy.int64(3), 1, numpy.uint8(7))
-    assert params == SamplingParams(4, 0.5, 3, 1.0, 7) and type(params.max_tokens) is int
-    huge = SamplingParams(10**30, temperature=1e300, top_k=10**30, seed=0)
-    assert sample(torch.tensor([[1.0, 2.0]]), [huge], [RandomStream(huge.seed)])[0] in (0, 1)
 
 
 class Letters:
@@ -131,7 +279,51 @@ def test_stop_strings_hold_back_what_may_become_one(text, stop, shown, stopped):
     assert [t for t, _ in got] == shown and got[-1][1] == stopped
 
 
-def test_a_long_stop_string_is_compared_with_what_is_held_back():
-    """And not all of its beginnings with that, which would take minutes."""
+def test_a_long_stop_string_is_compared_with_the_held_text_only():
+    """Comparing all of its beginnings would take minutes."""
     watch = StopStrings(Letters(), ["b" * 10**6, "ab"])
     assert "".join(watch.push("a", last=i == 99)[0] for i in range(100)) == "a" * 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (None, {}),
+        ({"eos_token_id": 1}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
+        ({"do_sample": True, "top_k": 20}, {"temperature": 1.0, "top_k": 20}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.95}, {"temperature": 0.0, "top_p": 0.95}),
+        ({"do_sample": None, "temperature": None, "top_p": 0.9}, {"top_p": 0.9}),
+    ],
+)
+def test_defaults_of_a_checkpoint(tmp_path, fields, expected):
+    if fields is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    assert sampling_defaults(tmp_path) == expected
+
+
+def test_the_shipped_model_samples():
+    assert sampling_defaults(SHIPPED_MODEL) == {"temperature": 0.8, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"do_sample": 1}', "field 'do_sample' is 1; accepted: true, false or null"),
+        ('{"temperature": "hot"}', "field temperature: must be a number, got 'hot'"),
+        ('{"temperature": true}', "field temperature: must be a number, got true"),
+        ('{"top_p": 0}', "field top_p: must be above 0 and at most 1, got 0.0"),
+        ('{"top_k": 2.5}', "field top_k: must be an integer, got 2.5"),
+        ("[]", "must hold a JSON object, got []"),
+        (None, "no such file"),
+    ],
+)
+def test_wrong_defaults_of_a_checkpoint(tmp_path, content, problem):
+    path = tmp_path / "generation_config.json"
+    if content is None:
+        path.symlink_to("nothing")
+    else:
+        path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        sampling_defaults(tmp_path)
+    assert str(caught.value).startswith(f"{path}: {problem}")

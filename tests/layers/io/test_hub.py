@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError
-from dsa_layers.generation.sampling_defaults import sampling_defaults
+from dsa_layers.generation.sampling import sampling_defaults
 from dsa_layers.io.directory import INDEX_NAME
 from dsa_layers.io.hub import checkpoint_directory
 

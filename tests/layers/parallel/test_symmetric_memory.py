@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from dsa.runtime import backends
-from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.steps import CapturedStep
 from dsa_layers.parallel import one_shot_sum, peer_copies
 from tests.layers.parallel.processes import in_ranks
 
@@ -158,6 +158,6 @@ def test_a_sum_after_a_lost_rank_raises(monkeypatch):
     monkeypatch.setattr(one_shot_sum, "_lost", lambda: torch.tensor([3], dtype=torch.int32))
     own, step = object.__new__(one_shot_sum.OneShotSum), CapturedStep(CPU, captures=True, graphs=1)
     step.captures, step._graphs = True, {(1, 1): (None, mock.Mock(spec=[]), None)}
-    for call in (lambda: own._sum(mock.Mock(spec=[]), (), torch.ones(4)), lambda: step._step(1, 1, None, None)):
+    for call in (lambda: own._sum(mock.Mock(spec=[]), (), torch.ones(4)), lambda: step._step(1, 1, None)):
         with pytest.raises(RuntimeError, match="rank 2 sent nothing for about a minute"):
             call()

@@ -1,0 +1,230 @@
+"""Passes over running sequences. On a GPU they are captured as CUDA graphs, one per size."""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from dsa_layers.batch import packing
+from dsa_layers.batch.decode_batch import DecodeInputs, Running
+from dsa_layers.cache.cache import Cache
+from dsa_layers.engine.batch_invariance import batch_invariant
+from dsa_layers.families.drafter import Drafter
+from dsa_layers.families.model import Model
+from dsa_layers.parallel.one_shot_sum import check_ranks
+
+Inputs = TypeVar("Inputs", bound=DecodeInputs)
+GRAPHS = 96  # kept by default: 64 sequences and a context of 4096 pages have 91 sizes
+
+
+class CapturedStep(Generic[Inputs]):
+    """A pass over running sequences. Its size, the numbers of sequences and of pages of the longest one, is rounded up
+    to powers of two. On a GPU the first pass of a size is captured as a CUDA graph, which later passes replay: one
+    launch instead of thousands. The first pass runs twice, which changes nothing, because it writes the same numbers to
+    the same places.
+
+    The next step overwrites the results. graphs: the number of graphs to keep; the least recently used one is dropped.
+    A subclass has `_inputs(count, pages)`, which makes the input tensors of a size, and `_run(inputs)`, the pass.
+    """
+
+    def __init__(self, device: torch.device, captures: bool, graphs: int) -> None:
+        self._device, self.captures = device, captures and device.type == "cuda"
+        self._most = graphs
+        self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}  # the latest used last
+
+    def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
+        """Return the results of a pass of at least this size. fill: writes to the input tensors."""
+        if not self.captures:
+            inputs = self._inputs(count, pages)
+            fill(inputs)
+            return self._run(inputs)
+        size = power_of_two(count), power_of_two(pages)
+        captured = self._graphs.pop(size, None)
+        if captured is None:
+            inputs = self._inputs(*size)
+            fill(inputs)
+            captured = (inputs, *self._capture(inputs))
+            if len(self._graphs) == self._most:
+                del self._graphs[next(iter(self._graphs))]
+        self._graphs[size] = captured
+        inputs, graph, results = captured
+        check_ranks()  # a replay calls no sum that could raise
+        fill(inputs)
+        graph.replay()
+        return results
+
+    def _capture(self, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Return the pass as a graph, and its results. The pass runs once before: then kernels compile and libraries
+        initialise."""
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            self._run(inputs)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # One pool for all graphs: only one runs at a time, and its results are read before the next one runs.
+        pool = next((g.pool() for _, g, _ in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
+            results = self._run(inputs)
+        return graph, results
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+class Padding:
+    """A sequence of one token, and drafts, that pads a batch. It has pages and a state slot of its own."""
+
+    def __init__(self, cache: Cache, drafts: int) -> None:
+        self.tokens, self.drafts = [0], [0] * drafts
+        self.pages = cache.allocator.allocate(-(-(1 + drafts) // cache.page_size))
+        (self.state_slot,) = cache.state_slots.allocate(1)
+
+    def longer(self, tokens: int) -> "Padding":
+        """Return a sequence of this many tokens, including drafts, which are all in the first page of this one."""
+        longer = copy(self)
+        longer.tokens = [0] * (tokens - len(self.drafts))
+        longer.pages = self.pages[:1] * tokens
+        return longer
+
+
+class DecodeStep(CapturedStep[DecodeInputs]):
+    """The model's pass over the last token and the drafts of each of B sequences.
+
+    step(sequences) returns (logits fp32 [B, 1 + drafts, vocab_size] of the token after each of these tokens, the
+    model's states [B * (1 + drafts), ...] there, or None without drafts).
+
+    The constructor takes pages and a state slot from the cache for the sequence that pads batches (`padding`). The pass
+    is not captured on a CPU, without `capture`, and for a model whose decoding passes cannot be captured. invariant:
+    the results of a sequence depend neither on other sequences nor on the number of drafts, bit for bit.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        *,
+        drafts: int = 0,
+        capture: bool = True,
+        invariant: bool = False,
+        graphs: int = GRAPHS,
+    ) -> None:
+        super().__init__(next(model.parameters()).device, capture and model.captures_decode, graphs)
+        self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
+        self.padding = Padding(cache, drafts)
+
+    @torch.inference_mode()
+    def __call__(self, sequences: Sequence[Running]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        count, next_n = len(sequences), 1 + self._drafts
+        pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._cache.page_size)
+        results = self._step(count, pages, lambda inputs: inputs.fill(sequences, self.padding))
+        if not self._drafts:
+            return results[:count, None], None
+        logits, states = results
+        return logits[: count * next_n].unflatten(0, (count, next_n)), states[: count * next_n]
+
+    def _inputs(self, count: int, pages: int) -> DecodeInputs:
+        return DecodeInputs(count, pages, self._cache.page_size, self._device, 1 + self._drafts)
+
+    def _run(self, inputs: DecodeInputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        with batch_invariant("decoding" if self._invariant else None):
+            if not self._drafts:
+                return self._model(inputs.tokens, inputs.batch(), self._cache)
+            states = self._model.states(inputs.tokens, inputs.batch(), self._cache)
+            return self._model.logits(states), states
+
+
+class DraftInputs(DecodeInputs):
+    """The input tensors of a drafting pass.
+
+    tokens [count * (1 + drafts)]   the token after each position of the previous pass
+    states [count * (1 + drafts), ...]   the model's states at these positions
+    taken [count]      how many of these tokens each sequence has got
+    key_lens [count]   its number of tokens with them
+    """
+
+    def __init__(
+        self, count: int, pages: int, page_size: int, device: torch.device, drafts: int, row: torch.Tensor
+    ) -> None:
+        super().__init__(count, pages, page_size, device, 1 + drafts)
+        self.states = row.new_zeros(count * (1 + drafts), *row.shape)
+        self.taken = torch.ones(count, dtype=torch.int32, device=device)
+
+    def fill_after(
+        self, sequences: Sequence[Running], taken: Sequence[Sequence[int]], states: torch.Tensor, padding: Padding
+    ) -> None:
+        self.hold(sequences, padding)
+        spare = self.count - len(sequences)
+        after = [[*own, *[0] * (self.next_n - len(own))] for own in taken] + [[0] * self.next_n] * spare
+        packing.write(self.tokens, [token for own in after for token in own])
+        # A sequence that ended without a token gets drafts that nobody uses.
+        packing.write(self.taken, [max(len(own), 1) for own in taken] + [1] * spare)
+        packing.write(self.key_lens, [len(s.tokens) for s in sequences] + [2] * spare)
+        self.states[: len(states)] = states
+
+
+class DraftStep(CapturedStep[DraftInputs]):
+    """The drafter's passes: the `drafts` likeliest tokens after each sequence, one after another.
+
+    cache: the model's. The drafter's own, the attribute `cache`, has the same pages and state slots. A call follows a
+    verifying pass (`DecodeStep`), and `after_prompts` the drafter's pass over prompts.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        cache: Cache,
+        drafts: int,
+        padding: Padding,
+        device: torch.device,
+        *,
+        capture: bool = True,
+        graphs: int = GRAPHS,
+    ) -> None:
+        super().__init__(device, capture, graphs)
+        self._drafter, self._drafts, self._padding, self._page_size = drafter, drafts, padding, cache.page_size
+        pages, state_slots = cache.allocator.num_pages, cache.state_slots.num_pages
+        self.cache = drafter.make_cache(pages, cache.page_size, device, state_slots=state_slots)
+
+    @torch.inference_mode()
+    def __call__(
+        self, sequences: Sequence[Running], taken: Sequence[Sequence[int]], states: torch.Tensor
+    ) -> list[list[int]]:
+        """Return the drafts of each sequence. taken: the tokens that each sequence has got from the verifying pass;
+        states: of that pass, [B * (1 + drafts), ...]."""
+        self._row = states[0]
+        pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._page_size)
+        found = self._step(
+            len(sequences), pages, lambda inputs: inputs.fill_after(sequences, taken, states, self._padding)
+        )
+        return found[: len(sequences)].tolist()
+
+    @torch.inference_mode()
+    def after_prompts(self, sequences: Sequence[Running], states: torch.Tensor) -> list[list[int]]:
+        """Return the drafts after prompts and their first tokens. states: the drafter's, [B, ...], at the prompts'
+        ends."""
+        pages = max(-(-(len(s.tokens) + self._drafts) // self._page_size) for s in sequences)
+        inputs = DecodeInputs(len(sequences), pages, self._page_size, self._device)
+        inputs.hold(sequences, self._padding)
+        packing.write(inputs.key_lens, [len(s.tokens) for s in sequences])
+        return self._further(states, inputs).tolist()
+
+    def _inputs(self, count: int, pages: int) -> DraftInputs:
+        return DraftInputs(count, pages, self._page_size, self._device, self._drafts, self._row)
+
+    def _run(self, inputs: DraftInputs) -> torch.Tensor:
+        lens = inputs.key_lens - inputs.taken + self._drafts  # of the verifying pass
+        states = self._drafter(inputs.tokens, inputs.states, inputs.batch(lens), self.cache)
+        firsts = torch.arange(0, len(inputs.tokens), inputs.next_n, device=self._device)
+        return self._further(states[firsts + inputs.taken - 1], inputs)
+
+    def _further(self, states: torch.Tensor, inputs: DecodeInputs) -> torch.Tensor:
+        """Return int64 [B, drafts]. states: the drafter's, [B, ...], at the token before each sequence's last one."""
+        found = [self._drafter.logits(states).argmax(-1)]
+        for i in range(self._drafts - 1):
+            states = self._drafter(found[-1], states, inputs.one_each(inputs.key_lens + i), self.cache)
+            found.append(self._drafter.logits(states).argmax(-1))
+        return torch.stack(found, 1)
