@@ -8,7 +8,7 @@ from torch import nn
 
 import dsa
 from dsa.testing import calc_diff
-from dsa_layers.batch.group_rows import GroupRows
+from dsa_layers.batch.packing import GroupRows
 from dsa_layers.engine.grouped_product import grouped_products
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.grouped_linear import GroupedLinear
