@@ -67,7 +67,10 @@ class SequenceBatch(TokenBatch):
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
         """Return the batch of whole sequences of these lengths, whose tokens are all new. [] is the batch of a rank
         without work."""
-        return cls(lens, lens, device)
+        lens = _integers("lens", lens)
+        if min(lens, default=1) < 1:
+            raise ValueError(f"lens: every sequence needs at least one new token, got {shown(list(lens))}")
+        return cls.unchecked(query_lens=lens, key_lens=lens, device=torch_device("device", device))
 
     @classmethod
     def paged(

@@ -1,4 +1,4 @@
-"""Of which models decoding passes can be batch-invariant (`dsa_layers/layers/batch_invariance.py`)."""
+"""Of which models decoding passes can be batch-invariant (`dsa_layers/engine/batch_invariance.py`)."""
 
 import torch
 from torch import nn
@@ -31,6 +31,6 @@ def check_invariant(model: Model) -> None:
             sizes = f"nope_dim={layer.nope_dim}, rope_dim={layer.rope_dim}, v_dim={layer.v_dim}"
             raise ValueError(
                 f"batch_invariant: takes attention whose kv_b kernels read as it is stored (128 or 192 nope_dim, 64 "
-                f"rope_dim, 512 kv_lora_rank, a multiple of 128 v_dim, no hooks), got {sizes}, "
+                f"rope_dim, 512 kv_lora_rank, a multiple of 128 v_dim), got {sizes}, "
                 f"kv_lora_rank={layer.kv_lora_rank} in {name}"
             )

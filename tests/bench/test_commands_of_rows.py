@@ -25,7 +25,7 @@ NO_GPU = "a benchmark needs a GPU with kernels: no GPU"
         *(([name], "no GPU", NO_GPU) for name in shared.NAMES),
         (["against_transformers"], None, "the benchmark needs transformers: pip install transformers"),
         (["against_transformers", "--layers", "0"], None, "argument --layers: must be at least 1, got 0"),
-        (["against_transformers", "--tokens", "8", "x"], None, "argument --tokens: must be an integer, got 'x'"),
+        (["against_transformers", "--tokens", "8", "x"], None, "argument --tokens: invalid integer value: 'x'"),
         (["e2e"], None, "argument NAME: invalid choice: 'e2e'"),
     ],
 )

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dsa_layers.layers.selection import Selection
 
 import dsa
 from dsa.kernels.indexer import topk_indices_sm90
@@ -17,15 +16,15 @@ from dsa.testing import assert_close, calc_diff
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.engine import paged_attention
-from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.engine import paged_attention, side_stream
+from dsa_layers.engine.fuse import fuse
 from dsa_layers.generation import passes as generation
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampler import sample
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.steps import DecodeStep
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers import branch
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
@@ -141,8 +140,8 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     larger, because some of them launch more than one kernel. The step must also run more branches on a second stream
     than it has layers."""
     forks = []
-    fork = branch._Forked.__init__
-    monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
+    fork = side_stream._Forked.__init__
+    monkeypatch.setattr(side_stream._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
     model = load_tiny(family)
     generator = Generator(model, cache_tokens=1024)
     generator.generate(PROMPTS, SamplingParams(8))
@@ -161,7 +160,7 @@ def mixtures():
     """Return two MoE layers whose shared experts run on another stream, at the same time as the routed experts."""
     torch.manual_seed(0)
     made = [MoE(1024, 512, GroupedSigmoidRouter(1024, 8, 2, dtype=torch.bfloat16), dtype=torch.bfloat16) for _ in "ab"]
-    return [moe.cuda() for moe in made]
+    return [fuse(moe.cuda()) for moe in made]
 
 
 @torch.no_grad()
@@ -170,7 +169,8 @@ def test_branches_of_two_streams_in_one_graph():
     must not reuse the other layer's memory, even if the first layer's experts are late."""
     layers, x = mixtures(), torch.randn(16, 1024, device="cuda").bfloat16()
     expected = [layer(x) for layer in layers]
-    late = layers[0].experts.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
+    outputs = layers[0].experts.outputs
+    layers[0].experts.outputs = lambda *arguments: (torch.cuda._sleep(2_000_000), outputs(*arguments))[1]
     streams, graph, found = [torch.cuda.Stream() for _ in layers], torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         main = torch.cuda.current_stream()
@@ -180,7 +180,6 @@ def test_branches_of_two_streams_in_one_graph():
                 found.append(layer(x))
         for stream in streams:
             main.wait_stream(stream)
-    late.remove()
     for _ in range(20):
         graph.replay()
         torch.cuda.synchronize()
@@ -432,19 +431,20 @@ def test_both_forms_of_attention_over_selected_keys(sizes, pages, monkeypatch):
     with torch.device("cuda"):
         indexer = LightningIndexer(256, 128, n_heads=64, top_k=128, quantize=True, fp8=True, dtype=torch.bfloat16)
         options = {"q_lora_rank": 128, "nope_dim": nope, "rope_dim": rope, "v_dim": value}
-        layer = PagedAttention(256, 16, indexer, fp8=True, dtype=torch.bfloat16, **options)
+        layer = fuse(DSAAttention(256, 16, indexer, fp8=True, dtype=torch.bfloat16, **options))
     x, lengths = torch.randn(760, 256, device="cuda").bfloat16(), [700, 60]
     rotary = RotaryEmbedding(rope_frequencies(rope, 1e4)).cuda()
     results = []
     for multi_head in (True, False):
         monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_, form=multi_head: form)
-        batch, cache, selection = SequenceBatch.without_cache(lengths, "cuda"), None, Selection()
+        batch, cache = SequenceBatch.without_cache(lengths, "cuda"), None
         if pages is not None:
             batch = SequenceBatch.paged(lengths, lengths, [[*range(11)], [11]], 64, "cuda")
             cache = PagedKVCache(1, 12, 64, latent=pages, index="fp8", device="cuda").layer(0)
         with torch.inference_mode():
-            results.append(layer(x, *rotary(batch.positions), batch, cache, selection).float())
-        assert (selection.bits is not None) == multi_head
+            y, selected = layer(x, *rotary(batch.positions), batch, cache)
+        results.append(y.float())
+        assert (selected.bits is not None) == multi_head
     # The absorbed form uses dequantised projections, while the multi-head form rounds latents to e4m3.
     assert (results[0] - results[1]).norm() < 0.06 * results[1].norm()
 

@@ -176,7 +176,7 @@ def test_prompts_that_cannot_be_read(tmp_path, monkeypatch, error):
         (("--min-p", "2"), "--min-p: must be at least 0 and at most 1, got 2.0"),
         (("--repetition-penalty", "0"), "--repetition-penalty: must be above 0"),
         (("--presence-penalty", "3"), "--presence-penalty: must be at least -2 and at most 2"),
-        (("--n", "0"), "--n: must be at least 1, got 0"),
+        (("--n", "0"), "--n: must be at least 1 and at most 16384, got 0"),
         (("--logprobs", "1"), "--logprobs: needs --json"),
     ],
 )

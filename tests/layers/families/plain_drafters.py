@@ -16,7 +16,8 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.io.directory import SINGLE_NAME
-from dsa_layers.tiny.values import random_tensors
+from dsa_layers.io.published_format import as_published, shape_of_values
+from dsa_layers.tiny.values import random_values
 
 # Nothing is of a size that something else has; 32 index heads, so that no two keys have one score.
 _MLA = {
@@ -51,7 +52,10 @@ def write_small(directory: Path, model: str, **changes) -> dict[str, torch.Tenso
     config = read_config(directory)
     manifest = family(model).manifest(config)
     generator = torch.Generator().manual_seed(3)
-    tensors = random_tensors(list(manifest), manifest, generator, experts=config.n_routed_experts, use_ue8m0=False)
+    tensors = {}
+    for name in manifest:
+        values = random_values(name, shape_of_values(name, manifest), generator, config.n_routed_experts)
+        tensors |= as_published(name, values, manifest, {}, use_ue8m0=False)
     save_file(tensors, directory / SINGLE_NAME)
     return tensors
 

@@ -44,10 +44,6 @@ def test_models_of_another_precision(options, got, checkpoint, kernels):
 def test_models_that_are_elsewhere(checkpoint, kernels):
     model = load_model(checkpoint, progress=False)
     attention = model.model.layers[1].self_attn
-    handle = attention.o_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"^batch_invariant: takes attention .* in model\.layers\.1\.self_attn$"):
-        check_invariant(model)
-    handle.remove()
     attention.compile()
     told = r"^batch_invariant: takes a model that is not compiled, got model\.layers\.1\."
     with pytest.raises(ValueError, match=told):
