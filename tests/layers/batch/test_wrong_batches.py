@@ -91,7 +91,7 @@ def test_devices(device):
         with pytest.raises((TypeError, ValueError), match=f"^device: must be a torch.device or its name, got {got}$"):
             take(device)
     assert dsa.num_sms("cpu") == dsa.num_sms(CPU) == 132
-    with pytest.raises(TypeError, match=r"query_lens\[1\]: must be an integer, got 2.0"):
+    with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
         SequenceBatch.without_cache([1, 2.0])
 
 
