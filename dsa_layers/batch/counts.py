@@ -1,8 +1,8 @@
 """The number of valid columns of a selection, for each new token."""
 
-from functools import cached_property
-
 import torch
+
+from dsa_layers.batch.caching import cached_property
 
 
 class SelectedCounts:

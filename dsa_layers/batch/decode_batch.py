@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from dsa.runtime.checks import INT32, INT_MAX, check_tensor
 from dsa_layers.arguments import integer
 from dsa_layers.batch import packing
+from dsa_layers.batch.caching import cached_property
 from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 
 

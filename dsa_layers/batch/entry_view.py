@@ -1,12 +1,12 @@
 """The positions and cache slots of compressed entries. A sequence has one for every `ratio` tokens."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 import dsa
 from dsa_layers.batch import packing
+from dsa_layers.batch.caching import cached_property
 from dsa_layers.batch.counts import SelectedCounts
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from operator import le
 
@@ -11,6 +10,7 @@ import torch
 from dsa.runtime.checks import INT_MAX, torch_device
 from dsa_layers.arguments import integer, shown
 from dsa_layers.batch import packing
+from dsa_layers.batch.caching import cached_property
 from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 
 

@@ -1,6 +1,5 @@
 """What layers read of a pass's tokens, whether their lengths are known on the host or on the device."""
 
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -8,6 +7,7 @@ import torch
 import dsa
 from dsa.runtime.checks import INT32, check_tensor
 from dsa_layers.batch import packing
+from dsa_layers.batch.caching import cached_property
 from dsa_layers.batch.counts import SelectedCounts
 from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.window_view import WindowView

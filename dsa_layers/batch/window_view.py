@@ -1,13 +1,13 @@
 """The cache slots of sliding windows: each sequence has a ring of slots for its last tokens."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 import torch
 
 import dsa
 from dsa_layers.batch import packing
+from dsa_layers.batch.caching import cached_property
 from dsa_layers.batch.counts import SelectedCounts
 
 

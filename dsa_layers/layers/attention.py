@@ -13,7 +13,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.indexer import Indexer, check_indexer
-from dsa_layers.layers.linear import make_linear
+from dsa_layers.layers.linear import make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.pass_checks import check_batch, check_rows
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
@@ -184,5 +184,6 @@ class DSAAttention(nn.Module):
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
-        weight = self.kv_b_proj.float_weight(dtype).unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
+        weight = weight_of(self.kv_b_proj, self.kv_lora_rank, dtype)
+        weight = weight.unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
         return weight.split((self.nope_dim, self.v_dim), 1)

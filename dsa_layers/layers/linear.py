@@ -19,21 +19,27 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> to
     return y if scale == 1 else y * scale
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """y = x W^T. x [..., I] of W's dtype -> y [..., O]. Parameter: weight [O, I] in a float dtype; there is no bias."""
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        if self.weight.device.type != "meta":
-            nn.init.normal_(self.weight, std=in_features**-0.5)
+        super().__init__(in_features, out_features, bias=False, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight)
+    def reset_parameters(self) -> None:
+        if self.weight.device.type != "meta":
+            nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """W [O, I] in `dtype`."""
         return self.weight.to(dtype)
+
+
+def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """W [O, I] in `dtype` of a module that computes y = x W^T: a layer of this file, or an adapter around one."""
+    if isinstance(linear, Linear | BlockFP8Linear):
+        return linear.float_weight(dtype)
+    eye = torch.eye(in_features, dtype=dtype, device=next(linear.parameters()).device)
+    return linear(eye).T
 
 
 class FP32Linear(Linear):

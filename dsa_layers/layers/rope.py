@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Self
 
 import torch
 from torch import nn
 
 from dsa_layers.arguments import integer, number, shown
+from dsa_layers.batch.caching import cached_property
 
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
