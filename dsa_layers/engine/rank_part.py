@@ -50,7 +50,8 @@ def copied(part: nn.Module) -> list[torch.Tensor]:
 def _cut_module(module: nn.Module, dim: int, rank: int, size: int) -> nn.Module:
     part = copy.copy(module)
     part._modules = {name: _cut_module(child, dim, rank, size) for name, child in module._modules.items()}
-    part._parameters = {name: _cut(x, dim, rank, size) for name, x in module._parameters.items() if x is not None}
+    parameters = module._parameters.items()
+    part._parameters = {name: None if x is None else _cut(x, dim, rank, size) for name, x in parameters}
     if isinstance(module, BlockFP8Linear) and dim == 0:
         rows = len(module.weight) // size
         part.part_of, part._dequantised = (module, slice(rank * rows, (rank + 1) * rows)), None
