@@ -41,16 +41,16 @@ def main(picture: Path) -> None:
 
 
 def record_selections(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """A dict that each pass fills with every layer's selected keys, int32 [tokens, top_k]; -1 is no key."""
+    """A dict that each pass fills with every layer's selected keys, int32 [tokens, top_k]: positions, then -1."""
     picked: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(model.model.layers):
-        select = layer.self_attn.indexer.select
 
-        def recording(*arguments, select=select, number=number, **options):
-            picked[number] = select(*arguments, **options)
-            return picked[number]
+        def record(attention, arguments, results, number=number):
+            _, selected = results
+            if selected.topk_indices is not None:  # else the layer attended to all keys
+                picked[number] = selected.indices("positions", selected.batch)
 
-        layer.self_attn.indexer.select = recording
+        layer.self_attn.register_forward_hook(record)
     return picked
 
 

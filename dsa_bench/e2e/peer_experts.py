@@ -29,7 +29,7 @@ from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.engine.joint_linear import Cast
 from dsa_layers.engine.routing import choose
-from dsa_layers.engine.side_stream import Branch, side_stream
+from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
@@ -143,12 +143,12 @@ def mixture_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> For
     ) -> torch.Tensor:
         if rows.parts or not runs(self.experts, x, module, on_marlin):
             return ours(self, x, tokens, cast=cast, residual=residual, rows=rows)
-        shared, branch = None, Branch()
+        shared, side = None, SideStream()
         if self.shared_experts is not None:
-            with side_stream(x, *(cast or ())) as branch:
+            with side_stream(x, *(cast or ())) as side:
                 shared = self.shared_experts.product(x, cast)
         experts, weights = choose(self.gate, x, tokens)
-        branch.join()
+        side.join()
         return self.experts(x, experts, weights, shared, residual)
 
     return forward

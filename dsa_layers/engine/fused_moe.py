@@ -9,7 +9,7 @@ from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.joint_linear import Cast, Layer
 from dsa_layers.engine.routing import choose, route
-from dsa_layers.engine.side_stream import Branch, side_stream
+from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.experts import ByExpert, gated
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.layers.moe import MoE, SwiGLU
@@ -74,13 +74,13 @@ class FusedMoE(MoE):
     ) -> torch.Tensor:
         if rows.shared:
             return self._of_own_rows(x, tokens, cast, residual, rows)
-        shared, branch = None, Branch()
+        shared, side = None, SideStream()
         if self.shared_experts is not None:
-            with side_stream(x, *(cast or ())) as branch:
+            with side_stream(x, *(cast or ())) as side:
                 shared = (self.shared_experts.part or self.shared_experts).product(x, cast)
         experts, weights, by_expert = route(self.gate, self.experts, x, tokens)
         outputs = self._outputs(x, cast if len(x) == 1 else None, by_expert, experts.shape[1])
-        branch.join()
+        side.join()
         if not rows.parts:
             return dsa.combine_experts(outputs, by_expert[1], weights, shared, residual)
         y = rows.sum_of_experts(outputs, by_expert[1], weights, shared)

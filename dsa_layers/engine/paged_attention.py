@@ -21,7 +21,7 @@ from dsa_layers.engine.joint_linear import Cast, Layer
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.engine.side_stream import Branch, side_stream
+from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
@@ -167,14 +167,14 @@ class PagedAttention(DSAAttention):
             kv = self._norm_and_rotate(latents.keys, step.angles)
         else:
             kv = self._store(latents.keys, step)
-        branch = Branch()
+        side = SideStream()
         if self.indexer is None:
             topk_indices = selected.indices(step.counted_in, batch, queries)
             bits = selected.bits.to(x.device) if step.sparse and step.multi_head else None
         else:
             # Selection and the queries' projections depend on the same latents and not on each other.
             reads = latents.queries, *(latents.cast or ()), latents.index_keys, latents.index_weights
-            with side_stream(x, *reads) as branch:
+            with side_stream(x, *reads) as side:
                 topk_indices = self._pick(x, latents, step)
                 packed = step.sparse and step.multi_head
                 bits = dsa.selection_bits(topk_indices, None, batch.max_key_len) if packed else None
@@ -187,7 +187,7 @@ class PagedAttention(DSAAttention):
         elif not step.multi_head:
             w_uk, w_uv = self._up_projections(x.dtype)
             q = self._absorbed_queries(q_nope, q_pe, w_uk, step)
-        branch.join()
+        side.join()
         if kv is None:  # after the selection, because both take memory in a long context
             kv = self._stored_keys(step, x.dtype)
         if self.key_counter is not None:
@@ -216,7 +216,7 @@ class PagedAttention(DSAAttention):
         indexes = (step.sparse or step.cache is not None) and isinstance(self.indexer, PagedIndexer)
         weights = None
         # Here the indexer's kernels run on a second stream during small kernels; later the queries' product occupies
-        # all multiprocessors. The selection's branch is the last one on this stream, and its `join` waits for all.
+        # all multiprocessors. The selection is the last one on that stream, and its `join` waits for all.
         early = indexes and step.decode and step.sparse
         if early:
             _ = step.batch.slots  # computed before the fork, because both streams read it

@@ -337,7 +337,7 @@ class PagedCompressedAttention(CompressedAttention):
         slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots
         entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
         # The compressors' products run beside the latents: after these the queries' product occupies all
-        # multiprocessors. The branch that selects comes last, and joins this one.
+        # multiprocessors. The selection comes last on the second stream, and its `join` waits for this, too.
         with side_stream(x):
             products, of_index, weights = self._products(x, shares, shares)
             if self.compressor is not None:
@@ -347,14 +347,14 @@ class PagedCompressedAttention(CompressedAttention):
         latents, kv = self._latents(x, cast, shares)
         projected = Projections(latents, kv, products, of_index, weights)
         slots, extra = None, {}
-        with side_stream(x, *projected.tensors()) as branch:
+        with side_stream(x, *projected.tensors()) as side:
             dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, cache.window, slots_of_keys, eps=norm.eps)
             if self.indexer is not None:
                 slots = self._pick(x, projected, step).unflatten(0, (-1, batch.next_n))
             elif self.compressor is not None:
                 slots = entries.slot_table
         q = self._queries(latents, step)
-        branch.join()
+        side.join()
         if self.compressor is not None:
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])

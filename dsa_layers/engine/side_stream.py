@@ -1,4 +1,4 @@
-"""Kernels that a CUDA graph runs on a second stream."""
+"""Kernels that a CUDA graph runs on a second stream, at the same time as those of the first."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ from functools import cache
 import torch
 
 
-class Branch:
-    """What `side_stream` has set apart. join(): from here on others may read what it made."""
+class SideStream:
+    """What `side_stream` yields. join(): later launches may read what was computed inside."""
 
     def join(self) -> None:
-        """Nothing, where all is launched in one order."""
+        """Do nothing: all launches are in one order."""
 
 
-class _Forked(Branch):
+class _Forked(SideStream):
     def __init__(self, stream: torch.cuda.Stream, reads: tuple[torch.Tensor | None, ...]) -> None:
         self._stream, self._reads = stream, reads
 
@@ -24,23 +24,24 @@ class _Forked(Branch):
 
 
 @contextmanager
-def side_stream(*reads: torch.Tensor | None) -> Iterator[Branch]:
-    """The launches inside depend on those before, and those behind do not depend on them until `join` of the branch
-    that this gives. They are on a stream of their own where a CUDA graph is captured: a replayed graph runs both chains
-    at once, while launches of Python would only have more to do. Elsewhere they are launched in their order.
+def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
+    """While a CUDA graph is captured, launch what is inside on a second stream. Otherwise launch it in order.
 
-    reads: the tensors inside that may be dropped before `join`; the first one's device counts. Their memory is not
-    given to others before. Branches beside a stream come one after the other: to join the last one is to join all.
+    What is inside waits for all earlier launches. Later launches do not wait for it before `join` of the result, so a
+    replayed graph runs both at the same time. To join the last of several joins all. Outside of a graph a second stream
+    would only add work on the host.
 
-    What is inside and what follows it up to `join` must not write what the other one reads or writes, nor read what the
-    other one makes: a view of the batch that both read has to be made before (`cached_property`). Where nothing is
-    allocated between this and the next branch beside the same stream, PyTorch's allocator needs to be told no more:
-    memory that is dropped behind `join` is first given away in the next branch, which depends on all that was launched
-    before it on that stream. With an allocator that frees by the stream (cudaMallocAsync) there is one order.
+    reads: tensors that are read inside and that the caller may drop before `join`. Their memory is not reused before.
+    The first one decides the device.
+
+    Between the beginning and `join`, neither side may write what the other reads or writes, or read what the other
+    computes. Compute a view of the batch that both read before (`cached_property`). Memory that is allocated inside
+    belongs to the second stream: if it is dropped after `join`, only a later `side_stream` reuses it, and that waits for
+    all earlier launches. With an allocator that frees by stream (cudaMallocAsync), launches stay in order.
     """
     x = reads[0]
     if not x.is_cuda or not _captures():
-        yield Branch()
+        yield SideStream()
         return
     stream = torch.cuda.current_stream(x.device)
     side = _second_stream(stream)
@@ -55,5 +56,5 @@ def _captures() -> bool:
 
 @cache
 def _second_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The second stream of a stream, for all of its branches."""
+    """The second stream of a stream, always the same."""
     return torch.cuda.Stream(stream.device)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsa_layers.engine import fused_moe, paged_attention, paged_compressed_attention, side_stream
-from dsa_layers.engine.side_stream import Branch
+from dsa_layers.engine.side_stream import SideStream
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
@@ -41,8 +41,8 @@ class Accesses(TorchDispatchMode):
         return made
 
 
-class Watched(Branch):
-    """open: the branches without a join so far, including this one."""
+class Watched(SideStream):
+    """open: the side streams without a join so far, including this one."""
 
     joined = False
 
@@ -58,7 +58,7 @@ class Watched(Branch):
             inside = one.inside
             for behind in (later.behind for later in self.open[number:]):
                 assert not inside.write & (behind.read | behind.write) and not behind.write & inside.read
-            # The allocator must not reuse memory that the branch reads.
+            # The allocator must not reuse memory that the side stream reads.
             assert not [x for x in inside.read if x.expired() and x not in made]
         for one in self.open:
             one.joined, one.reads = True, ()
@@ -67,14 +67,14 @@ class Watched(Branch):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """The branches of all passes, in order."""
+    """The side streams of all passes, in order."""
     found, open_, accesses = [], [], Accesses()
 
     @contextmanager
     def watch(*reads):
         for earlier in open_:
             assert accesses.into is earlier.behind or earlier is not open_[-1]  # none within another
-            earlier.reads = ()  # a later branch is joined in its place
+            earlier.reads = ()  # a later side stream is joined in its place
         open_.append(made := Watched(accesses, open_, reads))
         found.append(made)
         accesses.into = made.inside
@@ -98,25 +98,25 @@ def test_a_branch_and_the_kernels_beside_it_are_independent(family, drafts, tiny
     owner = generator.engine._cache.passes
     starts = record(monkeypatch, "_decode", seen=lambda *_: len(watched), owner=owner)
     generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
-    assert starts and all(branch.joined for branch in watched)
+    assert starts and all(side.joined for side in watched)
     for start, end in zip(starts, [*starts[1:], len(watched)]):
         # Attention and experts have kernels in both chains, except in layers without an indexer.
-        both = [branch for branch in watched[start:end] if branch.inside.write and branch.behind.write]
+        both = [side for side in watched[start:end] if side.inside.write and side.behind.write]
         assert len(both) > model.config.num_hidden_layers
 
 
 def test_a_read_of_what_an_open_branch_writes_is_found(watched):
-    """A check of the checks above. A later branch may read it."""
+    """A check of the checks above. A later side stream may read it."""
     with paged_attention.side_stream(torch.zeros(1)):
         made = torch.ones(2) + 1
     with paged_attention.side_stream(torch.zeros(1)) as last:
         made + 1
     last.join()
-    with paged_attention.side_stream(torch.zeros(1)) as branch:
+    with paged_attention.side_stream(torch.zeros(1)) as side:
         made = torch.ones(2) + 1
     made + 1
     with pytest.raises(AssertionError):
-        branch.join()
+        side.join()
 
 
 ON_GPU = SimpleNamespace(is_cuda=True, device="a GPU")
@@ -137,9 +137,9 @@ def streams(monkeypatch):
 
 def test_branches_fork_to_one_side_stream_and_join(streams):
     for _ in range(2):
-        with side_stream.side_stream(ON_GPU, None) as branch:
+        with side_stream.side_stream(ON_GPU, None) as side:
             pass
-        branch.join()
+        side.join()
     fork = [call.side.wait_stream(streams.main), call.enter(streams.side)]
     join = [call.main.wait_stream(streams.side)]
     assert streams.mock_calls == [call.new(streams.main.device), *(fork + join) * 2]
@@ -148,7 +148,7 @@ def test_branches_fork_to_one_side_stream_and_join(streams):
 @pytest.mark.parametrize("x", [torch.zeros(1), ON_GPU], ids=["CPU", "another allocator"])
 def test_other_passes_have_one_stream(x, streams, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with side_stream.side_stream(x) as branch:
-        assert type(branch) is Branch
-    branch.join()
+    with side_stream.side_stream(x) as side:
+        assert type(side) is SideStream
+    side.join()
     assert not streams.mock_calls
