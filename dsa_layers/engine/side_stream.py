@@ -36,8 +36,8 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
 
     Between the beginning and `join`, neither side may write what the other reads or writes, or read what the other
     computes. Compute a view of the batch that both read before (`cached_property`). Memory that is allocated inside
-    belongs to the second stream: if it is dropped after `join`, only a later `side_stream` reuses it, and that waits for
-    all earlier launches. With an allocator that frees by stream (cudaMallocAsync), launches stay in order.
+    belongs to the second stream: if it is dropped after `join`, only a later `side_stream` reuses it, and that one
+    waits for all earlier launches. With an allocator that frees by stream (cudaMallocAsync), launches stay in order.
     """
     x = reads[0]
     if not x.is_cuda or not _captures():
