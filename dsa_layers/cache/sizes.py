@@ -29,8 +29,8 @@ class CacheSizes:
         return cls(held(2, 1) - one, held(1, 2) - one, page_size)
 
     def pages(self, room: int, sequences: int) -> int:
-        """Return the number of pages that fit into `room` bytes beside the state slots of the sequences. There are at
-        most `sequences`, and each has at least one page."""
+        """Return the number of pages that fit into `room` bytes together with the sequences' state slots. There are
+        at most `sequences`, and each has at least one page."""
         pages = max(room, 0) // (self.page + self.slot)
         if pages > sequences:
             pages = (room - sequences * self.slot) // self.page

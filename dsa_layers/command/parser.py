@@ -346,7 +346,7 @@ With --json the standard output is one JSON object a line, each with the key "ev
 def _add_compare(commands: _Commands) -> None:
     parser = commands.add_parser(
         "compare",
-        help="loss, perplexity and keys read on a text: sparse attention beside dense",
+        help="loss, perplexity and keys read on a text: sparse and dense attention",
         description="The loss of the same weights with the keys that the indexers select, with as many keys that are "
         "the latest, and with all keys.",
         epilog=_COMPARE,
@@ -457,8 +457,8 @@ _PLAN = """\
 Reads config.json, and no weights. Weights are shared by the GPUs: attention by heads, MLPs by their inner channels,
 experts by their number, embeddings and the head by the vocabulary. Every GPU has the weights of shared experts whole,
 and if its share of the heads is below 64, those of attention with all heads: long passes are split by tokens there.
-Every GPU has all of the cache. Context is what fits beside the weights into 90% of a GPU's memory, for all sequences
-together; --draft K takes K tokens more per sequence."""
+Every GPU has all of the cache. The context, of all sequences together, is the number of tokens that fit into 90% of a
+GPU's memory together with the weights; --draft K takes K tokens more per sequence."""
 
 
 def _add_plan(commands: _Commands) -> None:

@@ -1,7 +1,7 @@
 """Which parameters of a model several ranks share, and along which dimension: as `SHARES` says of its layers.
 
-A rank has the part of its number, of as many equal ones as there are ranks. Products of row-wise and then column-wise
-parts are then summands of what one rank computes. Layers that each rank has whole are not cut.
+A parameter is cut into as many equal parts as there are ranks, and rank r has the r-th. After a layer that is cut by
+rows, one that is cut by columns gives a summand of the whole result. Layers that each rank has whole are not cut.
 """
 
 from collections.abc import Iterator

@@ -336,7 +336,7 @@ class PagedCompressedAttention(CompressedAttention):
         windows, norm, shares = self._windows(step), self.kv_norm, self._shares_products
         slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots
         entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
-        # The compressors' products run beside the latents: after these the queries' product occupies all
+        # The compressors' products run at the same time as the latents': after these the queries' product occupies all
         # multiprocessors. The selection comes last on the second stream, and its `join` waits for this, too.
         with side_stream(x):
             products, of_index, weights = self._products(x, shares, shares)
@@ -383,7 +383,7 @@ def _rotate_in_place(x: torch.Tensor, rope: Angles) -> torch.Tensor:
 
 
 def _listed(rows: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor | None:
-    """rows [T, K] with -1 behind the first `counts` [T] of each token."""
+    """rows [T, K] with -1 after the first `counts` [T] of each token."""
     if rows is None or counts is None:
         return rows
     columns = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)

@@ -18,7 +18,7 @@ TILE_OF_HEADS = 64
 
 @dataclass(frozen=True)
 class Shares:
-    """How a layer is split. Each rank has an equal part, that of its number.
+    """How a layer is split into equal parts, of which rank r has the r-th.
 
     rows, columns  parameters by name, or all those below a submodule's name, "" being the layer itself: cut along
                    dimension 0 or 1. Every rank has all others whole

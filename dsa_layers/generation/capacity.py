@@ -66,8 +66,8 @@ class Capacity:
         pages = most
         if room is not None:
             slot = self.sizes.slot * (2 if options.prefix_cache else 1)  # one for the copy
-            beside = self.padding * self.sizes.page + self.sizes.slot
-            pages = min(most, replace(self.sizes, slot=slot).pages(room - beside, options.max_sequences))
+            reserved = self.padding * self.sizes.page + self.sizes.slot
+            pages = min(most, replace(self.sizes, slot=slot).pages(room - reserved, options.max_sequences))
         if self._device.type == "cpu":
             few = -(-CPU_CACHE_TOKENS // options.page_size)
             return min(most, max(few, min(pages, self.of(self.context))))

@@ -20,8 +20,8 @@ class TokenEvent:
 
     sequence       counts the sequences of the call, n per prompt one after another; in an engine, of all requests
     token          None if finish_reason is "error"
-    text           text that is complete by now; it may lag behind the tokens. The texts of all events are the text of
-                   the sequence
+    text           text that is complete by now; the last tokens may have none yet. The texts of all events are the text
+                   of the sequence
     finish_reason  in the last event of a sequence, else None
     error          the reason of finish_reason "error"
     logprobs       with SamplingParams.logprobs those of the token and of the likeliest tokens in order, by token id

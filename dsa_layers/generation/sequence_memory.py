@@ -39,7 +39,7 @@ class SequenceMemory:
         return self._cache.allocator.free + len(self._prefixes.unused)
 
     def start(self, s: RunningSequence, running: Sequence[RunningSequence]) -> bool:
-        """Give a sequence its memory beside the running ones. Return False if it has to wait."""
+        """Give a sequence its memory, in addition to the running ones. Return False if it has to wait."""
         if not self._cache.state_slots.free:
             return False
         found = self._prefixes.find(s.tokens) if self._shares else []

@@ -1,4 +1,4 @@
-"""Writing a checkpoint's directory: safetensors files of a given size, one by one, and the files beside them."""
+"""Writing a checkpoint's directory: safetensors files of a given size, one by one, and all other files."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The routed experts of a mixture, whose weights lie in one tensor."""
 
 import torch
-from torch import nn
+from torch import library, nn
 
 import dsa
 from dsa_layers.layers.linear import BLOCK
@@ -137,8 +137,8 @@ def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
     return _grouped_product(x, weights, ends)
 
 
-# torch.compile knows torch's grouped_mm in bf16 alone: of other dtypes it is traced as an op of our own.
-@torch.library.custom_op("dsa_layers::grouped_product", mutates_args=())
+# torch.compile traces torch's grouped_mm in bf16 only. An op of our own serves the other dtypes.
+@library.custom_op("dsa_layers::grouped_product", mutates_args=())
 def _grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return nn.functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)
 
@@ -148,7 +148,7 @@ def _(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tenso
     return x.new_empty(x.shape[0], weights.shape[1])
 
 
-@torch.library.custom_op("dsa_layers::grouped_product_backward", mutates_args=())
+@library.custom_op("dsa_layers::grouped_product_backward", mutates_args=())
 def _backward(
     grad: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a rank needs before it meets the others, and what it leaves behind when it ends."""
+"""What a rank needs before it meets the others, and what it leaves when it ends."""
 
 import subprocess
 import sys
