@@ -142,6 +142,11 @@ def test_the_oldest_dsl_is_the_one_that_is_tested():
         assert name != "nvidia-cutlass-dsl" or oldest == receipt.OLDEST_DSL
 
 
+def test_the_makefile_names_paths_that_exist():
+    paths = re.findall(r"\btests/[\w/.]+", (ROOT / "Makefile").read_text())
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_both_ends_of_the_range_of_transformers_are_tested():
     extras = PROJECT["project"]["optional-dependencies"]
     (accepted,) = map(Requirement, extras["transformers"])
