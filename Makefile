@@ -45,7 +45,7 @@ test-all: lint test-oldest
 
 # Numbers: references, parity with transformers, ranks beside one process. Signals and processes: commands and launchers.
 ON_ANY_MACHINE := tests/test_conftest.py tests/test_training_example_in_ranks.py tests/reference tests/compat \
-	tests/layers/families tests/layers/layers tests/layers/engine tests/layers/command/test_process.py \
+	tests/layers/models tests/layers/layers tests/layers/engine tests/layers/command/test_process.py \
 	tests/layers/parallel/test_launch.py
 test-machine: .venv/installed
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow" $(ON_ANY_MACHINE)

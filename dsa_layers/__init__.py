@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from dsa_layers.batch.sequence_batch import SequenceBatch
     from dsa_layers.cache.kv_cache import LayerCache
     from dsa_layers.engine.fuse import fuse, fused
-    from dsa_layers.families.config import read_config
-    from dsa_layers.families.precision import Precision
     from dsa_layers.generation.engine import Engine
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.results import Completion, TokenEvent
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from dsa_layers.layers.indexer import LightningIndexer
     from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
     from dsa_layers.layers.trained_attention import TrainedAttention
+    from dsa_layers.models.config_file import read_config
+    from dsa_layers.models.precision import Precision
     from dsa_layers.parallel.context import ContextBatch
     from dsa_layers.parallel.ranks import Ranks
     from dsa_layers.tiny.writer import write_tiny_checkpoint
@@ -74,7 +74,7 @@ _MODULES = {
     "IndexerStage": "dsa_layers.training.indexer_stage",
     "LayerCache": "dsa_layers.cache.kv_cache",
     "LightningIndexer": "dsa_layers.layers.indexer",
-    "Precision": "dsa_layers.families.precision",
+    "Precision": "dsa_layers.models.precision",
     "Ranks": "dsa_layers.parallel.ranks",
     "RotaryEmbedding": "dsa_layers.layers.rope",
     "SamplingParams": "dsa_layers.generation.sampling",
@@ -87,7 +87,7 @@ _MODULES = {
     "fused": "dsa_layers.engine.fuse",
     "load_model": "dsa_layers.io.loading",
     "next_tokens": "dsa_layers.training.next_tokens",
-    "read_config": "dsa_layers.families.config",
+    "read_config": "dsa_layers.models.config_file",
     "rope_frequencies": "dsa_layers.layers.rope",
     "save_model": "dsa_layers.io.save",
     "write_tiny_checkpoint": "dsa_layers.tiny.writer",

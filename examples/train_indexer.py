@@ -41,7 +41,7 @@ from indexer_training.text import Text, read_text
 from indexer_training.vocabulary import BEGIN, BYTES, tokenizer_config, train_tokenizer
 
 from dsa_layers import Ranks, load_model, options
-from dsa_layers.families.precision import check_device
+from dsa_layers.models.precision import check_device
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.process_group import agreed, join
 

@@ -13,8 +13,8 @@ import torch
 import dsa
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
-from dsa_layers.families.model import Model
 from dsa_layers.generation.steps import DecodeStep
+from dsa_layers.models.protocols import Model
 
 SAMPLES = 2048  # random keys whose scores are compared in addition to those of the planted keys
 

@@ -1,7 +1,7 @@
 """The byte layouts of the FP8 caches.
 
 Source: dsa/reference/cache/kv_cache.py and indexer_cache.py, dsa/kernels/cache/kv_row.py, dsa/cute/indexer_page.py;
-page sizes: dsa_layers/cache/kv_cache.py, compressed_kv_cache.py, dsa_layers/families/deepseek_v4/model.py.
+page sizes: dsa_layers/cache/kv_cache.py, compressed_kv_cache.py, dsa_layers/models/deepseek_v4.py.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """The data flow of a DeepSeek-V3.2 layer with sparse attention.
 
-Source: dsa_layers/layers/decoder.py, attention.py (`DSAAttention`), indexer.py, moe.py.
+Source: dsa_layers/models/deepseek_v32.py, attention.py (`DSAAttention`), indexer.py, moe.py.
 """
 
 from canvas import Canvas

@@ -27,8 +27,8 @@ from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.evaluation.held_out_loss import Difference, logits_of
-from dsa_layers.families.model import Model
 from dsa_layers.layers.score_accumulators import set_score_accumulators
+from dsa_layers.models.protocols import Model
 
 RESAMPLES = 10_000
 PEERS = "peers"

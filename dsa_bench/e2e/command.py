@@ -23,7 +23,7 @@ from dsa_layers.compilation import passes
 from dsa_layers.compilation.build import build
 from dsa_layers.compilation.variants import with_all_tiles
 from dsa_layers.engine.joint_linear import join
-from dsa_layers.families.model import CheckpointModel
+from dsa_layers.models.protocols import CheckpointModel
 
 NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "parallel")
 Row = dict[str, Any]

@@ -21,8 +21,8 @@ from dsa_bench.e2e.full_depth import (
 from dsa_bench.e2e.runs import Cached, fill, filled
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
 from dsa_bench.harness.case import copy
-from dsa_layers.families.model import CheckpointModel
 from dsa_layers.generation.steps import CapturedStep, DecodeStep, DraftStep
+from dsa_layers.models.protocols import CheckpointModel
 
 # Probability that a draft is accepted if all drafts before it are. DeepSeek-V3's report gives 85 to 90% for the first
 # draft.

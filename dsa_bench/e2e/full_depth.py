@@ -15,10 +15,10 @@ from torch import nn
 import dsa
 from dsa_bench.e2e.replacing import replaced
 from dsa_bench.e2e.stacks import STACKS
-from dsa_layers.families.model import CheckpointModel
-from dsa_layers.families.published import published_config
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import Embedding
+from dsa_layers.models.family import published_config
+from dsa_layers.models.protocols import CheckpointModel
 
 # The ops that sort a pass's tokens by expert. Their last result has the end of each expert's rows.
 SORTING = ("route_by_table", "route_to_experts", "sort_by_expert")

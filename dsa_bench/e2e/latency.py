@@ -19,10 +19,10 @@ from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order,
 from dsa_bench.e2e.runs import parts_of_prompts
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
 from dsa_layers.compilation import passes
-from dsa_layers.families.model import CheckpointModel, Model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.steps import power_of_two
+from dsa_layers.models.protocols import CheckpointModel, Model
 
 CHUNKS = (2048, 8192)
 OPTIONS = of_models(STACKS)

@@ -13,7 +13,7 @@ from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import Prompts, decode
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
-from dsa_layers.families.model import CheckpointModel
+from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.parallel.ranks import ALONE
 
 LENGTHS = (131072, 262144, 524288, 1048576)

@@ -38,9 +38,9 @@ from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_layers.engine.cuts import cuts_of
 from dsa_layers.engine.split import split
-from dsa_layers.families.model import CheckpointModel
-from dsa_layers.families.published import published_config
 from dsa_layers.io.gpu_plan import plan
+from dsa_layers.models.family import published_config
+from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.options import positive
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.launch import launch

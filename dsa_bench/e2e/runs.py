@@ -9,8 +9,8 @@ import dsa
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.kv_cache import LATENT_FP8_BYTES
-from dsa_layers.families.model import Model
 from dsa_layers.generation.steps import DecodeStep
+from dsa_layers.models.protocols import Model
 
 Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584

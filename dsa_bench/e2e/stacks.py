@@ -14,12 +14,12 @@ from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.engine.split import split
-from dsa_layers.families.config import read_config
-from dsa_layers.families.model import CheckpointModel
-from dsa_layers.families.precision import Precision
-from dsa_layers.families.published import published_config
-from dsa_layers.families.registry import family
 from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import published_config
+from dsa_layers.models.precision import Precision
+from dsa_layers.models.protocols import CheckpointModel
+from dsa_layers.models.registry import family
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 # The quantization_config that an FP8 release adds to the configuration of the bf16 release.

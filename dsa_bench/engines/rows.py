@@ -10,7 +10,7 @@ from typing import Any
 from dsa_bench.e2e.stacks import STACKS, with_layers
 from dsa_bench.engines import loads
 from dsa_bench.engines.turns import Side, run_on_both, started
-from dsa_layers.families.published import published_config
+from dsa_layers.models.family import published_config
 
 
 @dataclass(frozen=True)

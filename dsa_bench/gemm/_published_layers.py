@@ -3,9 +3,9 @@
 from functools import cache
 
 from dsa_bench.e2e.stacks import FP8, model_of
-from dsa_layers.families.published import published_config
 from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.models.family import published_config
 
 MODELS = {
     "V3.2": "deepseek_v32_config.json",

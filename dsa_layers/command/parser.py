@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dsa_bench import command as bench
 from dsa_layers import SHIPPED_MODEL
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.families.registry import model_types
+from dsa_layers.models.registry import FAMILIES
 from dsa_layers.options import at_least, gigabytes, path, positive
 
 # Text that the model that comes with dsa was not trained on. Its license is LICENSE.python.txt in the same folder.
@@ -509,6 +509,6 @@ def _add_tiny(commands: _Commands) -> None:
     parser = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
     parser.add_argument("directory", type=path, help="new, empty, or of a tiny checkpoint, which is replaced")
     parser.add_argument(
-        "--model", choices=model_types(), default="deepseek_v32", help="its model_type (default: %(default)s)"
+        "--model", choices=tuple(FAMILIES), default="deepseek_v32", help="its model_type (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")

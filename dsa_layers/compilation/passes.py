@@ -9,16 +9,17 @@ from torch import nn
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
+from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.fused_hyper_block import MixedStreams
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.engine.split import split
-from dsa_layers.families.model import CheckpointModel, ModelConfig
-from dsa_layers.families.precision import Precision
 from dsa_layers.io.loading import unfilled_model
-from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.key_selection import FUSED_TOKENS
+from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.models.precision import Precision
+from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.parallel.ranks import Ranks
 
 MOST_ROWS = 32768  # new tokens per pass; passes of more use the same kernels

@@ -9,8 +9,8 @@ from typing import Any
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
 from dsa_layers.compilation.passes import passes, without_memory
-from dsa_layers.families.model import ModelConfig
-from dsa_layers.families.precision import Precision
+from dsa_layers.config.model_config import ModelConfig
+from dsa_layers.models.precision import Precision
 from dsa_layers.parallel.one_shot_sum import RANKS, compiled_sums
 
 # {compile function whose work tile follows from the number of rows: position of the tile among its arguments}. All

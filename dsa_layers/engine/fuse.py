@@ -17,18 +17,17 @@ from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedComp
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.engine.split_deepseek_v4 import SplitDeepseekV4
 from dsa_layers.engine.vocabulary import FusedHead
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
-from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter, SwiGLU
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
+from dsa_layers.models.deepseek_v32 import DecoderBlock
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     CompressedAttention: PagedCompressedAttention,

@@ -13,8 +13,8 @@ from dsa_layers.engine.joint_linear import Cast
 from dsa_layers.engine.norm_and_cast import norm_and_cast, scaling
 from dsa_layers.layers.compressed_attention import Angles
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, StreamMixing
-from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import rows_of
 

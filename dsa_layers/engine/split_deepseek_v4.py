@@ -4,7 +4,7 @@ import torch
 
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import rows_of
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from dsa_layers.arguments import integer
 from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.families.model import Model
+from dsa_layers.models.protocols import Model
 
 
 @dataclass(frozen=True)

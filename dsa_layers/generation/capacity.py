@@ -8,9 +8,9 @@ import torch
 
 from dsa.runtime.checks import MOST_SLOTS
 from dsa_layers.cache.sizes import CacheSizes
-from dsa_layers.families.model import Model
 from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.io.memory import room_for_caches
+from dsa_layers.models.protocols import Model
 
 CPU_CACHE_TOKENS = 65536
 

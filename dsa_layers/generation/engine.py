@@ -14,7 +14,6 @@ import torch
 
 from dsa_layers.arguments import integer, shown
 from dsa_layers.cache.cache import Cache, OutOfPages
-from dsa_layers.families.model import Model
 from dsa_layers.generation.capacity import Capacity
 from dsa_layers.generation.engine_options import checked_options
 from dsa_layers.generation.passes import Passes
@@ -25,6 +24,7 @@ from dsa_layers.generation.sampling import SamplingParams, with_seed
 from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.steps import power_of_two
 from dsa_layers.io.tokenizer import Tokenizer
+from dsa_layers.models.protocols import Model
 from dsa_layers.parallel.process_group import agreed, least
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together

@@ -8,9 +8,9 @@ from dsa.runtime.checks import MOST_SLOTS
 from dsa_layers.arguments import flag, integer
 from dsa_layers.cache.cache import most_tokens
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.families.model import Model
 from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.steps import GRAPHS
+from dsa_layers.models.protocols import Model
 
 
 @dataclass

@@ -6,13 +6,13 @@ from typing import Any
 
 from dsa_layers.arguments import shown
 from dsa_layers.cache.cache import Cache
-from dsa_layers.families.model import Model
 from dsa_layers.generation.engine import GREEDY, Engine, EventStream, Prompt
 from dsa_layers.generation.prompts import encode_prompts
 from dsa_layers.generation.results import Completion, Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import Request
 from dsa_layers.generation.sampling import SamplingParams, with_seed
 from dsa_layers.io.tokenizer import Tokenizer
+from dsa_layers.models.protocols import Model
 
 
 class Generator:

@@ -5,8 +5,8 @@ from torch import nn
 
 from dsa.runtime import backends
 from dsa_layers.engine.fp8_up_projection import can_stay_stored
-from dsa_layers.families.model import Model
 from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.models.protocols import Model
 
 
 def check_invariant(model: Model) -> None:

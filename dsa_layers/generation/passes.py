@@ -8,12 +8,12 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.engine.batch_invariance import batch_invariant
-from dsa_layers.families.model import Model
 from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.results import Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampler import logprobs_of, penalised, sample
 from dsa_layers.generation.steps import DecodeStep, DraftStep
+from dsa_layers.models.protocols import Model
 
 
 class Passes:

@@ -10,8 +10,7 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeInputs, Running
 from dsa_layers.cache.cache import Cache
 from dsa_layers.engine.batch_invariance import batch_invariant
-from dsa_layers.families.drafter import Drafter
-from dsa_layers.families.model import Model
+from dsa_layers.models.protocols import Drafter, Model
 from dsa_layers.parallel.one_shot_sum import check_ranks
 
 Inputs = TypeVar("Inputs", bound=DecodeInputs)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from torch import nn
 
+from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.errors import CheckpointError, ConfigError
-from dsa_layers.families.model import ModelConfig
-from dsa_layers.families.precision import Precision
 from dsa_layers.layers.indexer import FP8_DIM
 from dsa_layers.layers.linear import BLOCK
+from dsa_layers.models.precision import Precision
 
 
 def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:

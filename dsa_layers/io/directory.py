@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from dsa_layers.arguments import shown_json
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.fused_experts import Index
+from dsa_layers.io.fused_experts import Index
 from dsa_layers.other_formats import found_instead
 from dsa_layers.untrusted_files import check_file, is_there, read_json_object
 

@@ -4,15 +4,16 @@ import math
 from dataclasses import dataclass, replace
 
 from dsa_layers.cache.sizes import CacheSizes
+from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.cuts import DoesNotDivide, cuts_of
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.rank_part import copied, rank_part
 from dsa_layers.engine.shares import shares_of
-from dsa_layers.families.model import CheckpointModel, ModelConfig
-from dsa_layers.families.precision import Precision
 from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.io.memory import SHARE
+from dsa_layers.models.precision import Precision
+from dsa_layers.models.protocols import CheckpointModel
 
 SEQUENCES = 64  # at a time, as `Generator` has them
 

@@ -11,24 +11,25 @@ import torch
 
 import dsa
 from dsa_layers.arguments import flag
+from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.engine.split import split
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.config import read_config
-from dsa_layers.families.fused_experts import split_experts
-from dsa_layers.families.manifest import SCALE_SUFFIX
-from dsa_layers.families.model import CheckpointModel, ModelConfig
-from dsa_layers.families.precision import Precision, check_device
-from dsa_layers.families.registry import family
-from dsa_layers.families.unfilled import unfilled
 from dsa_layers.io.checks import check_quantised_sizes, check_values
 from dsa_layers.io.directory import Checkpoint
+from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.hub import checkpoint_directory
+from dsa_layers.io.manifest import SCALE_SUFFIX
 from dsa_layers.io.plan import PACKED
 from dsa_layers.io.rank_parts import RankParts
+from dsa_layers.io.unfilled import unfilled
 from dsa_layers.io.weights import load_weights
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.precision import Precision, check_device
+from dsa_layers.models.protocols import CheckpointModel
+from dsa_layers.models.registry import family
 from dsa_layers.parallel.ranks import Ranks, ranks_of
 from dsa_layers.parallel.together import together
 

@@ -9,10 +9,10 @@ import torch
 
 from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.fused_experts import Index, sliced
-from dsa_layers.families.manifest import BLOCK_SCALE_SUFFIX, SCALE_SUFFIX
 from dsa_layers.io.directory import Checkpoint, TensorInfo
 from dsa_layers.io.fp4 import GROUP, dequantize_fp4, quantize
+from dsa_layers.io.fused_experts import Index, sliced
+from dsa_layers.io.manifest import BLOCK_SCALE_SUFFIX, SCALE_SUFFIX
 from dsa_layers.layers.linear import BLOCK
 
 # A tensor's name and shape -> the names of its parts, each with its slice; () is the whole tensor.

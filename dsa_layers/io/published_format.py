@@ -7,17 +7,17 @@ from typing import Any, Literal
 
 import torch
 
+from dsa_layers.config.fields import MAX_CONFIG_BYTES, Fields
+from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.errors import ConfigError
-from dsa_layers.families.config import config_of, read_config
-from dsa_layers.families.fields import MAX_CONFIG_BYTES, Fields
-from dsa_layers.families.manifest import SCALE_SUFFIX, Manifest
-from dsa_layers.families.model import ModelConfig
-from dsa_layers.families.precision import Precision
-from dsa_layers.families.published import published_config
-from dsa_layers.families.registry import family
 from dsa_layers.io.checks import check_quantised_sizes
 from dsa_layers.io.fp4 import GROUP, quantize
+from dsa_layers.io.manifest import SCALE_SUFFIX, Manifest, published_manifest
 from dsa_layers.io.plan import DTYPES
+from dsa_layers.models.config_file import config_of, read_config
+from dsa_layers.models.family import published_config
+from dsa_layers.models.precision import Precision
+from dsa_layers.models.registry import family
 from dsa_layers.untrusted_files import read_json_object
 
 Storage = Literal["bf16", "fp8", "fp4"]
@@ -69,7 +69,7 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
 def storage_manifest(config: ModelConfig, storage: Storage) -> Manifest:
     """The tensors of a checkpoint whose configuration is `stored_as` this. With "fp4" the routed experts are FP4, and
     the other quantised weights FP8."""
-    manifest = family(config.model_type).manifest(config)
+    manifest = published_manifest(config)
     if storage != "fp4":
         return manifest
     found = dict(manifest)

@@ -4,8 +4,8 @@ import re
 
 from dsa_layers.engine.cuts import Cut
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.fused_experts import Index, split_experts
-from dsa_layers.families.manifest import SCALE_SUFFIX
+from dsa_layers.io.fused_experts import Index, split_experts
+from dsa_layers.io.manifest import SCALE_SUFFIX
 from dsa_layers.layers.linear import BLOCK
 from dsa_layers.parallel.ranks import Ranks
 

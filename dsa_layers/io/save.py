@@ -8,12 +8,10 @@ import torch
 
 from dsa.runtime.checks import check_choice
 from dsa_layers.arguments import integer, path_of
-from dsa_layers.families.fused_experts import split_experts
-from dsa_layers.families.manifest import SCALE_SUFFIX
-from dsa_layers.families.model import CheckpointModel
-from dsa_layers.families.precision import check_device
 from dsa_layers.io.directory import Checkpoint, raise_problems
+from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.hub import checkpoint_directory
+from dsa_layers.io.manifest import SCALE_SUFFIX
 from dsa_layers.io.plan import Target, make_plan, parts_of_checkpoint
 from dsa_layers.io.published_format import (
     STORAGES,
@@ -29,6 +27,8 @@ from dsa_layers.io.published_format import (
 )
 from dsa_layers.io.shards import SHARD_BYTES, split_into_files, write_shards
 from dsa_layers.io.weights import read_step
+from dsa_layers.models.precision import check_device
+from dsa_layers.models.protocols import CheckpointModel
 
 
 def save_model(

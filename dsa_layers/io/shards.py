@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from dsa_layers.arguments import shown
-from dsa_layers.families.manifest import Manifest
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, bytes_of
+from dsa_layers.io.manifest import Manifest
 from dsa_layers.io.published_format import scales_of
 from dsa_layers.output_files import naming
 

@@ -7,8 +7,8 @@ import torch
 from tqdm import tqdm
 
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.fused_experts import Index
 from dsa_layers.io.directory import Checkpoint, raise_problems
+from dsa_layers.io.fused_experts import Index
 from dsa_layers.io.memory import memory_of
 from dsa_layers.io.plan import PartsOf, Step, Target, make_plan, parts_of_checkpoint
 

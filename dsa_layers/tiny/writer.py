@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from dsa_layers.arguments import flag, integer, path_of
-from dsa_layers.families.config import read_config
-from dsa_layers.families.registry import family, model_types
 from dsa_layers.io.directory import INDEX_NAME
+from dsa_layers.io.manifest import Manifest, published_manifest
 from dsa_layers.io.published_format import ORIGINALS, as_published, copied_from, scales_of, shape_of_values, uses_ue8m0
 from dsa_layers.io.shards import PART, files_made_from, split_into_files, write_json, write_shards
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.tiny.tokenizer import tokenizer_config, train_tokenizer
 from dsa_layers.tiny.values import random_values
 
@@ -28,15 +29,15 @@ def write_tiny_checkpoint(
 ) -> None:
     """Writes the checkpoint, about 45 MB (80 MB with quantized=False), into `directory`, which is made if need be.
 
-    model: its `model_type`, one of `registry.model_types()`.
+    model: its `model_type`, one of `dsa_layers.models.registry.FAMILIES`.
     quantized: as published, FP8 blocks with scales, and the experts of deepseek_v4 in FP4; otherwise these weights are
     BF16. The random weights of a model follow from `seed`, whether quantised or not; the tokenizer is trained on this
     repository's text, or on this package's source where it is installed without the repository.
     A tiny checkpoint that is already there is replaced. Raises ValueError for another `model`, TypeError or ValueError
     that names any other argument, FileExistsError if `directory` holds anything else.
     """
-    if model not in model_types():
-        raise ValueError(f"model: must be one of {', '.join(map(repr, model_types()))}, got {model!r}")
+    if model not in FAMILIES:
+        raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
     directory = path_of("directory", directory)
     integer("seed", seed, at_least=0, at_most=2**63 - 1)
     flag("quantized", quantized)
@@ -52,7 +53,7 @@ def write_tiny_checkpoint(
         write_json(like / "tokenizer_config.json", tokenizer_config(model, config.max_position_embeddings))
         write_json(like / "generation_config.json", _GENERATION_CONFIG)
 
-        manifest = tiny.drawing_order(family(model).manifest(config))
+        manifest = _drawing_order(published_manifest(config), tiny.order)
         scales, use_ue8m0 = scales_of(manifest), uses_ue8m0(config)
         generator = torch.Generator().manual_seed(seed)
         originals: dict[str, torch.Tensor] = {}
@@ -67,6 +68,17 @@ def write_tiny_checkpoint(
 
         files = split_into_files(manifest, _SHARD_BYTES)
         write_shards(directory, manifest, files, make, fields, like=like, made_from=_MARK, progress=False)
+
+
+def _drawing_order(manifest: Manifest, order: tuple[str, ...]) -> Manifest:
+    """The manifest in the order in which one generator draws the values: another order changes every value."""
+    if not order:
+        return manifest
+
+    def key(name: str) -> list[int]:
+        return [int(part) if part.isdecimal() else order.index(part) for part in name.split(".")]
+
+    return {name: manifest[name] for name in sorted(manifest, key=key)}
 
 
 def _remove_previous(directory: Path) -> None:

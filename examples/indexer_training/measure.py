@@ -8,7 +8,7 @@ from torch import nn
 
 import dsa
 from dsa_layers import DSAAttention, SequenceBatch
-from dsa_layers.families.model import CheckpointModel
+from dsa_layers.models.protocols import CheckpointModel
 
 from .stages import language_loss, selecting
 

@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dsa_layers import Precision, read_config, save_model
-from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
-from dsa_layers.families.published import published_config
-from dsa_layers.families.sparse_mla.drafter import SparseMLADrafter
 from dsa_layers.io.checks import check_quantised_sizes
 from dsa_layers.io.directory import SINGLE_NAME
+from dsa_layers.models.deepseek_v32 import DeepseekV32Drafter, DeepseekV32ForCausalLM
+from dsa_layers.models.family import published_config
 
 from .vocabulary import BEGIN, BYTES
 
@@ -82,7 +81,7 @@ def build(changes: dict[str, object], dtype: torch.dtype) -> DeepseekV32ForCausa
         (Path(directory) / "config.json").write_text(json.dumps(fields(changes, quantized=False)))
         config = read_config(directory)
     model = DeepseekV32ForCausalLM(config, Precision(dtype, False, False, "model"))
-    model.drafter = SparseMLADrafter(model)
+    model.drafter = DeepseekV32Drafter(model)
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             nn.init.zeros_(parameter)

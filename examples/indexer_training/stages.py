@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dsa_layers import ContextBatch, DSAAttention, IndexerStage, Ranks, SequenceBatch, next_tokens
-from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.layers.moe import GroupedSigmoidRouter
+from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 
 from .corpus import draw
 from .optimizer import Optimizer

@@ -1,7 +1,7 @@
 """Small stacks for a CPU. They have the published models' fields with small sizes, and can be split over two ranks."""
 
 from dsa_bench.e2e.stacks import stack
-from dsa_layers.families.model import CheckpointModel
+from dsa_layers.models.protocols import CheckpointModel
 
 SMALL = {"hidden_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 8, "vocab_size": 512}
 SMALL |= {"num_experts_per_tok": 2, "q_lora_rank": 128}

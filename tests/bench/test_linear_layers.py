@@ -4,7 +4,7 @@ import pytest
 
 from dsa_bench.gemm import fp8_fp4_gemm_nt, fp8_gemm_nt, grouped_fp8_gemm_swiglu, linear_layers
 from dsa_bench.gemm._published_layers import MODELS, linear_shapes
-from dsa_layers.families.published import published_config
+from dsa_layers.models.family import published_config
 
 DENSE = [shape[:3] for shape in fp8_gemm_nt.SHAPES if shape[3] is None]
 

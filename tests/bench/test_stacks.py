@@ -10,8 +10,8 @@ from dsa_bench.e2e.stacks import LONG_STACKS, STACKS, published_layers, skeleton
 from dsa_layers.batch.prefill import Chunk
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.families.published import published_config
 from dsa_layers.layers.moe import MoE
+from dsa_layers.models.family import published_config
 from dsa_layers.parallel.ranks import Ranks
 from tests.bench.small_stacks import small_stack
 from tests.layers.parallel.ways import WAYS, split_by

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsa_bench.e2e.stacks import LONG_STACKS, STACKS
-from dsa_layers.families.published import published_config
+from dsa_layers.models.family import published_config
 from tests.gpu import receipt
 
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsa.testing import calc_diff
-from dsa_layers.families.registry import model_types
+from dsa_layers.models.registry import FAMILIES
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu.parallel_worker import DTYPES, MANY, REPEATS, ROWS, part
 from tests.layers.parallel.test_generate import of_rank
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.several_gpus
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for model in model_types():
+    for model in FAMILIES:
         write_tiny_checkpoint(folder / model, model=model)
     return folder
 
@@ -75,7 +75,7 @@ def with_own_rows(rows, dtype, ranks):
 
 def test_tiny_models(folder):
     first, second = run("models", folder)
-    for model in model_types():
+    for model in FAMILIES:
         one, other, whole = first[model], second[model], first[model]["whole"]
         assert torch.equal(one["logits"], other["logits"]), model
         assert one["tokens"] == other["tokens"], model
@@ -91,7 +91,7 @@ def test_tiny_models(folder):
 def test_batch_invariant_tokens(folder):
     """The worker compares with each sequence alone."""
     first, second = run("batch_invariant", folder)
-    assert first == second and first.keys() == {*model_types()}
+    assert first == second and first.keys() == {*FAMILIES}
 
 
 def test_no_memory_on_one_rank(folder):
@@ -103,7 +103,7 @@ def test_no_memory_on_one_rank(folder):
 
 
 def generate(folder, *options):
-    call = [sys.executable, "-m", "dsa_layers", "generate", str(folder / model_types()[0]), *options]
+    call = [sys.executable, "-m", "dsa_layers", "generate", str(folder / next(iter(FAMILIES))), *options]
     return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

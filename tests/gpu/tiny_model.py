@@ -23,15 +23,15 @@ from dsa.cases.attention import PREFILL_TOLERANCES, SPARSE_TOLERANCES
 from dsa.testing import assert_close, calc_diff
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.families.config import read_config
-from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
-from dsa_layers.families.fused_experts import split_experts
-from dsa_layers.families.precision import Precision
 from dsa_layers.generation import passes
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.weights import load_weights
 from dsa_layers.layers.moe import GroupedSigmoidRouter
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.precision import Precision
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu.launched_ops import launched_ops
 

@@ -11,7 +11,7 @@ from dsa.runtime.variants import Variant
 from dsa_layers.command.main import main
 from dsa_layers.compilation import variants
 from dsa_layers.engine.cuts import DoesNotDivide
-from dsa_layers.families.published import VENDORED
+from dsa_layers.models.family import VENDORED
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
 FLASH = VENDORED / "deepseek_v4_flash_config.json"

@@ -4,10 +4,10 @@ import json
 import tempfile
 from pathlib import Path
 
-from dsa_layers.families.config import read_config
-from dsa_layers.families.model import ModelConfig
-from dsa_layers.families.published import published_config
-from dsa_layers.families.registry import family
+from dsa_layers.config.model_config import ModelConfig
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import published_config
+from dsa_layers.models.registry import family
 
 
 def config_of(fields: dict) -> ModelConfig:

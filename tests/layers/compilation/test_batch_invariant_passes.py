@@ -10,7 +10,7 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation.passes import META, without_memory
 from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.engine.split import split
-from dsa_layers.families.precision import Precision
+from dsa_layers.models.precision import Precision
 from dsa_layers.parallel.ranks import Ranks
 from tests.layers.compilation.configs import published
 

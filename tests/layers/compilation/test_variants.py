@@ -17,7 +17,7 @@ from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
 from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles
 from dsa_layers.engine.batch_invariance import batch_invariant
-from dsa_layers.families.precision import Precision
+from dsa_layers.models.precision import Precision
 from tests.kernels.variants import all_compile_functions
 from tests.layers.compilation.configs import published, tiny
 

@@ -7,13 +7,12 @@ from torch import nn
 from dsa_layers import SequenceBatch, fuse, load_model
 from dsa_layers.engine.fuse import FUSED, fused
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.decoder import DecoderBlock
-from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
+from dsa_layers.models.deepseek_v32 import DecoderBlock
 from tests.layers.layers import small_layers
 from tests.layers.layers.small_layers import BATCH, CASES, HIDDEN, INDEXERS, ROPE, rows
 

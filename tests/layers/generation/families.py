@@ -3,8 +3,8 @@ of what it does differently shows in another family's test."""
 
 import pytest
 
-from dsa_layers.families.registry import model_types
+from dsa_layers.models import registry
 
 FAMILIES = [
-    pytest.param(family, marks=pytest.mark.slow) if family == "glm_moe_dsa" else family for family in model_types()
+    pytest.param(family, marks=pytest.mark.slow) if family == "glm_moe_dsa" else family for family in registry.FAMILIES
 ]

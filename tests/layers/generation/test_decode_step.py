@@ -11,16 +11,16 @@ from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.families.config import read_config
-from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
-from dsa_layers.families.precision import Precision
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.steps import DecodeStep, DraftInputs
 from dsa_layers.io.loading import load_model
-from tests.layers.families import hf_models
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.precision import Precision
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.replay import capture_passes
+from tests.layers.models import hf_models
 
 PROMPTS = [list(range(40, 145)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
 

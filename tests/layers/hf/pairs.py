@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from dsa_layers.hf import accelerate
-from tests.layers.families import hf_models
+from tests.layers.models import hf_models
 
 MINOR = int(transformers.__version__.split(".")[1])  # of the version, which is 5.MINOR
 load_model_reads_it = pytest.mark.skipif(

@@ -7,9 +7,9 @@ import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.fused_experts import split_experts
+from dsa_layers.io.fused_experts import split_experts
 from dsa_layers.io.loading import load_model
-from tests.layers.families import hf_models
+from tests.layers.models import hf_models
 
 TOLERANCE = 2e-5
 

@@ -14,9 +14,9 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import generate, model
 from dsa_layers.command.main import main
 from dsa_layers.engine.rank_part import copied
-from dsa_layers.families.config import read_config
-from dsa_layers.families.registry import family, model_types
 from dsa_layers.io.gpu_plan import check_fits, plan, plans, precision_of
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.parallel.ways import split_by
@@ -25,7 +25,7 @@ VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 
-@pytest.fixture(scope="module", params=model_types())
+@pytest.fixture(scope="module", params=FAMILIES)
 def directory(request, tmp_path_factory):
     """A tiny checkpoint, quantised, of which four ranks can have equal parts."""
     of_family = family(request.param)

@@ -6,14 +6,14 @@ import re
 import pytest
 import torch
 
+from dsa_layers.config.fields import NO_INFLUENCE
 from dsa_layers.errors import CheckpointError, ConfigError
-from dsa_layers.families.config import read_config
-from dsa_layers.families.fields import NO_INFLUENCE
-from dsa_layers.families.published import VENDORED
 from dsa_layers.io.loading import load_model
-from tests.layers.families.v4_checkpoints import write_published
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import VENDORED
 from tests.layers.io.damage import LFS_POINTER, VALUES
 from tests.layers.io.stand_ins import changed as changed_checkpoint
+from tests.layers.models.v4_checkpoints import write_published
 
 FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2")
 PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from dsa_layers.errors import CheckpointError, ConfigError
-from dsa_layers.families.published import published_config
 from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.loading import load_model
+from dsa_layers.models.family import published_config
 
 CONFIG = published_config("deepseek_v32_config.json")
 MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}

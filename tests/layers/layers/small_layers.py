@@ -11,13 +11,13 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.decoder import DecoderBlock
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
-from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
+from dsa_layers.models.deepseek_v32 import DecoderBlock
 
 HIDDEN, RANK, STREAMS, RATIO = 256, 128, 4, 4
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))

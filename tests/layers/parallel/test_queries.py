@@ -13,8 +13,8 @@ from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
-from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.ranks import ALONE
 from dsa_layers.parallel.rows import SharedRows, rows_of
 from tests.layers.parallel.processes import in_ranks

@@ -7,7 +7,7 @@ from dsa_layers import load_model
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.engine.rank_part import copied, make_parts
-from dsa_layers.families.registry import model_types
+from dsa_layers.models.registry import FAMILIES
 from dsa_layers.parallel.ranks import Ranks
 from tests.layers.parallel.ways import split_by
 
@@ -39,7 +39,7 @@ def second_half(shared_expert):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("model", model_types())
+@pytest.mark.parametrize("model", FAMILIES)
 def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
     """Parts are views, except gate and up of FP8 shared experts: their copies lie side by side for one product."""
     directory, options = tiny_checkpoint(model), OPTIONS[name] | {"drafter": True}

@@ -16,7 +16,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.families.registry import model_types
+from dsa_layers.models.registry import FAMILIES
 from dsa_layers.parallel import rows
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
@@ -103,9 +103,7 @@ def alone(directory, multi_head, of):
     ],
 )
 def test_passes_are_those_of_one_process(tiny_checkpoint, way, multi_head, of):
-    first, second = in_ranks(
-        2, of_ranks, [tiny_checkpoint(model, False) for model in model_types()], of, way, multi_head
-    )
+    first, second = in_ranks(2, of_ranks, [tiny_checkpoint(model, False) for model in FAMILIES], of, way, multi_head)
     for directory, (logits, collectives, most, step) in first.items():
         assert torch.equal(logits, second[directory][0]), directory
         expected = alone(directory, multi_head, of)

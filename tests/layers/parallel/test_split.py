@@ -12,10 +12,10 @@ from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine.cuts import DoesNotDivide
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.registry import family, model_types
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io import loading
+from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from dsa_layers.training.indexer_stage import IndexerStage
@@ -40,7 +40,7 @@ CHANGES = {
 }
 # {number of ranks: (model, quantised) of each checkpoint that they split}
 SPLITS = {
-    2: [(model, quantized) for model in model_types() for quantized in (True, False)] + [(FUSED, False)],
+    2: [(model, quantized) for model in FAMILIES for quantized in (True, False)] + [(FUSED, False)],
     3: [(OF_THREE, False)],
     4: [("deepseek_v32", False), ("glm_moe_dsa", False), (OF_FOUR, False)],
 }

@@ -1,0 +1,1 @@
+"""Reading config.json: each field by its name, with the values that it may have."""

@@ -1,0 +1,207 @@
+"""The fields of config.json that all families have, and how rope and quantisation are read."""
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+from dsa_layers.arguments import shown_json
+from dsa_layers.config.declared import (
+    Declared,
+    computed,
+    epsilon,
+    integer,
+    number,
+    one_of,
+    only,
+    strings,
+    token_ids,
+)
+from dsa_layers.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_TOKENS, Fields
+
+# A base of frequencies. YaRN divides by its logarithm.
+THETA = number(minimum=2.0, maximum=1e30)
+
+
+@dataclass(frozen=True)
+class YarnConfig(Declared):
+    """YaRN's extension of the context from `original_max_position_embeddings` tokens to `factor` times as many.
+
+    beta_fast and beta_slow are in rotations over the original context. The softmax scale is multiplied by
+    (0.1 * mscale_all_dim * ln(factor) + 1)^2; cos and sin by the ratio of that term's mscale and mscale_all_dim forms.
+    """
+
+    factor: float = number(minimum=1, maximum=1e6)
+    original_max_position_embeddings: int = integer(maximum=MAX_TOKENS)
+    beta_fast: float = number(default=32.0)
+    beta_slow: float = number(default=1.0)
+    mscale: float = number(maximum=1e3)
+    mscale_all_dim: float = number(maximum=1e3)
+
+    def check(self, fields: Fields) -> None:
+        fields.require(self.beta_fast > self.beta_slow, "beta_fast", f"a number above beta_slow={self.beta_slow}")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base `theta`, and YaRN when `yarn` is not None."""
+
+    theta: float
+    yarn: YarnConfig | None
+
+
+def read_rope(fields: Fields, known: SimpleNamespace) -> RopeConfig:
+    """Published: rope_theta, and rope_scaling, an object or null. transformers 5: both in rope_parameters."""
+    nested, scaling = fields.object("rope_parameters"), fields.object("rope_scaling")
+    if nested is not None and scaling is not None:
+        raise fields.error("rope_scaling", "and field 'rope_parameters' are both given", "one of them")
+    theta = (nested if nested is not None and "rope_theta" in nested else fields).read("rope_theta", THETA)
+    fields.read("rope_theta", only(theta))
+    return RopeConfig(theta, read_yarn(nested if nested is not None else scaling))
+
+
+def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:
+    """The YaRN that an object describes; None for plain rope. given: values that the object does not hold."""
+    if parameters is None:
+        return None
+    types = {name: parameters.read(name, one_of("default", "yarn", default=None)) for name in ("rope_type", "type")}
+    distinct = set(types.values()) - {None}
+    if len(distinct) != 1:
+        raise parameters.error("rope_type", f"and field 'type' hold {shown_json(types)}", "one of 'default', 'yarn'")
+    yarn = YarnConfig.read(parameters, **given) if distinct == {"yarn"} else None
+    parameters.reject_unread()
+    return yarn
+
+
+# GLM's configurations call the indexer's weights_proj "indexers_proj".
+_NEVER_QUANTIZED = re.compile(
+    r"lm_head|model\.embed_tokens|model\.norm|model\.layers\.\d+\.("
+    r"(input|post_attention)_layernorm|self_attn\.(q_a|kv_a)_layernorm|self_attn\.indexer\.k_norm(\.bias)?"
+    r"|self_attn\.(indexer\.weights_proj|indexers_proj)|mlp\.gate(\.e_score_correction_bias)?"
+    r"|embed_tokens|enorm|hnorm|eh_proj|shared_head\.(norm|head))"
+)
+
+
+def _read_scale_fmt(fields: Fields, known: SimpleNamespace) -> str | None:
+    # "float" is transformers' word for scales of any fp32 value.
+    scale_fmt = fields.read("scale_fmt", one_of("ue8m0", "float", default=None))
+    return None if scale_fmt == "float" else scale_fmt
+
+
+@dataclass(frozen=True)
+class QuantizationConfig(Declared):
+    """FP8 e4m3 weights with one fp32 scale per block of 128 x 128.
+
+    scale_fmt: "ue8m0" if every scale, of weights and of activations, is a power of two; None if it is any fp32.
+    expert_dtype: "fp8" or "fp4", how routed experts are stored; None if the configuration does not say.
+    """
+
+    checked: ClassVar[dict[str, Any]] = {
+        "quant_method": one_of("fp8"),
+        "fmt": only("e4m3"),
+        "activation_scheme": one_of("dynamic"),
+        "weight_block_size": one_of([128, 128]),
+        "dequantize": only(False),
+        "modules_to_convert": only([]),
+    }
+
+    scale_fmt: str | None = computed(_read_scale_fmt)
+    expert_dtype: str | None = only("fp8")
+
+    def check(self, fields: Fields) -> None:
+        """The published formats fix which tensors are FP8. A list of modules may only repeat that."""
+        for module in fields.read("modules_to_not_convert", strings()):
+            if not _NEVER_QUANTIZED.fullmatch(module):
+                raise fields.error(
+                    "modules_to_not_convert",
+                    f"holds {shown_json(module)}",
+                    "'lm_head', 'model.embed_tokens', and of each layer the norms, mlp.gate, the indexer's "
+                    "weights_proj and eh_proj",
+                )
+
+
+def read_quantization(quantization: Fields | None, **given: Any) -> QuantizationConfig | None:
+    """quantization: the object quantization_config. given: values that the caller has read."""
+    if quantization is None:
+        return None
+    config = QuantizationConfig.read(quantization, **given)
+    quantization.reject_unread()
+    return config
+
+
+def read_dtype(fields: Fields, known: SimpleNamespace) -> str:
+    name = "dtype" if "dtype" in fields else "torch_dtype"
+    dtype = fields.read(name, one_of("bfloat16", "float16", "float32"))
+    fields.read("torch_dtype", only(dtype))
+    return dtype
+
+
+def read_bos(fields: Fields, known: SimpleNamespace) -> int | None:
+    ids = fields.read("bos_token_id", token_ids(known.vocab_size))
+    fields.require(len(ids) < 2, "bos_token_id", "one token id, or null")
+    return ids[0] if ids else None
+
+
+@dataclass(frozen=True)
+class ModelConfig(Declared):
+    """The fields of config.json that all families have. A family's configuration is a subclass with its own fields.
+
+    Names are config.json's; dimensions are in elements.
+    model_type: the family's. eos_token_ids: every id that ends a sequence, () if there is none. bos_token_id: None if
+    there is none. dtype: of the tensors that are not quantised: "bfloat16", "float16" or "float32". quantization: None
+    if no tensor is quantised.
+    fp8_cache_sizes: field of config.json -> the size that it must have for latents to be cached in FP8
+    """
+
+    model_type: ClassVar[str]
+    fp8_cache_sizes: ClassVar[dict[str, int]]
+    checked: ClassVar[dict[str, Any]] = {
+        "hidden_act": only("silu"),
+        "attention_bias": only(False),
+        "mlp_bias": only(False),
+        "attention_dropout": only(0),
+        "topk_method": only("noaux_tc"),
+        "tie_word_embeddings": only(False),
+    }
+
+    vocab_size: int = integer(maximum=2**24)
+    hidden_size: int = integer()
+    num_hidden_layers: int = integer(maximum=2**8)
+    num_nextn_predict_layers: int = integer(minimum=0, maximum=16, default=0)
+    num_attention_heads: int = integer(maximum=MAX_HEADS)
+    q_lora_rank: int = integer()
+    index_n_heads: int = integer(maximum=MAX_HEADS)
+    index_head_dim: int = integer()
+    index_topk: int = integer(maximum=2**16)  # each token has a row of as many indices
+    moe_intermediate_size: int = integer()
+    n_routed_experts: int = integer(maximum=MAX_EXPERTS)
+    n_shared_experts: int = integer(maximum=2**10)
+    num_experts_per_tok: int = integer()
+    routed_scaling_factor: float = number()
+    rms_norm_eps: float = epsilon()
+    max_position_embeddings: int = integer(maximum=MAX_TOKENS)
+    bos_token_id: int | None = computed(read_bos)
+    eos_token_ids: tuple[int, ...] = computed(
+        lambda fields, known: fields.read("eos_token_id", token_ids(known.vocab_size))
+    )
+    quantization: QuantizationConfig | None = computed(
+        lambda fields, known: read_quantization(fields.object("quantization_config"))
+    )
+    dtype: str = computed(read_dtype)
+
+    def fp8_widths(self) -> dict[str, int]:
+        """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128.
+        Of models that have experts, moe_intermediate_size is one."""
+        raise NotImplementedError
+
+    def with_heads(self, heads: int) -> Self:
+        """The configuration of one GPU's share, so many attention heads. ValueError for what is no share of them."""
+        raise NotImplementedError
+
+
+def share_of_heads(heads: int, of: int, multiple: int = 1) -> int:
+    """`heads`, if several GPUs can have so many each of a model's; ValueError otherwise."""
+    if of % heads or heads % multiple:
+        shares = [n for n in range(multiple, of + 1, multiple) if of % n == 0]
+        raise ValueError(f"heads: must be a GPU's share of {of} heads, one of {shares}, got {heads}")
+    return heads

@@ -1,1 +1,0 @@
-"""Model families: of each its configuration, model, tensors and tiny checkpoint, in a folder of its own."""

@@ -1,0 +1,1 @@
+"""Models: one file a family, with its configuration, its block and its model."""

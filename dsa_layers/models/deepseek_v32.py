@@ -1,0 +1,406 @@
+"""DeepSeek-V3.2: latent attention over the keys that a lightning indexer selects, and mixtures of experts.
+
+Configuration, block, model, drafter and tiny checkpoint. GLM-5 (`glm_moe_dsa.py`) is this model with other options.
+Source: DeepSeek-V3.2's report (arXiv 2512.02556) and inference code.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
+from dsa_layers.config.declared import computed, integer, one_of, only
+from dsa_layers.config.fields import Fields
+from dsa_layers.config.model_config import ModelConfig, RopeConfig, read_rope, share_of_heads
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.linear import Embedding, LanguageModelHead, Linear
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.pass_checks import check_pass
+from dsa_layers.layers.rope import yarn_mscale
+from dsa_layers.layers.trained_attention import SharedTokens
+from dsa_layers.models.family import Family, PublishedFormat, TinyFields
+from dsa_layers.models.precision import Precision
+from dsa_layers.models.protocols import Drafter, check_states
+from dsa_layers.models.rotary import make_rotary
+
+
+@dataclass(frozen=True)
+class DeepseekV32Config(ModelConfig):
+    """The fields of this model in addition to the common ones.
+
+    indexer_types: for each layer "full" (has an indexer) or "shared" (has none, and attends to the keys of the last
+    full layer before it).
+    indexer_rope_interleave: whether rope turns channels (2i, 2i + 1) of index queries and keys, or (i, i + dim / 2).
+    index_share_for_mtp_iteration: whether further steps of a drafter attend to the keys of its first step.
+    latent_norm_eps: of q_a_layernorm and kv_a_layernorm; rms_norm_eps is that of all other RMSNorms.
+    """
+
+    # transformers and DeepSeek's inference code build q_a_layernorm and kv_a_layernorm with this eps, whatever
+    # rms_norm_eps says. GLM-5 publishes an rms_norm_eps of 1e-5. Engines that use it for the latents, too, get latents
+    # that are smaller by a factor of 4.5e-6 / (mean square before the norm). bf16 hides this above a mean square of
+    # 0.003.
+    latent_norm_eps: ClassVar[float] = 1e-6
+    model_type: ClassVar[str] = "deepseek_v32"
+    fp8_cache_sizes: ClassVar[dict[str, int]] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
+        "ep_size": only(1),
+        "moe_layer_freq": only(1),
+        "rope_interleave": only(True),  # of attention, which some configurations write down
+        "scoring_func": only("sigmoid"),
+    }
+
+    intermediate_size: int = integer()
+    first_k_dense_replace: int = integer(minimum=0)
+    n_group: int = integer()
+    topk_group: int = integer()
+    norm_topk_prob: bool = one_of(True, False)
+    kv_lora_rank: int = integer()
+    qk_nope_head_dim: int = integer()
+    qk_rope_head_dim: int = integer()
+    v_head_dim: int = integer()
+    rope: RopeConfig = computed(read_rope)
+    indexer_types: tuple[str, ...] = computed(lambda fields, known: ("full",) * known.num_hidden_layers)
+    indexer_rope_interleave: bool = only(False)
+    index_share_for_mtp_iteration: bool = only(False)
+
+    def fp8_widths(self) -> dict[str, int]:
+        names = ["hidden_size", "q_lora_rank", "kv_lora_rank"]
+        names += ["intermediate_size"] if self.first_k_dense_replace else []
+        names += ["moe_intermediate_size"] if self.first_k_dense_replace < self.num_hidden_layers else []
+        widths = {name: getattr(self, name) for name in names}
+        return widths | {"v_head_dim": self.num_attention_heads * self.v_head_dim}
+
+    def with_heads(self, heads: int) -> Self:
+        return replace(self, num_attention_heads=share_of_heads(heads, self.num_attention_heads))
+
+    @property
+    def softmax_scale(self) -> float:
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        yarn = self.rope.yarn
+        return scale * yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2 if yarn else scale
+
+    def check(self, fields: Fields) -> None:
+        rope, nope = self.qk_rope_head_dim, self.qk_nope_head_dim
+        layers, dense = self.num_hidden_layers, self.first_k_dense_replace
+        fields.read("num_key_value_heads", only(self.num_attention_heads))
+        fields.read("qk_head_dim", only(nope + rope))
+        # Writers of configurations mean different parts of a head. Nothing is computed from it.
+        fields.read("head_dim", one_of(rope, nope, nope + rope, default=None))
+        fields.require(rope % 2 == 0, "qk_rope_head_dim", "an even number")
+        accepted = f"at least qk_rope_head_dim={rope}: rope turns the indexer's first channels"
+        fields.require(rope <= self.index_head_dim, "index_head_dim", accepted)
+        fields.require(dense <= layers, "first_k_dense_replace", f"at most num_hidden_layers={layers}")
+        fields.read("mlp_layer_types", only(["dense"] * dense + ["sparse"] * (layers - dense)))
+        # The first name is transformers' up to 5.17.
+        names = "indexed_attention", "deepseek_sparse_attention"
+        fields.read("layer_types", one_of(*([name] * layers for name in names), default=None))
+
+        groups, chosen = self.n_group, self.topk_group
+        fields.require(self.n_routed_experts % groups == 0, "n_routed_experts", f"a multiple of n_group={groups}")
+        of_group = self.n_routed_experts // groups
+        accepted = "groups of 2 experts or more: the gate ranks a group by its best 2"
+        fields.require(of_group >= 2, "n_group", accepted)
+        fields.require(chosen <= groups, "topk_group", f"at most n_group={groups}")
+        accepted = f"at most {chosen * of_group}, the experts of topk_group={chosen} groups"
+        fields.require(self.num_experts_per_tok <= chosen * of_group, "num_experts_per_tok", accepted)
+
+
+class DecoderBlock(nn.Module):
+    """x <- x + attention(norm(x)); x <- x + mlp(norm(x)).
+
+    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected), as of `DSAAttention`.
+    Submodules by the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
+    """
+
+    def __init__(self, hidden: int, self_attn: DSAAttention, mlp: MoE | SwiGLU, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        cache: LayerCache | None = None,
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        y, selected = self.self_attn(self.input_layernorm(x), cos, sin, batch, cache, selected)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), selected
+
+
+def decoder_block(config: DeepseekV32Config, precision: Precision, *, indexed: bool, dense: bool) -> DecoderBlock:
+    """A layer of the model. indexed: it has an indexer; dense: its MLP has no experts."""
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    projections = precision.projections(config)
+    indexer = None
+    if indexed:
+        indexer = LightningIndexer(
+            hidden,
+            config.q_lora_rank,
+            n_heads=config.index_n_heads,
+            head_dim=config.index_head_dim,
+            top_k=config.index_topk,
+            rope_interleaved=config.indexer_rope_interleave,
+            quantize=precision.fp8_indexer,
+            **projections,
+        )
+    attention = DSAAttention(
+        hidden,
+        config.num_attention_heads,
+        indexer,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        v_dim=config.v_head_dim,
+        softmax_scale=config.softmax_scale,
+        eps=config.latent_norm_eps,
+        **projections,
+    )
+    if dense:
+        mlp = SwiGLU(hidden, config.intermediate_size, **projections)
+    else:
+        router = GroupedSigmoidRouter(
+            hidden,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            normalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            dtype=precision.dtype,
+        )
+        experts = {"n_shared": config.n_shared_experts, "fp4_experts": precision.fp4_experts}
+        mlp = MoE(hidden, config.moe_intermediate_size, router, **experts, **projections)
+    return DecoderBlock(hidden, attention, mlp, eps=eps)
+
+
+def cache_layers(config: DeepseekV32Config, precision: Precision, indexer_types: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of `PagedKVCache` that layers with these indexers need."""
+    return {
+        "num_layers": len(indexer_types),
+        "latent_dim": config.kv_lora_rank + config.qk_rope_head_dim,
+        "index_dim": config.index_head_dim,
+        "latent": "fp8" if precision.kv_cache == "fp8" else precision.dtype,
+        "index": "fp8" if precision.fp8_indexer else precision.dtype,
+        "index_layers": [i for i, kind in enumerate(indexer_types) if kind == "full"],
+    }
+
+
+class DeepseekV32Model(nn.Module):
+    """Embedding, decoder blocks, final norm: tokens int64 [T] -> hidden states [T, hidden_size].
+
+    A layer without an indexer attends to the keys that the layer before it attended to.
+    """
+
+    def __init__(self, config: DeepseekV32Config, precision: Precision) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
+        self.layers = nn.ModuleList(
+            decoder_block(config, precision, indexed=kind == "full", dense=i < config.first_k_dense_replace)
+            for i, kind in enumerate(config.indexer_types)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = make_rotary(config.qk_rope_head_dim, config.rope)
+
+    def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
+        check_pass(tokens, batch, cache)
+        cos, sin = self.rotary(batch.positions)
+        x, selected = self.embed_tokens(tokens), None
+        for i, layer in enumerate(self.layers):
+            x, selected = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selected)
+        return self.norm(x)
+
+
+class DeepseekV32ForCausalLM(nn.Module):
+    """The language model. Parameter names are those of the published checkpoints (`model.*`, `lm_head.weight`).
+
+    forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
+    all T tokens with all_tokens=True: the `logits` of the pass's `states`.
+    Raises TypeError or ValueError that names the argument; the values of tokens are not checked.
+    drafter: the checkpoint's multi-token-prediction layer, or None.
+    """
+
+    page_size = 64  # tokens, as the kernels of the byte layouts have them
+
+    def __init__(self, config: DeepseekV32Config, precision: Precision | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.precision = precision or Precision.of(config)
+        self.model = DeepseekV32Model(config, self.precision)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, dtype=self.precision.dtype)
+        self.drafter: Drafter | None = None
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        batch: TokenBatch,
+        cache: PagedKVCache | None = None,
+        *,
+        all_tokens: bool = False,
+    ) -> torch.Tensor:
+        hidden = self.states(tokens, batch, cache)
+        if not all_tokens and not batch.is_decode:  # in decoding each token is the last
+            hidden = hidden[batch.last_tokens]
+        return self.logits(hidden)
+
+    def states(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
+        """[T, hidden_size]: the hidden states of all tokens, after the final norm."""
+        return self.model(tokens, batch, cache)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """states [N, hidden_size], any rows -> fp32 [N, vocab_size], without rounding to 16 bits."""
+        return self.lm_head(states)
+
+    def make_cache(
+        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
+    ) -> PagedKVCache:
+        """A paged cache with this model's dimensions and precision, for up to `state_slots` sequences at a time."""
+        layers = cache_layers(self.config, self.precision, self.config.indexer_types)
+        return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
+
+    @property
+    def captures_decode(self) -> bool:
+        """Index keys in FP8 are scored in their pages. Others are gathered, and the host must know how many."""
+        return self.precision.fp8_indexer
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Compute the buffers that no checkpoint stores, after construction on the meta device."""
+        self.model.rotary = make_rotary(self.config.qk_rope_head_dim, self.config.rope).to(device)
+
+    def name_of(self, stored: str) -> str:
+        """The model's name of a checkpoint's tensor: the same, except in the first multi-token-prediction layer."""
+        layer, name = self._mtp_part(stored)
+        if layer != 0:
+            return stored
+        for copy, original in _COPIES.items():
+            if name.startswith(copy):
+                return original + name.removeprefix(copy)
+        if name.startswith("shared_head.norm."):
+            return "drafter." + name.removeprefix("shared_head.")
+        return f"drafter.{name}" if name.startswith(("enorm.", "hnorm.", "eh_proj.")) else f"drafter.block.{name}"
+
+    def stored_name(self, name: str, mtp_layer: int = 0) -> str:
+        """The checkpoint's name of a tensor of the model: the inverse of `name_of`. mtp_layer: the
+        multi-token-prediction layer that the drafter's tensors are in."""
+        if not name.startswith("drafter."):
+            return name
+        name = re.sub(r"^drafter\.(block\.)?", "", name)
+        prefix = f"model.layers.{self.config.num_hidden_layers + mtp_layer}."
+        return prefix + (f"shared_head.{name}" if name.startswith("norm.") else name)
+
+    def skips(self, name: str) -> bool:
+        """Whether a checkpoint tensor belongs to a multi-token-prediction layer and no drafter reads it."""
+        layer, name = self._mtp_part(name)
+        return layer is not None and (self.drafter is None or layer > 0 or name.startswith(tuple(_COPIES)))
+
+    def _mtp_part(self, stored: str) -> tuple[int | None, str]:
+        """(the multi-token-prediction layer that has this tensor, its name in the layer); (None, the name) if it is in
+        none."""
+        for layer in range(self.config.num_nextn_predict_layers):
+            prefix = f"model.layers.{self.config.num_hidden_layers + layer}."
+            if stored.startswith(prefix):
+                return layer, stored.removeprefix(prefix)
+        return None, stored
+
+
+# Tensors that a multi-token-prediction layer shares with the model. A checkpoint has copies of them, or none.
+_COPIES = {"embed_tokens.": "model.embed_tokens.", "shared_head.head.": "lm_head."}
+
+
+class DeepseekV32Drafter(nn.Module):
+    """y[t] = norm(block(eh_proj([enorm(embed(token t + 1)) | hnorm(h[t])]))), h the states: see `Drafter`.
+
+    states [T, hidden_size]: the target's, after its final norm, or y of an earlier step. The block has experts and an
+    indexer. Embedding, angles and head are the target's. Parameters: enorm, hnorm, norm [hidden], eh_proj [hidden,
+    2 hidden], which is never quantised, and block.
+    Source: DeepSeek-V3's report (arXiv 2412.19437), section 2.2.
+    """
+
+    page_size = DeepseekV32ForCausalLM.page_size
+
+    def __init__(self, target: DeepseekV32ForCausalLM) -> None:
+        super().__init__()
+        config, precision = target.config, target.precision
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.eh_proj = Linear(2 * hidden, hidden, dtype=precision.dtype)
+        self.block = decoder_block(config, precision, indexed=True, dense=False)
+        self.norm = RMSNorm(hidden, eps)
+        self._target = (target,)  # in a tuple, so that it is no submodule
+
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None
+    ) -> torch.Tensor:
+        check_pass(tokens, batch, cache)
+        y, _ = self._step(self.block, tokens, states, batch, None if cache is None else cache.layer(0))
+        return y
+
+    def _step(
+        self,
+        block: DecoderBlock,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        batch: TokenBatch,
+        cache: LayerCache | None,
+        selected: Any = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """(y, the block's selection)."""
+        (target,) = self._target
+        check_states(states, tokens, target.config.hidden_size)
+        if cache is None and isinstance(batch, SharedTokens) and self.block.self_attn.indexer_stage is None:
+            raise ValueError(
+                "batch: a rank's share of tokens is for a drafter in its stage: IndexerStage(.., drafter=True)"
+            )
+        cos, sin = target.model.rotary(batch.positions)
+        # Training shifts the tokens by one, so that the first position has an embedding, too. (vLLM zeroes it.)
+        e = self.enorm(target.model.embed_tokens(tokens))
+        x = self.eh_proj(torch.cat((e, self.hnorm(states)), -1))
+        x, selected = block(x, cos, sin, batch, cache, selected)
+        return self.norm(x), selected
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self._target[0].logits(states)
+
+    def make_cache(
+        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
+    ) -> PagedKVCache:
+        (target,) = self._target
+        layers = cache_layers(target.config, target.precision, ("full",))
+        return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
+
+
+# Small widths, and the dimensions that kernels care about as published.
+TINY_CHANGES = {
+    "first_k_dense_replace": 1,
+    "hidden_size": 512,
+    "index_topk": 128,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 256,
+    "vocab_size": 2048,
+}
+
+FAMILY = Family(
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    PublishedFormat(norm_dtype="F32", mtp_embedding="embed_tokens.weight", mtp_head="shared_head.head.weight"),
+    # A dense layer and three sparse ones.
+    TinyFields("deepseek_v32_config.json", {**TINY_CHANGES, "n_group": 2, "num_hidden_layers": 4, "topk_group": 1}),
+    DeepseekV32Drafter,
+)

@@ -1,0 +1,475 @@
+"""DeepSeek-V4: windows and compressed entries in one attention, hyper-connections, and hashed and routed experts.
+
+Configuration, block, model, drafter and tiny checkpoint.
+Source: DeepSeek-V4's report (arXiv 2606.19348) and inference code.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
+from dsa_layers.config.declared import computed, each_of, epsilon, integer, number, one_of, only, refused
+from dsa_layers.config.fields import Fields
+from dsa_layers.config.model_config import (
+    THETA,
+    ModelConfig,
+    QuantizationConfig,
+    RopeConfig,
+    read_quantization,
+    read_yarn,
+    share_of_heads,
+)
+from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
+from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
+from dsa_layers.layers.linear import Embedding, LanguageModelHead, make_linear
+from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.pass_checks import check_pass
+from dsa_layers.layers.rope import JointRotary, RopeAngles
+from dsa_layers.models import deepseek_v4_names as names
+from dsa_layers.models.family import Family, PublishedFormat, TinyFields
+from dsa_layers.models.precision import Precision
+from dsa_layers.models.protocols import Drafter, check_states
+from dsa_layers.models.rotary import make_rotary
+
+# Layer types as transformers names them -> tokens per entry; 0: the layer has only the window.
+LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+# Later releases put their drafter's dimensions into these fields.
+_DSPARK = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
+_NO_DSPARK = refused("is of the DSpark drafter, which is not supported", "configurations without it")
+
+
+def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:
+    """Published: qk_rope_head_dim. transformers: a part of head_dim."""
+    part = fields.read("partial_rotary_factor", number(maximum=1.0, default=1.0))
+    of_part = int(known.head_dim * part)
+    rope_dim = fields.read("qk_rope_head_dim", integer(default=of_part))
+    if "partial_rotary_factor" in fields and of_part != rope_dim:
+        accepted = f"qk_rope_head_dim={rope_dim} / head_dim={known.head_dim}"
+        raise fields.error("partial_rotary_factor", f"is {part}", accepted)
+    return rope_dim
+
+
+def _read_layer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
+    """Published: compress_ratios of the layers, with or without the multi-token-prediction layers after them.
+    transformers: layer_types."""
+    if ("compress_ratios" in fields) == ("layer_types" in fields):
+        given = "both given" if "layer_types" in fields else "not given"
+        raise fields.error("compress_ratios", f"and field 'layer_types' are {given}", "one of them")
+    layers, mtp = known.num_hidden_layers, known.num_nextn_predict_layers
+    counts = {layers: "num_hidden_layers"}
+    with_mtp = counts | ({layers + mtp: f"with num_nextn_predict_layers={mtp}"} if mtp else {})
+    names = {ratio: name for name, ratio in LAYER_TYPES.items()}
+    ratios = fields.read("compress_ratios", each_of(*names, counts=with_mtp))
+    types = fields.read("layer_types", each_of(*LAYER_TYPES, counts=counts))
+    return types if ratios is None else tuple(names[ratio] for ratio in ratios[:layers])
+
+
+def _read_compress_rates(fields: Fields, known: SimpleNamespace) -> dict[str, int]:
+    rates = {name: ratio for name, ratio in LAYER_TYPES.items() if ratio}
+    given = fields.object("compress_rates")
+    if given is not None:
+        rates = {name: given.read(name, integer(maximum=2**12, default=ratio)) for name, ratio in rates.items()}
+        given.reject_unread()
+    return rates
+
+
+def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...]:
+    """Published: the number of hashed layers, which come first. transformers: the type of each layer."""
+    layers = known.num_hidden_layers
+    types = fields.read("mlp_layer_types", each_of("hash_moe", "moe", counts={layers: "num_hidden_layers"}))
+    if types is not None:
+        return tuple(kind == "hash_moe" for kind in types)
+    count = fields.read("num_hash_layers", integer(minimum=0))
+    return tuple(i < count for i in range(layers))
+
+
+def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespace) -> RopeConfig:
+    """Published: `theta_field`, and rope_scaling for the kind "compress". transformers: rope_parameters, with an
+    object per kind."""
+    nested = fields.object("rope_parameters")
+    if nested is None:
+        scaling = fields.object("rope_scaling") if kind == "compress" else None
+        return RopeConfig(fields.read(theta_field, THETA), read_yarn(scaling, mscale=0.0, mscale_all_dim=0.0))
+    of_kind = {name: nested.object(name) for name in ("main", "compress")}
+    nested.reject_unread()
+    parameters = of_kind[kind]
+    if parameters is None:
+        raise nested.error(kind, "is missing", "an object")
+    theta = parameters.read("rope_theta", THETA)
+    fields.read(theta_field, only(theta))
+    parameters.read("partial_rotary_factor", only(known.qk_rope_head_dim / known.head_dim))
+    # The published model does not multiply cos and sin by YaRN's factor.
+    parameters.read("attention_factor", only(1))
+    return RopeConfig(theta, read_yarn(parameters, mscale=0.0, mscale_all_dim=0.0))
+
+
+def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationConfig | None:
+    """Published: expert_dtype is in config.json itself, or missing. transformers: in quantization_config, or in
+    both."""
+    accepted = one_of("fp4", "fp8", default=None)
+    published = fields.read("expert_dtype", accepted)
+    nested = fields.object("quantization_config")
+    written = None if nested is None else nested.read("expert_dtype", accepted)
+    if None not in (published, written) and written != published:
+        raise fields.error("expert_dtype", f"is {published!r}", f"quantization_config.expert_dtype={written!r}")
+    return read_quantization(nested, expert_dtype=published or written)
+
+
+@dataclass(frozen=True)
+class DeepseekV4Config(ModelConfig):
+    """The fields of DeepSeek-V4 in addition to the common ones.
+
+    layer_types: a key of LAYER_TYPES per layer. compress_rates: tokens per entry, by layer type. hash_layers: per
+    layer, whether the token determines its experts. rope: of layers without entries; compress_rope: of the other
+    layers, of their entries and of their indexers.
+    """
+
+    model_type: ClassVar[str] = "deepseek_v4"
+    fp8_cache_sizes: ClassVar[dict[str, int]] = {"head_dim": 512, "qk_rope_head_dim": 64}
+    checked: ClassVar[dict[str, Any]] = {
+        **dict.fromkeys(_DSPARK, _NO_DSPARK),
+        **ModelConfig.checked,
+        "num_key_value_heads": only(1),
+        "scoring_func": only("sqrtsoftplus"),
+        "norm_topk_prob": only(True),
+        "router_jitter_noise": only(0),
+    }
+
+    head_dim: int = integer()
+    qk_rope_head_dim: int = computed(_read_rope_dim)
+    o_groups: int = integer()
+    o_lora_rank: int = integer()
+    sliding_window: int = integer(maximum=2**13)  # the length of a sequence's ring of keys
+    layer_types: tuple[str, ...] = computed(_read_layer_types)
+    compress_rates: dict[str, int] = computed(_read_compress_rates)
+    hash_layers: tuple[bool, ...] = computed(_read_hash_layers)
+    swiglu_limit: float = number()
+    hc_mult: int = integer(maximum=2**6)
+    hc_sinkhorn_iters: int = integer(maximum=1000)
+    hc_eps: float = epsilon()
+    rope: RopeConfig = computed(partial(_read_rope, "main", "rope_theta"))
+    compress_rope: RopeConfig = computed(partial(_read_rope, "compress", "compress_rope_theta"))
+    quantization: QuantizationConfig | None = computed(_read_quantization)
+
+    def fp8_widths(self) -> dict[str, int]:
+        names = ("hidden_size", "q_lora_rank", "moe_intermediate_size", "o_lora_rank")
+        widths = {name: getattr(self, name) for name in names}
+        return widths | {"o_groups": self.num_attention_heads * self.head_dim // self.o_groups}
+
+    def with_heads(self, heads: int) -> Self:
+        """A share has whole groups of the output projection."""
+        of_group = self.num_attention_heads // self.o_groups
+        heads = share_of_heads(heads, self.num_attention_heads, of_group)
+        return replace(self, num_attention_heads=heads, o_groups=heads // of_group)
+
+    def check(self, fields: Fields) -> None:
+        rope, heads, experts = self.qk_rope_head_dim, self.num_attention_heads, self.n_routed_experts
+        most = min(self.head_dim, self.index_head_dim)
+        fields.require(rope % 2 == 0 and rope <= most, "qk_rope_head_dim", f"an even number up to {most}")
+        fields.require(heads % self.o_groups == 0, "o_groups", f"a divisor of num_attention_heads={heads}")
+        accepted = f"at most n_routed_experts={experts}"
+        fields.require(self.num_experts_per_tok <= experts, "num_experts_per_tok", accepted)
+
+
+class HyperDecoderBlock(nn.Module):
+    """Attention, then experts, each between the streams' collapse and expansion: X [T, n, hidden] -> [T, n, hidden].
+
+    x = collapse(X); X <- expand(sublayer(norm(x)), X), by `hc_attn` and `hc_ffn`.
+    forward(X, tokens int64 [T], rope, entry_rope, batch, cache=None), the last four as of `CompressedAttention`.
+    Submodules: hc_attn, attn_norm, attn, hc_ffn, ffn_norm, ffn.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        attn: CompressedAttention,
+        ffn: MoE,
+        *,
+        hc_attn: HyperConnection,
+        hc_ffn: HyperConnection,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.hc_attn, self.attn_norm, self.attn = hc_attn, RMSNorm(hidden, eps), attn
+        self.hc_ffn, self.ffn_norm, self.ffn = hc_ffn, RMSNorm(hidden, eps), ffn
+
+    def forward(
+        self,
+        streams: torch.Tensor,
+        tokens: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: TokenBatch,
+        cache: CompressedLayerCache | None = None,
+    ) -> torch.Tensor:
+        x, *weights = self.hc_attn.collapse(streams)
+        y = self.attn(self.attn_norm(x), rope, entry_rope, batch, cache)
+        streams = self.hc_attn.expand(y, streams, *weights)
+        x, *weights = self.hc_ffn.collapse(streams)
+        y = self.ffn(self.ffn_norm(x), tokens)
+        return self.hc_ffn.expand(y, streams, *weights)
+
+
+def hyper_block(config: DeepseekV4Config, precision: Precision, kind: str, *, hashed: bool) -> HyperDecoderBlock:
+    """A layer of the model that `config` describes. kind: one of LAYER_TYPES; hashed: its experts follow from the
+    token."""
+    hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, precision.dtype
+    projections = precision.projections(config)
+    ratio = config.compress_rates.get(kind)
+    compressor = indexer = None
+    if ratio is not None:
+        indexed = kind == "compressed_sparse_attention"
+        options = {"overlap": indexed, "eps": eps, "dtype": dtype}
+        compressor = Compressor(hidden, config.head_dim, ratio, **options)
+        if indexed:
+            indexer = CompressedIndexer(
+                hidden,
+                config.q_lora_rank,
+                Compressor(hidden, config.index_head_dim, ratio, **options),
+                n_heads=config.index_n_heads,
+                top_k=config.index_topk,
+                quantize=precision.fp8_indexer,
+                **projections,
+            )
+    attention = CompressedAttention(
+        hidden,
+        config.num_attention_heads,
+        dim=config.head_dim,
+        window=config.sliding_window,
+        q_lora_rank=config.q_lora_rank,
+        o_groups=config.o_groups,
+        o_lora_rank=config.o_lora_rank,
+        compressor=compressor,
+        indexer=indexer,
+        eps=eps,
+        **projections,
+    )
+    router = SqrtSoftplusRouter(
+        hidden,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        hash_tokens=config.vocab_size if hashed else None,
+        scale=config.routed_scaling_factor,
+        dtype=dtype,
+    )
+    experts = {"n_shared": config.n_shared_experts, "limit": config.swiglu_limit, "fp4_experts": precision.fp4_experts}
+    ffn = MoE(hidden, config.moe_intermediate_size, router, **experts, **projections)
+    streams = {"iterations": config.hc_sinkhorn_iters, "eps": eps, "hc_eps": config.hc_eps}
+    hc_attn, hc_ffn = (HyperConnection(hidden, config.hc_mult, **streams) for _ in range(2))
+    return HyperDecoderBlock(hidden, attention, ffn, hc_attn=hc_attn, hc_ffn=hc_ffn, eps=eps)
+
+
+def make_cache(
+    model: "DeepseekV4ForCausalLM", layers: list[CompressedAttention], num_pages: int, page_size: int, **options: Any
+) -> CompressedKVCache:
+    """A cache of these layers. options: device and state_slots."""
+    config, precision = model.config, model.precision
+    return CompressedKVCache(
+        [(_entries(layer.compressor), _entries(layer.indexer and layer.indexer.compressor)) for layer in layers],
+        num_pages,
+        page_size,
+        window=config.sliding_window,
+        dim=config.head_dim,
+        entries="fp8" if precision.kv_cache == "fp8" else precision.dtype,
+        index="fp8" if precision.fp8_indexer else precision.dtype,
+        **options,
+    )
+
+
+def _entries(compressor: Compressor | None) -> EntryShape | None:
+    return compressor and EntryShape(compressor.ratio, compressor.dim, compressor.state_shape)
+
+
+class DeepseekV4ForCausalLM(nn.Module):
+    """The language model. Parameters have the published checkpoint's names, except for those that
+    `deepseek_v4_names` changes.
+
+    forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
+    all T tokens with all_tokens=True: the `logits` of the pass's `states`.
+    Raises TypeError or ValueError that names the argument; which tokens there are is not looked at.
+    drafter: the checkpoint's multi-token-prediction layer, or None.
+    """
+
+    page_size = 256  # tokens: 64 entries of a layer with an indexer, 2 of the others
+
+    def __init__(self, config: DeepseekV4Config, precision: Precision | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.precision = precision or Precision.of(config)
+        hidden, dtype = config.hidden_size, self.precision.dtype
+        self.embed = Embedding(config.vocab_size, hidden, dtype=dtype)
+        self.layers = nn.ModuleList(
+            hyper_block(config, self.precision, kind, hashed=hashed)
+            for kind, hashed in zip(config.layer_types, config.hash_layers)
+        )
+        self.hc_head = HyperHead(hidden, config.hc_mult, eps=config.rms_norm_eps, hc_eps=config.hc_eps)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.head = LanguageModelHead(hidden, config.vocab_size, dtype=dtype)
+        self.drafter: Drafter | None = None
+        self.init_buffers(self.head.weight.device)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        batch: TokenBatch,
+        cache: CompressedKVCache | None = None,
+        *,
+        all_tokens: bool = False,
+    ) -> torch.Tensor:
+        streams = self.states(tokens, batch, cache)
+        if not all_tokens and not batch.is_decode:  # where each token is the last
+            streams = streams[batch.last_tokens]
+        return self.logits(streams)
+
+    def states(self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None) -> torch.Tensor:
+        """[T, hc_mult, hidden_size]: the residual streams of all tokens, after the last layer."""
+        check_pass(tokens, batch, cache)
+        streams = self.first_streams(tokens)
+        angles = dict(zip(self._angle_kinds(), self.joint_rotary(batch.positions)))
+        for i, layer in enumerate(self.layers):
+            ratio = self.config.compress_rates.get(self.config.layer_types[i])
+            rope = angles["main" if ratio is None else "compress", 1]
+            entry_rope = None if ratio is None else angles["compress", ratio]
+            streams = layer(streams, tokens, rope, entry_rope, batch, None if cache is None else cache.layer(i))
+        return streams
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """states [N, hc_mult, hidden_size], any rows -> fp32 [N, vocab_size]."""
+        return self.head(self.norm(self.hc_head(states)))
+
+    def _angle_kinds(self) -> list[tuple[str, int]]:
+        """(embedding, ratio) of all angles that layers turn by: tokens' own, of ratio 1, and then entries'."""
+        ratios = {self.config.compress_rates.get(kind) for kind in self.config.layer_types}
+        of_entries = [("compress", ratio) for ratio in sorted(ratios - {None})]
+        own = [("main", 1)] if None in ratios else []
+        return [*own, *([("compress", 1)] if of_entries else []), *of_entries]
+
+    def first_streams(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hc_mult, hidden]: each stream begins with the tokens' embeddings."""
+        return self.embed(tokens[:, None].expand(-1, self.config.hc_mult))
+
+    def make_cache(
+        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
+    ) -> CompressedKVCache:
+        """A cache with this model's dimensions and precision, for so many sequences at a time."""
+        attentions = [layer.attn for layer in self.layers]
+        return make_cache(self, attentions, num_pages, page_size, device=device, state_slots=state_slots)
+
+    @property
+    def captures_decode(self) -> bool:
+        """Index keys in FP8 are scored where they are in the pages; others are gathered, as many as the host says."""
+        return self.precision.fp8_indexer
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Compute what no checkpoint stores, after construction on the meta device."""
+        config = self.config
+        ropes = {"main": config.rope, "compress": config.compress_rope}
+        rotaries = {kind: make_rotary(config.qk_rope_head_dim, rope) for kind, rope in ropes.items()}
+        self.rotaries = nn.ModuleDict(rotaries).to(device)
+        kinds = self._angle_kinds()
+        self.joint_rotary = JointRotary([(self.rotaries[kind], ratio) for kind, ratio in kinds])
+
+    def name_of(self, stored: str) -> str:
+        return names.name_of(stored)
+
+    def stored_name(self, name: str, mtp_layer: int = 0) -> str:
+        return names.stored_name(name, mtp_layer)
+
+    def skips(self, name: str) -> bool:
+        return names.skips(name, drafter=self.drafter is not None)
+
+
+class DeepseekV4Drafter(nn.Module):
+    """Y[t] = block(e_proj(enorm(embed(token t + 1))) + h_proj(hnorm(X[t]))), the former for each of the streams X: see
+    `Drafter`. logits = head(norm(hc_head(Y))).
+
+    states [T, hc_mult, hidden_size]: the target's streams, or Y of an earlier step. The block attends to the window
+    alone, and its experts follow from a router.
+    Embedding, angles and the head's matrix are the target's. Parameters: e_proj, h_proj [hidden, hidden], FP8 with
+    scales if the target's are; enorm, hnorm, norm [hidden]; hc_head; and block.
+    Source: `MTPBlock` of DeepSeek-V4's inference code.
+    """
+
+    page_size = DeepseekV4ForCausalLM.page_size
+
+    def __init__(self, target: DeepseekV4ForCausalLM) -> None:
+        super().__init__()
+        config, precision = target.config, target.precision
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        projections = precision.projections(config)
+        self.enorm, self.hnorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.e_proj, self.h_proj = (make_linear(hidden, hidden, **projections) for _ in range(2))
+        self.block = hyper_block(config, precision, "sliding_attention", hashed=False)
+        self.hc_head = HyperHead(hidden, config.hc_mult, eps=eps, hc_eps=config.hc_eps)
+        self.norm = RMSNorm(hidden, eps)
+        self._target = (target,)  # which is no submodule
+
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None
+    ) -> torch.Tensor:
+        check_pass(tokens, batch, cache)
+        (target,) = self._target
+        check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
+        rope = RopeAngles(target.rotaries["main"](batch.positions))
+        # As in training the first position has an embedding, too. (vLLM zeroes it.)
+        e = self.e_proj(self.enorm(target.embed(tokens)))
+        streams = self.h_proj(self.hnorm(states)) + e[:, None]
+        return self.block(streams, tokens, rope, None, batch, None if cache is None else cache.layer(0))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        (target,) = self._target
+        return target.head(self.norm(self.hc_head(states)))
+
+    def make_cache(
+        self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
+    ) -> CompressedKVCache:
+        (target,) = self._target
+        return make_cache(target, [self.block.attn], num_pages, page_size, device=device, state_slots=state_slots)
+
+
+# Parts of the tensors' names: outside of the layers, in a layer, in attention, in the mixture of experts, and of each
+# matrix or hyper-connection.
+_TINY_ORDER = (
+    *("embed", "layers", "e_proj", "h_proj", "attn", "attn_norm", "hc_attn_fn", "hc_attn_base", "hc_attn_scale"),
+    *("ffn_norm", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale", "ffn", "enorm", "hnorm"),
+    *("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "attn_sink", "wo_a", "wo_b", "wgate", "ape", "weights_proj"),
+    *("compressor", "indexer", "gate", "experts", "shared_experts", "w1", "w2", "w3", "weight", "scale", "bias"),
+    *("tid2eid", "norm", "head", "hc_head_fn", "hc_head_base", "hc_head_scale", "mtp"),
+)
+_TINY = TinyFields(
+    "deepseek_v4_flash_config.json",
+    {
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "hidden_size": 512,
+        "index_topk": 64,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "num_attention_heads": 8,
+        "num_experts_per_tok": 2,
+        "num_hash_layers": 1,
+        "num_hidden_layers": 4,
+        "o_groups": 2,
+        "o_lora_rank": 128,
+        "q_lora_rank": 256,
+        "vocab_size": 2048,
+    },
+    _TINY_ORDER,
+)
+
+FAMILY = Family(
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
+    PublishedFormat(norm_dtype="BF16", e8m0_scales=True),
+    _TINY,
+    DeepseekV4Drafter,
+)

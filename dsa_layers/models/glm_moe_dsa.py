@@ -1,0 +1,215 @@
+"""GLM-5, 5.1 and 5.2: DeepSeek-V3.2's model with other options, and in 5.2 with selections that layers share.
+
+Heads have 192 + 64 channels and values of 256; there are 32 index heads, plain rope, one routing group, and rope on
+pairs (2i, 2i + 1) in the indexer too. In GLM-5.2 (IndexShare) only some layers have an indexer and an index cache: with
+S_t^l the keys that token t attends to in layer l, S_t^l = S_t^(l-1) in a layer without one.
+Source: GLM-5's report (arXiv 2602.15763), IndexShare (arXiv 2603.12201), and `GlmMoeDsa` of transformers 5.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+
+from dsa_layers.batch import packing
+from dsa_layers.batch.selected import Selected
+from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.config.declared import computed, each_of, integer, one_of, only
+from dsa_layers.config.fields import Fields
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.pass_checks import check_pass
+from dsa_layers.models.deepseek_v32 import (
+    TINY_CHANGES,
+    DecoderBlock,
+    DeepseekV32Config,
+    DeepseekV32Drafter,
+    DeepseekV32ForCausalLM,
+)
+from dsa_layers.models.family import Family, PublishedFormat, TinyFields
+
+# Letters of index_topk_pattern.
+_LETTERS = {"F": "full", "S": "shared"}
+
+
+def _read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
+    """Which layers have an indexer. Up to three fields say so, and they must agree."""
+    layers = known.num_hidden_layers
+    counts = {layers: "num_hidden_layers"}
+    frequency = fields.read("index_topk_freq", integer(default=1))
+    # The first `offset` layers have an indexer, and after them every frequency-th layer.
+    offset = fields.read("index_skip_topk_offset", integer(minimum=0, default=2))
+    given = {}
+    if listed := fields.read("indexer_types", each_of("full", "shared", counts=counts)):
+        given["indexer_types"] = listed
+    if letters := fields.read("index_topk_pattern", each_of(*_LETTERS, counts=counts)):
+        given["index_topk_pattern"] = tuple(_LETTERS[letter] for letter in letters)
+    if "index_topk_freq" in fields:
+        schedule = (max(i - offset + 1, 0) % frequency == 0 for i in range(layers))
+        given["index_topk_freq"] = tuple("full" if full else "shared" for full in schedule)
+    if not given:
+        return ("full",) * layers
+
+    (first, types), *others = given.items()
+    for name, other in others:
+        for layer, (kind, expected) in enumerate(zip(other, types)):
+            if kind != expected:
+                raise fields.error(name, f"makes layer {layer} {kind!r}", f"{expected!r}, as field '{first}' says")
+    if types[0] != "full":
+        raise fields.error(first, f"makes layer 0 {types[0]!r}", "'full': no layer before it has selected anything")
+    return types
+
+
+@dataclass(frozen=True)
+class GlmMoeDsaConfig(DeepseekV32Config):
+    """DeepSeek-V3.2's fields, and which layers have an indexer."""
+
+    model_type: ClassVar[str] = "glm_moe_dsa"
+    checked = DeepseekV32Config.checked | {"moe_router_dtype": only("float32")}
+
+    indexer_types: tuple[str, ...] = computed(_read_indexer_types)
+    indexer_rope_interleave: bool = only(True)
+    index_share_for_mtp_iteration: bool = one_of(True, False, default=False)
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """GLM-5 of a GlmMoeDsaConfig."""
+
+
+# Rows of states, and where in the drafter's cache the selected keys of these rows are: int32 [N, top_k], then -1.
+Rows = slice | torch.Tensor
+Slots = Callable[[Rows], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DraftedStates:
+    """A drafter step's result, for further steps that attend to the keys that the first step selected.
+
+    values [T, hidden_size]: the states. slots: of any rows, the keys that the first step attended to there; None
+    without a cache. states[rows] are the states of these rows. Slots are looked up only for rows that are asked for: of
+    a prompt these are few.
+    """
+
+    values: torch.Tensor
+    slots: Slots | None
+
+    def __getitem__(self, rows: Rows) -> "DraftedStates":
+        return DraftedStates(self.values[rows], self.slots and self.slots(rows).__getitem__)
+
+
+class GlmMoeDsaDrafter(DeepseekV32Drafter):
+    """DeepSeek-V3.2's drafter. With `index_share_for_mtp_iteration` (GLM-5.2) only the first step selects.
+
+    A further step attends to S[t], the keys that the first step attended to at the last position t with a state of the
+    target, whatever its own position is. Its own key is not in S[t], and its indexer does not run. Steps then give
+    `DraftedStates`. A further step takes one token of each sequence, over the cache of the first one.
+    Source: Z.ai's account of GLM-5.2, and vLLM's, SGLang's and TensorRT-LLM's code for it.
+    """
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor | DraftedStates,
+        batch: TokenBatch,
+        cache: PagedKVCache | None = None,
+    ) -> torch.Tensor | DraftedStates:
+        config = self._target[0].config
+        if not config.index_share_for_mtp_iteration:
+            return super().forward(tokens, states, batch, cache)
+        check_pass(tokens, batch, cache)
+        layer_cache = None if cache is None else cache.layer(0)
+        if isinstance(states, DraftedStates):
+            slots = _first_slots(states, batch, cache)
+            selected = Selected(slots(slice(None)), batch, "slots")
+            block = _without_indexer(self.block)
+            y, _ = self._step(block, tokens, states.values, batch, layer_cache, selected)
+        else:
+            y, selected = self._step(self.block, tokens, states, batch, layer_cache)
+            slots = None if cache is None else slots_of(selected, batch, config.index_topk)
+        return DraftedStates(y, slots)
+
+    def logits(self, states: torch.Tensor | DraftedStates) -> torch.Tensor:
+        return super().logits(states.values if isinstance(states, DraftedStates) else states)
+
+
+def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache | None) -> Slots:
+    if states.slots is None or cache is None:
+        without = "the step that gave states" if states.slots is None else "this one"
+        raise ValueError(
+            "cache: must be the first step's, in which a further one reads the keys that it selected "
+            f"(index_share_for_mtp_iteration), got none in {without}"
+        )
+    if not batch.is_decode:
+        raise ValueError(
+            "batch: a further step takes one token of each sequence (index_share_for_mtp_iteration), got "
+            f"{list(batch.query_lens)}"
+        )
+    return states.slots
+
+
+def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
+    """Where the keys are that a pass has attended to. top_k: of its indexer."""
+    indices = selected.topk_indices
+    if indices is not None:
+        (indices,) = selected.rows.gather(indices)
+    if indices is not None and selected.counted_in == "slots":
+        return indices.__getitem__
+
+    def found(rows: Rows) -> torch.Tensor:
+        if indices is None:  # all keys that a token sees, at most top_k
+            keys = torch.arange(top_k, dtype=torch.int32, device=batch.device)
+            keys = torch.where(keys < batch.visible_keys[rows, None], keys, -1)
+        elif selected.counted_in == "positions":
+            keys = indices[rows]
+        else:
+            keys = packing.positions_of_rows(indices[rows], batch.key_starts[rows])
+        return packing.selected_slots(batch.block_table, batch.page_size, batch.sequences[rows], keys)
+
+    return found
+
+
+def _without_indexer(block: DecoderBlock) -> DecoderBlock:
+    """The same layer with the same parameters. It attends to the keys that it is given."""
+    other = copy.copy(block)
+    other._modules = block._modules | {"self_attn": _attention_without_indexer(block.self_attn)}
+    return other
+
+
+def _attention_without_indexer(attention: DSAAttention) -> DSAAttention:
+    other = copy.copy(attention)
+    other._modules = attention._modules | {"indexer": None}
+    if getattr(attention, "part", None) is not None:
+        vars(other)["part"] = _attention_without_indexer(attention.part)
+    return other
+
+
+FAMILY = Family(
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    PublishedFormat(norm_dtype="BF16"),
+    # GLM-5.2: layers with an indexer and without one, after a dense layer and after sparse ones.
+    TinyFields(
+        "glm_5_2_config.json",
+        {
+            **TINY_CHANGES,
+            "eos_token_id": [1],
+            "index_skip_topk_offset": 2,
+            "index_topk_freq": 2,
+            "indexer_types": ["full", "full", "shared", "full", "shared"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
+            "num_hidden_layers": 5,
+            "pad_token_id": 1,
+            # The published file is the BF16 release's; in the FP8 release scales are no powers of two.
+            "quantization_config": {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+            },
+        },
+    ),
+    GlmMoeDsaDrafter,
+)

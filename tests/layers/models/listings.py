@@ -1,0 +1,35 @@
+"""The pinned listings of published checkpoints' tensors."""
+
+import json
+import math
+import re
+
+from dsa_layers.io.fused_experts import split_experts
+from dsa_layers.models.family import VENDORED
+
+
+def expand(name: str) -> list[str]:
+    """Every name that a pattern stands for: {a-b} is each integer from a to b, {a-b:2} every second one."""
+    match = re.search(r"\{(\d+)-(\d+)(?::(\d+))?\}", name)
+    if match is None:
+        return [name]
+    numbers = range(int(match[1]), int(match[2]) + 1, int(match[3] or 1))
+    return [full for number in numbers for full in expand(f"{name[: match.start()]}{number}{name[match.end() :]}")]
+
+
+def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """name -> (shape, dtype) of every tensor, which must add up to the totals that were counted over the files."""
+    listing = json.loads((VENDORED / file).read_text())
+    tensors = {
+        full: (tuple(shape), dtype) for name, (shape, dtype) in listing["by_name"].items() for full in expand(name)
+    }
+    assert len(tensors) == listing["tensors"]
+    assert sum(math.prod(shape) for shape, _ in tensors.values()) == listing["elements"]
+    return tensors
+
+
+def parts(model):
+    """The model's tensors, those that hold all experts' cut as checkpoints have them."""
+    state = model.state_dict().items()
+    pieces = ((tensor, split_experts(name, tuple(tensor.shape))) for name, tensor in state)
+    return {piece: tensor[index] if index else tensor for tensor, of in pieces for piece, index in of.items()}

@@ -1,0 +1,276 @@
+"""Loading DeepSeek-V4's published layout: FP8 with E8M0 or F32 scales, and experts in FP4 or FP8."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine.fuse import fuse
+from dsa_layers.errors import CheckpointError, ConfigError
+from dsa_layers.io.directory import SINGLE_NAME
+from dsa_layers.io.fp4 import dequantize_fp4
+from dsa_layers.io.loading import load_model
+from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.models.precision import Precision
+from tests.layers.models.listings import parts
+from tests.layers.models.v4_checkpoints import write_published
+
+TOKENS = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=[("fp4", "ue8m0"), ("fp8", "ue8m0"), ("fp8", None)], ids=str)
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("v4")
+    expert_dtype, scale_fmt = request.param
+    return directory, write_published(directory, expert_dtype=expert_dtype, scale_fmt=scale_fmt)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(TOKENS, SequenceBatch.without_cache([len(TOKENS)]), all_tokens=True)
+
+
+def test_dequantised(checkpoint):
+    """Every weight is what the formats' definitions say, so the logits are equal to the last bit."""
+    directory, worth = checkpoint
+    got = load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
+    expected = DeepseekV4ForCausalLM(read_config(directory), Precision(torch.float32, False, False, "model")).eval()
+    for name, tensor in parts(expected).items():
+        tensor.copy_(worth[name])
+    assert all(torch.equal(tensor, worth[name]) for name, tensor in parts(got).items())
+    assert torch.equal(logits(got), logits(fuse(expected)))
+    assert logits(got).std() > 0.3
+
+
+def value(tensors, name):
+    """What a tensor is worth, with its scales."""
+    tensor, scale = tensors[name], tensors.get(f"{name}_scale_inv")
+    if scale is None:
+        return tensor
+    if tensor.dtype == torch.int8:
+        return dequantize_fp4(tensor, scale)
+    return dsa.dequantize_per_block(tensor, scale, torch.float32)
+
+
+def test_quantised(checkpoint):
+    """The same weights, in FP8 with scales that are powers of two where the checkpoint's are."""
+    directory, worth = checkpoint
+    model = load_model(directory, progress=False)
+    fp4 = model.config.quantization.expert_dtype == "fp4"
+    assert model.precision == Precision(torch.bfloat16, True, True, "fp8", fp4_experts=fp4)
+    tensors = parts(model)
+    for name, exact in worth.items():
+        assert torch.equal(value(tensors, name).to(exact.dtype), exact), name
+    kinds = {t.dtype for name, t in tensors.items() if ".experts." in name and name.endswith("proj.weight")}
+    assert kinds == {torch.int8 if fp4 else torch.float8_e4m3fn}
+    if model.config.quantization.scale_fmt == "ue8m0":
+        for name, scale in tensors.items():
+            if name.endswith("weight_scale_inv"):
+                assert torch.frexp(scale.float()).mantissa.eq(0.5).all(), name
+    # Activations are rounded to e4m3, so only close.
+    rounded, exact = (
+        logits(load_model(directory, dtype=torch.float32, dequantize=dequantize, progress=False))
+        for dequantize in (False, True)
+    )
+    assert torch.nn.functional.cosine_similarity(rounded, exact).mean() > 0.9
+
+
+def test_widened_experts_are_the_same(checkpoint):
+    """For twice the memory where they are FP4."""
+    directory, _ = checkpoint
+    kept, widened = (load_model(directory, widen_experts=widen, progress=False) for widen in (False, True))
+    assert torch.equal(logits(kept), logits(widened))
+    fp4, fp8 = (model.layers[0].ffn.experts.down_proj for model in (kept, widened))
+    assert fp8.dtype == torch.float8_e4m3fn and not widened.precision.fp4_experts
+    assert fp8.nbytes == (2 if kept.precision.fp4_experts else 1) * fp4.nbytes
+
+
+def test_fp4_experts_need_fp8_activations():
+    with pytest.raises(ValueError, match="fp4_experts: FP4 weights are multiplied with FP8 activations"):
+        Precision(torch.bfloat16, False, True, "fp8", fp4_experts=True)
+    with pytest.raises(TypeError, match="fp4_experts: must be True or False, got None"):
+        Precision(torch.bfloat16, True, True, "fp8", fp4_experts=None)
+    with pytest.raises(TypeError, match="widen_experts: must be True or False, got 'yes'"):
+        load_model("nowhere", widen_experts="yes")
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_experts_in_one_tensor(checkpoint, tmp_path, dequantize):
+    """As transformers holds quantised experts: their scales are in one tensor too."""
+    directory, _ = checkpoint
+    stored = load_file(directory / SINGLE_NAME)
+    fused = {name: tensor for name, tensor in stored.items() if not re.match(r"layers\.\d+\.ffn\.experts\.", name)}
+
+    def stack(layer, which, kind):
+        """[E, rows, columns] of the experts' matrices `which`, one below the other."""
+        names = [[f"layers.{layer}.ffn.experts.{e}.{w}.{kind}" for w in which] for e in range(6)]
+        dtype = stored[names[0][0]].dtype
+        return torch.stack([torch.cat([stored[n].view(torch.uint8) for n in row]) for row in names]).view(dtype)
+
+    for layer in range(4):
+        for name, which in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+            fused[f"model.layers.{layer}.mlp.experts.{name}"] = stack(layer, which, "weight")
+            fused[f"model.layers.{layer}.mlp.experts.{name}_scale_inv"] = stack(layer, which, "scale")
+    shutil.copy(directory / "config.json", tmp_path)
+    save_file(fused, tmp_path / SINGLE_NAME)
+    got = load_model(tmp_path, dequantize=dequantize, progress=False).state_dict()
+    expected = load_model(directory, dequantize=dequantize, progress=False).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(t.view(torch.uint8), expected[name].view(torch.uint8)) for name, t in got.items())
+
+
+def test_what_is_never_fp8(checkpoint):
+    model = load_model(checkpoint[0])
+    attention, ffn = model.layers[1].attn, model.layers[1].ffn
+    plain = [layer for c in (attention.compressor, attention.indexer.compressor) for layer in (c.wkv, c.wgate)]
+    plain += [attention.indexer.weights_proj, model.head, ffn.gate]
+    assert all(layer.weight.dtype == torch.bfloat16 for layer in plain)
+    quantised = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a.matrices, attention.wo_b]
+    quantised += [attention.indexer.wq_b, *ffn.shared_experts.children()]
+    assert all(isinstance(layer, BlockFP8Linear) for layer in quantised)
+
+
+# What stops the load.
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fp4")
+    write_published(directory)
+    return directory
+
+
+@pytest.fixture
+def files(written, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(written, tmp_path / "files")
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def with_tensors(directory, **tensors):
+    stored = load_file(directory / SINGLE_NAME)
+    save_file(stored | tensors, directory / SINGLE_NAME)
+
+
+def test_fp4_too_far_apart(files):
+    stored = load_file(files / SINGLE_NAME)
+    stored["layers.1.ffn.experts.2.w2.scale"].view(torch.uint8)[130, 1] = 3
+    stored["layers.1.ffn.experts.2.w2.weight"][130, 16:32] = 0x11
+    save_file(stored, files / SINGLE_NAME)
+    with pytest.raises(CheckpointError) as error:
+        load_model(files, progress=False)
+    assert (
+        "layers.1.ffn.experts.2.down_proj.weight (stored as layers.1.ffn.experts.2.w2.weight): block [1, 0] of"
+        in str(error.value)
+    )
+    assert "scales go from 2^-124 to 2^" in str(error.value)
+    model = load_model(files, dequantize=True, dtype=torch.float32, progress=False)
+    assert model.layers[1].ffn.experts.down_proj[2, 130, 32] == 2.0**-125
+
+
+DSPARK = "belongs to the DSpark drafter, which is not supported"
+V41 = "belongs to DeepSeek-V4.1, which is not supported"
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["mtp.0.main_proj", "mtp.0.main_norm", "mtp.2.markov_head.markov_w1", "mtp.2.confidence_head.proj"], DSPARK),
+        (["layers.1.engram.embed", "layers.3.attn.indexer.wk", "layers.3.attn.indexer.k_norm"], V41),
+    ],
+)
+def test_tensors_of_other_releases_are_named(files, names, reason):
+    with_tensors(files, **{f"{name}.weight": torch.ones(4, 4) for name in names})
+    with pytest.raises(CheckpointError) as error:
+        load_model(files, progress=False)
+    first, *problems = str(error.value).splitlines()
+    assert first.endswith(f"{len(names)} problems, nothing was loaded:")
+    assert sorted(problems) == sorted(f"  {SINGLE_NAME}: {name}.weight: {reason}" for name in names)
+
+
+def scheme(**changes):
+    """A change of quantization_config."""
+    block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return {"quantization_config": block | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "deepseek_v41"},
+            "field 'model_type' is 'deepseek_v41'; accepted: 'deepseek_v32', 'deepseek_v4",
+        ),
+        (
+            {"dspark_block_size": 5, "compress_ratios": [0, 4, 128, 4, 0, 0, 0]},
+            "field 'dspark_block_size' is of the DSpark drafter, which is not supported",
+        ),
+        ({"dspark_target_layer_ids": [1, 2]}, "field 'dspark_target_layer_ids' is of the DSpark drafter"),
+        (
+            scheme(weight_block_size=[32, 32]),
+            "field 'quantization_config.weight_block_size' is [32, 32]; accepted: [128, 128]",
+        ),
+        (
+            {"compress_ratios": [], "layer_types": ["sliding_attention"]},
+            "field 'compress_ratios' and field 'layer_types' are both given; accepted: one of them",
+        ),
+        ({"compress_ratios": None}, "field 'compress_ratios' and field 'layer_types' are not given; accepted: one of"),
+        ({"expert_dtype": "nvfp4"}, "field 'expert_dtype' is 'nvfp4'; accepted: 'fp4', 'fp8'"),
+        (
+            scheme(expert_dtype="int4"),
+            "field 'quantization_config.expert_dtype' is 'int4'; accepted: 'fp4', 'fp8'",
+        ),
+        (
+            scheme(expert_dtype="fp8"),
+            "field 'expert_dtype' is 'fp4'; accepted: quantization_config.expert_dtype='fp8'",
+        ),
+        (
+            {"num_nextn_predict_layers": 7},
+            "field 'compress_ratios' has 5 items; accepted: 4 (num_hidden_layers) or 11 (with "
+            "num_nextn_predict_layers=7) items, each one of 0, 4, 128",
+        ),
+        (
+            {"num_nextn_predict_layers": 0, "compress_ratios": [0, 4, 5, 4]},
+            "field 'compress_ratios' holds 5; accepted: 4 (num_hidden_layers) items, each one of 0, 4, 128",
+        ),
+        ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
+    ],
+)
+def test_configurations_of_variants(written, tmp_path, changes, message):
+    shutil.copy(written / "config.json", tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_model(tmp_path, progress=False)
+
+
+def test_what_transformers_adds_to_a_quantisation(files):
+    expected = read_config(files)
+    scheme = json.loads((files / "config.json").read_text())["quantization_config"]
+    added = {"modules_to_not_convert": ["lm_head"], "modules_to_convert": None, "dequantize": False}
+    edit(files, quantization_config=scheme | added | {"expert_dtype": "fp4"})
+    assert read_config(files) == expected
+    edit(files, expert_dtype=None)
+    assert read_config(files) == expected
+    # The earliest published configurations do not say.
+    edit(files, quantization_config=scheme)
+    assert read_config(files).quantization.expert_dtype is None
+    assert load_model(files, progress=False).layers[0].ffn.experts.gate_up_proj.dtype == torch.int8
+
+
+def test_experts_of_both_kinds_are_widened(files):
+    name, q = "layers.2.ffn.experts.3.w2", torch.ones(256, 128).to(torch.float8_e4m3fn)
+    with_tensors(files, **{f"{name}.weight": q, f"{name}.scale": torch.ones(2, 1).to(torch.float8_e8m0fnu)})
+    model = load_model(files, progress=False)
+    assert all(layer.ffn.experts.down_proj.dtype == torch.float8_e4m3fn for layer in model.layers)
+    assert model.layers[2].ffn.experts.down_proj[3].float().eq(1).all()

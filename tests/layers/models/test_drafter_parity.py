@@ -1,0 +1,165 @@
+"""Every family's drafter against its formulas (plain_drafters), in fp32, up to four steps deep."""
+
+import pytest
+import torch
+
+from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.io.loading import load_model
+from dsa_layers.models.glm_moe_dsa import DraftedStates
+from dsa_layers.models.registry import FAMILIES, family
+from tests.layers.models.plain_drafters import PlainMLADrafter, PlainV4Drafter, write_small
+
+TOLERANCE = 2e-5
+PAGE = 16  # of tokens
+# Every family as it is published, and GLM-5.2 with a selection in every step, as GLM-5 and V3.2 have it.
+SELECTING = "glm_moe_dsa, selecting"
+CASES = [model for model in FAMILIES if family(model).drafter is not None] + [SELECTING]
+CHANGES = {SELECTING: {"index_share_for_mtp_iteration": False}}
+TOKENS = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1))
+# Of a sequence as a whole: all keys of it are visible to a drafter that reads all at once.
+LENGTHS = [40, 9]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def drafters(request, tmp_path_factory):
+    """(a model with its drafter, the formulas, the formulas with fewer keys)"""
+    directory = tmp_path_factory.mktemp("drafter")
+    model_type = request.param.partition(",")[0]
+    write_small(directory, model_type, **CHANGES.get(request.param, {}))
+    model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
+    plain, fewer = (PlainV4Drafter, {"window": 4}) if model_type == "deepseek_v4" else (PlainMLADrafter, {"top_k": 4})
+    return model, plain(directory), plain(directory, **fewer)
+
+
+def shares_picks(model):
+    return getattr(model.config, "index_share_for_mtp_iteration", False)
+
+
+def values(states):
+    return states.values if isinstance(states, DraftedStates) else states
+
+
+def assert_same(got, expected):
+    assert got.shape == expected.shape and (got - expected).abs().max() < TOLERANCE * expected.abs().max()
+    assert expected.std() > 0.3  # else agreement means little
+
+
+@torch.no_grad()
+def test_whole_sequences(drafters):
+    """Two of them. The second step takes the first one's states for the target's at every position, where it selects
+    itself."""
+    model, plain, short_sighted = drafters
+    batch = SequenceBatch.without_cache(LENGTHS)
+    of_target = model.states(TOKENS[:49], batch)
+    assert torch.allclose(model.logits(of_target), model(TOKENS[:49], batch, all_tokens=True), atol=TOLERANCE)
+    first = model.drafter(TOKENS[1:50], of_target, batch)
+    if shares_picks(model):
+        steps = [first]
+        with pytest.raises(ValueError, match=r"^cache: must be the first step's, .* got none in the step that gave"):
+            model.drafter(TOKENS[2:51], first, batch)
+    else:
+        steps = [first, model.drafter(TOKENS[2:51], first, batch)]
+    start = 0
+    for length in LENGTHS:
+        rows = slice(start, start + length)
+        expected = of_target[rows]
+        for step, got in enumerate(steps, start=1):
+            joined = plain.join(TOKENS[start + step : start + step + length], expected)
+            fewer, expected = short_sighted.states(joined), plain.states(joined)
+            assert_same(values(got[rows]), expected)
+            assert_same(model.drafter.logits(got[rows]), plain.logits(expected))
+            assert (fewer - expected).abs().max() > 0.01  # the keys that are seen matter
+        start += length
+
+
+def poisoned_cache(model):
+    """What nobody has written is NaN."""
+    cache = model.make_cache(8, PAGE, state_slots=4)
+    for tensor in cache.tensors():
+        tensor.fill_(torch.nan)
+    return cache
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [[13, 20, 1, 1, 1], [1, 1, 34], [5]])
+def test_pages(drafters, chunks):
+    """A prompt in chunks and single tokens, then two further drafts, at positions that the target has not reached, and
+    its own tokens there. The target and the drafter have one block table."""
+    model, plain, _ = drafters
+    pages, slot = [5, 0, 3], 2
+    of_target, cache = poisoned_cache(model), poisoned_cache(model.drafter)
+
+    def batch(new, total):
+        return SequenceBatch.paged([new], [total], [pages], PAGE, state_slots=[slot])
+
+    def decode_batch(new, total):
+        table, length, slots = (torch.tensor(values, dtype=torch.int32) for values in ([pages], [total], [slot]))
+        return DecodeBatch(table, PAGE, length, total, slots, next_n=new)
+
+    drafted, states, done = [], [], 0
+    for n in chunks:
+        rows = slice(done, done + n)
+        both = batch(n, done + n)
+        states.append(model.states(TOKENS[rows], both, of_target))
+        drafted.append(model.drafter(TOKENS[rows.start + 1 : rows.stop + 1], states[-1], both, cache))
+        done += n
+    joined = plain.join(TOKENS[1 : done + 1], torch.cat(states))
+    expected = plain.states(joined)
+    assert_same(torch.cat(list(map(values, drafted))), expected)
+
+    def further(last, joined, expected, total):
+        """A draft of the token after the last one drafted: (its states, what went into the block, the formulas')"""
+        token = model.drafter.logits(last[-1:]).argmax(-1)
+        assert token == plain.logits(expected[-1:]).argmax(-1)
+        last = model.drafter(token, last[-1:], decode_batch(1, total), cache)
+        row = plain.join(token, expected[-1:])
+        if shares_picks(model):  # the first step's keys, whatever further ones have
+            expected = plain.further(joined, row, total - 1)
+        else:
+            joined = torch.cat((joined, row))
+            expected = plain.states(joined)
+        assert_same(values(last), expected[-1:])
+        return last, joined, expected
+
+    last, draft, guesses = further(drafted[-1], joined, expected, done + 1)
+    last, draft, guesses = further(last, draft, guesses, done + 2)
+    further(last, draft, guesses, done + 3)
+
+    # The target's tokens are others than those drafted: these positions are written again, with its states.
+    rows = slice(done, done + 2)
+    both = decode_batch(2, done + 2)
+    states = model.states(TOKENS[rows], both, of_target)
+    got = model.drafter(TOKENS[rows.start + 1 : rows.stop + 1], states, both, cache)
+    joined = torch.cat((joined, plain.join(TOKENS[rows.start + 1 : rows.stop + 1], states)))
+    expected = plain.states(joined)
+    assert_same(values(got), expected[rows])
+    # Of two drafts the first was right alone: a further step goes on from its row.
+    further(got[:1], joined[:-1], expected[:-1], done + 2)
+
+
+@torch.no_grad()
+def test_two_sequences_over_pages(drafters):
+    """Of different lengths, one token each at the end."""
+    model, plain, _ = drafters
+    cache, pages, slots = poisoned_cache(model.drafter), [[5, 0], [3, 6]], [2, 0]
+    texts = [TOKENS[:20], TOKENS[20:52]]
+    states = [model.states(text[:-1], SequenceBatch.without_cache([len(text) - 1])) for text in texts]
+    expected = [plain.states(plain.join(text[1:], of_text)) for text, of_text in zip(texts, states)]
+    for done, new in (([0, 0], [11, 29]), ([11, 29], [7, 1]), ([18, 30], [1, 1])):
+        batch = SequenceBatch.paged(new, [a + b for a, b in zip(done, new)], pages, PAGE, state_slots=slots)
+        rows = [slice(a, a + b) for a, b in zip(done, new)]
+        tokens = torch.cat([text[1:][part] for text, part in zip(texts, rows)])
+        given = torch.cat([of_text[part] for of_text, part in zip(states, rows)])
+        got = model.drafter(tokens, given, batch, cache)
+        assert_same(values(got), torch.cat([of_text[part] for of_text, part in zip(expected, rows)]))
+
+
+def test_states_of_other_shapes(drafters):
+    model, *_ = drafters
+    batch = SequenceBatch.without_cache([4])
+    states = model.states(TOKENS[:4], batch)
+    row = ", ".join(map(str, states.shape[1:]))
+    for wrong in (states[:3], states.flatten(1)[:, :-1], states[:, None]):
+        with pytest.raises(ValueError, match=rf"^states: must be \[4, {row}\], a row for each of tokens \[T\], got "):
+            model.drafter(TOKENS[1:5], wrong, batch)

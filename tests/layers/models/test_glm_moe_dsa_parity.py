@@ -1,0 +1,65 @@
+"""GLM-5 against transformers' own, with an indexer in every layer and with shared ones."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.io.loading import load_model
+from tests.layers.models import hf_models
+from tests.layers.models.parity import SelectingParityTests, assert_parity
+
+
+class TestEveryLayerHasAnIndexer(SelectingParityTests):
+    @staticmethod
+    def build(directory):
+        return hf_models.glm_moe_dsa(directory)
+
+
+class TestIndexShare(SelectingParityTests):
+    """Layers 2 and 3 attend to what layer 1 selected, layer 5 to what layer 4 selected."""
+
+    @staticmethod
+    def build(directory):
+        changes = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
+        return hf_models.glm_moe_dsa(directory, **changes)
+
+    def test_which_layers(self, models):
+        ours = models[1]
+        assert ours.config.indexer_types == ("full", "full", "shared", "shared", "full", "shared")
+        names = {name for name in ours.state_dict() if ".indexer." in name}
+        assert {name.split(".")[2] for name in names} == {"0", "1", "4"} and len(names) == 3 * 5
+
+    def test_shared_layers_have_no_index_pages(self, models):
+        cache = models[1].make_cache(8, 16)
+        assert [cache.layer(i).index is None for i in range(6)] == [False, False, True, True, False, True]
+        latent, index = 32 + 16, 32
+        assert cache.nbytes == 4 * 8 * 16 * (6 * latent + 3 * index)
+
+    @pytest.mark.parametrize("impl", CheckpointImpl)
+    def test_checkpointed_layers_have_the_same_gradients(self, impl, tmp_path):
+        """The backward pass computes a layer again after later indexers have selected other keys."""
+        self.build(tmp_path)
+        tokens, batch = torch.arange(71) * 97 % 251, SequenceBatch.without_cache([48, 23])
+        gradients = []
+        for wrap in (lambda layer: layer, lambda layer: checkpoint_wrapper(layer, impl)):
+            model = load_model(tmp_path, dtype=torch.float32, trainable=True, progress=False)
+            model.model.layers = nn.ModuleList(map(wrap, model.model.layers))
+            model(tokens, batch, all_tokens=True).square().mean().backward()
+            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        for expected, got in zip(*gradients, strict=True):
+            assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_groups_yarn_and_a_listed_schedule(tmp_path):
+    """Another config: routing groups, YaRN, two shared experts, and a schedule that no frequency gives."""
+    changes = {
+        "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 0, "rms_norm_eps": 1e-5,
+        "indexer_types": ["full", "shared", "shared", "full"],
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    }  # fmt: skip
+    assert_parity(hf_models.glm_moe_dsa, tmp_path, **changes)

@@ -1,0 +1,96 @@
+"""Models in plain form: compiled whole, sharded by FSDP2, and with adapters of peft."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dsa_layers import SequenceBatch, load_model
+from dsa_layers.engine.fuse import fused
+from dsa_layers.models.registry import FAMILIES
+from tests.layers.parallel.processes import in_ranks
+
+LENS = [150, 90]  # more keys than are selected, and fewer
+TOKENS = torch.tensor([2 + i * i % 2000 for i in range(sum(LENS))])
+
+
+def plain(directory):
+    return load_model(directory, device="cpu", dtype=torch.float32, trainable=True, progress=False)
+
+
+def loss_of(model):
+    logits = model(TOKENS, SequenceBatch.without_cache(LENS), all_tokens=True)
+    return torch.nn.functional.cross_entropy(logits, TOKENS.roll(-1))
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(params=FAMILIES)
+def directory(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param, quantized=False)
+
+
+@pytest.mark.slow
+def test_compiled_without_a_graph_break(directory):
+    torch._dynamo.reset()
+    model = plain(directory)
+    expected = loss_of(model)
+    expected.backward()
+    of_eager = gradients(model)
+    model.zero_grad()
+    got = torch.compile(loss_of, backend="aot_eager", fullgraph=True)(model)
+    got.backward()
+    torch.testing.assert_close(got, expected)
+    found = gradients(model)
+    assert found.keys() == of_eager.keys()
+    for name, gradient in of_eager.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def sharded(ranks, directory):
+    model = plain(directory)
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    layers = model.model.layers if hasattr(model, "model") else model.layers
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss = loss_of(model)
+    loss.backward()
+    return loss.item(), {name: gradient.full_tensor() for name, gradient in gradients(model).items()}
+
+
+@pytest.mark.slow
+def test_sharded_by_fsdp2(directory):
+    """Both ranks have the same tokens, so that the mean of their gradients is that of one process."""
+    model = plain(directory)
+    expected = loss_of(model)
+    expected.backward()
+    for loss, found in in_ranks(2, sharded, directory):
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4"])
+def test_adapters(model_type, tiny_checkpoint):
+    """Only the adapters learn, and the model generates with them in the engine's form."""
+    peft = pytest.importorskip("peft")
+    model = plain(tiny_checkpoint(model_type, quantized=False))
+    targets = r".*(q_b_proj|kv_b_proj|o_proj|wq_b|wo_b|wkv|shared_experts\.\w+_proj)"
+    if model_type == "deepseek_v4":
+        targets = r".*attn\.(wq_a|wq_b|wo_b|wkv)"
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=targets), model)
+    before = loss_of(adapted)
+    optimiser = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        loss_of(adapted).backward()
+        assert gradients(adapted) and all("lora_" in name for name in gradients(adapted))
+        optimiser.step()
+        optimiser.zero_grad()
+    with torch.no_grad():
+        after = loss_of(adapted)
+        assert after < before - 0.05
+        with fused(adapted):
+            torch.testing.assert_close(loss_of(adapted), after, rtol=1e-4, atol=1e-4)
