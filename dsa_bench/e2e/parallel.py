@@ -36,8 +36,7 @@ from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import Model, Run, decode, prefill
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
-from dsa_layers.engine.cuts import cuts_of
-from dsa_layers.engine.split import split
+from dsa_layers.engine.split import cuts_of, split
 from dsa_layers.io.gpu_plan import plan
 from dsa_layers.models.family import published_config
 from dsa_layers.models.protocols import CheckpointModel

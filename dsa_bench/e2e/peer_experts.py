@@ -25,7 +25,7 @@ import dsa
 from dsa_bench.e2e.parts import glue
 from dsa_bench.peers import marlin
 from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.engine.joint_linear import Cast
 from dsa_layers.engine.routing import choose
@@ -139,10 +139,10 @@ def mixture_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> For
         *,
         cast: Cast | None = None,
         residual: torch.Tensor | None = None,
-        rows: Rows = ALL_ROWS,
+        placement: Placement = WHOLE,
     ) -> torch.Tensor:
-        if rows.parts or not runs(self.experts, x, module, on_marlin):
-            return ours(self, x, tokens, cast=cast, residual=residual, rows=rows)
+        if placement.is_split or not runs(self.experts, x, module, on_marlin):
+            return ours(self, x, tokens, cast=cast, residual=residual, placement=placement)
         shared, side = None, SideStream()
         if self.shared_experts is not None:
             with side_stream(x, *(cast or ())) as side:

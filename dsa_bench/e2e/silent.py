@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from dsa_bench.e2e.replacing import replaced
-from dsa_layers.batch.rows import Rows
+from dsa_layers.batch.placement import Placement
 from dsa_layers.engine.vocabulary import SplitEmbedding
+from dsa_layers.parallel.placement import Sharded
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.parallel.rows import SharedRows
 
 
 class SilentRanks(Ranks):
@@ -37,12 +37,12 @@ def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
 
     The replacements affect the whole process, so no other split model may run within the block.
     """
-    silent = SilentRanks(ranks.rank, ranks.size, shares_rows=ranks.shares_rows)
+    silent = SilentRanks(ranks.rank, ranks.size, shards_rows=ranks.shards_rows)
     changes: list[tuple[object, str, Any]] = [
-        (SharedRows, "gather", _repeat_rows),
-        (SharedRows, "begin_gather", Rows.begin_gather),
-        (SharedRows, "sum", SharedRows.own),
-        (SharedRows, "begin_sum", Rows.begin_sum),
+        (Sharded, "all_gather", _repeat_rows),
+        (Sharded, "start_all_gather", Placement.start_all_gather),
+        (Sharded, "reduce", Sharded.local),
+        (Sharded, "start_reduce", Placement.start_reduce),
     ]
     changes += [(module, "ranks", silent) for module in model.modules() if hasattr(module, "ranks")]
     # A rank's embedding has no rows for the token ids of other ranks, and a pass with only ids of other ranks would
@@ -59,8 +59,8 @@ def _tokens_of_this_rank(embedding: SplitEmbedding, arguments: tuple[torch.Tenso
     return (arguments[0] % count + embedding.ranks.rank * count,)
 
 
-def _repeat_rows(rows: SharedRows, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Replace `SharedRows.gather`: repeat each of the rank's two pieces over the half of the rows that contains it, so
+def _repeat_rows(rows: Sharded, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Replace `Sharded.all_gather`: repeat each of the rank's two pieces over the half of the rows that contains it, so
     that a token gets the selection of a token at a similar position."""
     middle = rows.count // 2
     whole = tuple(x.new_empty(rows.count, *x.shape[1:]) for x in local)

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from dsa_layers.batch import packing
-from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
+from dsa_layers.batch.placement import WHOLE, Placement, redistribute
 from dsa_layers.batch.token_batch import TokenBatch
 
 CountedIn = Literal["positions", "rows", "slots"]
@@ -22,37 +22,38 @@ class Selected:
     topk_indices  int32 [T, top_k]: the selected keys, then -1; None if the layer attended to all keys
     batch         the batch of the selecting layer, whose slots or rows these are; None without tokens
     counted_in    whether topk_indices are positions in the sequence, rows among all packed keys, or slots in the cache
-    rows          the tokens that topk_indices has rows for: all T, or those of this rank
+    placement     of the rows of topk_indices: all T tokens, or this rank's
     bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
     """
 
     topk_indices: torch.Tensor | None
     batch: TokenBatch | None
     counted_in: CountedIn = "rows"
-    rows: Rows = ALL_ROWS
+    placement: Placement = WHOLE
     bits: torch.Tensor | None = None
 
-    def indices(self, counted_in: CountedIn, batch: TokenBatch, rows: Rows = ALL_ROWS) -> torch.Tensor | None:
-        """topk_indices for the tokens of `rows`, for a layer with this batch of the same tokens, on its device."""
+    def indices(self, counted_in: CountedIn, batch: TokenBatch, placement: Placement = WHOLE) -> torch.Tensor | None:
+        """topk_indices for the local rows of `placement`, for a layer with this batch of the same tokens, on its
+        device."""
         found = self.topk_indices
         if found is None:
             return None
         if counted_in == self.counted_in and batch is self.batch:
-            return moved(found, self.rows, rows)
-        found = moved(self._positions(), self.rows, rows).to(batch.device)
+            return redistribute(found, self.placement, placement)
+        found = redistribute(self._positions(), self.placement, placement).to(batch.device)
         if counted_in == "slots":
-            sequences = rows.own_kept(batch.sequences)
+            sequences = placement.local_cached(batch.sequences)
             return packing.selected_slots(batch.block_table, batch.page_size, sequences, found)
         if counted_in == "rows":
-            return packing.packed_rows(found, rows.own_kept(batch.key_starts), len(batch.key_lens))
+            return packing.packed_rows(found, placement.local_cached(batch.key_starts), len(batch.key_lens))
         return found
 
     def _positions(self) -> torch.Tensor:
         """topk_indices as positions in each token's sequence."""
         found, batch = self.topk_indices, self.batch
         if self.counted_in == "slots":
-            sequences = self.rows.own_kept(batch.sequences)
+            sequences = self.placement.local_cached(batch.sequences)
             return packing.positions_of_slots(batch.block_table, batch.page_size, sequences, found)
         if self.counted_in == "rows":
-            return packing.positions_of_rows(found, self.rows.own_kept(batch.key_starts))
+            return packing.positions_of_rows(found, self.placement.local_cached(batch.key_starts))
         return found

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from dsa_layers import Precision, read_config
 from dsa_layers.command.messages import say
 from dsa_layers.command.model import precision_options
-from dsa_layers.engine.cuts import DoesNotDivide
+from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.io.checks import check_quantised_sizes
 from dsa_layers.io.hub import checkpoint_directory
 

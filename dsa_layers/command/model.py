@@ -15,7 +15,7 @@ from dsa_layers import SHIPPED_MODEL, Precision, Ranks, Tokenizer, load_model, r
 from dsa_layers.command.messages import say, say_json
 from dsa_layers.command.parser import MOST_GPUS
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.engine.cuts import DoesNotDivide
+from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.gpu_plan import GpuPlan, check_fits, plans, precision_of

@@ -7,16 +7,16 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.rows import rows_of
 
 
 class FusedDecoderBlock(DecoderBlock):
     """`DecoderBlock` of a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`.
 
     A norm, the FP8 cast of its result and the sum with the residual stream are one kernel.
-    ranks: if several compute the model, blocks pass on the rows of this rank (`rows_of`). The first block gets all rows
-    of x, and the last one returns all.
+    ranks: if several compute the model, blocks pass on this rank's local rows (`placement_of`). The first block gets
+    all rows of x, and the last one returns all.
     """
 
     ranks: Ranks = ALONE
@@ -32,11 +32,11 @@ class FusedDecoderBlock(DecoderBlock):
         cache: LayerCache | None = None,
         selected: Selected | None = None,
     ) -> tuple[torch.Tensor, Selected]:
-        rows = rows_of(batch, self.ranks)
-        x = rows.own(x) if self.is_first else x
+        placement = placement_of(batch, self.ranks)
+        x = placement.local(x) if self.is_first else x
         _, normed, cast = norm_and_cast(self.input_layernorm, x, self.self_attn.joint_layers())
         y, selected = self.self_attn(normed, cos, sin, batch, cache, selected, cast=cast)
         readers = self.mlp.joint_layers()
         x, normed, cast = norm_and_cast(self.post_attention_layernorm, y, readers, residual=x)
-        x = self.mlp(normed, cast=cast, residual=x, rows=rows)
-        return (rows.gather(x)[0] if self.is_last else x), selected
+        x = self.mlp(normed, cast=cast, residual=x, placement=placement)
+        return (placement.all_gather(x)[0] if self.is_last else x), selected

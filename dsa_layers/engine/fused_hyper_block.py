@@ -15,8 +15,8 @@ from dsa_layers.layers.compressed_attention import Angles
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, StreamMixing
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
+from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.rows import rows_of
 
 Weights = tuple[torch.Tensor, torch.Tensor]  # post and comb
 
@@ -116,15 +116,15 @@ class FusedHyperBlock(HyperDecoderBlock):
         batch: TokenBatch,
         cache: CompressedLayerCache | None = None,
     ) -> torch.Tensor | MixedStreams:
-        rows = rows_of(batch, self.ranks)
+        placement = placement_of(batch, self.ranks)
         if not isinstance(streams, MixedStreams):
-            streams = MixedStreams(rows.own(streams) if self.is_first else streams, None)
+            streams = MixedStreams(placement.local(streams) if self.is_first else streams, None)
         x, cast, weights = self.hc_attn.enter(streams, self.attn_norm, self.attn.joint_layers())
         y = self.attn(x, rope, entry_rope, batch, cache, cast=cast)
         streams = self.hc_attn.leave(y, streams, weights, self.hc_ffn)
         x, cast, weights = self.hc_ffn.enter(streams, self.ffn_norm, self.ffn.joint_layers())
-        y = self.ffn(x, tokens, cast=cast, rows=rows)
+        y = self.ffn(x, tokens, cast=cast, placement=placement)
         streams = self.hc_ffn.leave(y, streams, weights, *(self.following or (None,)))
         if self.following:
             return streams
-        return rows.gather(streams.streams)[0] if self.is_last else streams.streams
+        return placement.all_gather(streams.streams)[0] if self.is_last else streams.streams

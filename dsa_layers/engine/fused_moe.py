@@ -5,7 +5,7 @@ from typing import Self
 import torch
 
 import dsa
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.joint_linear import Cast, Layer
 from dsa_layers.engine.routing import choose, route
@@ -17,10 +17,10 @@ from dsa_layers.parallel.ranks import Ranks
 
 
 class FusedSwiGLU(SwiGLU):
-    """forward(x [T, hidden], cast=None, residual=None, rows=...) -> y, or residual + y, [T, hidden].
+    """forward(x [T, hidden], cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
 
-    cast: x in FP8 with scales, for `joint_layers` (`norm_and_cast`). rows: if several ranks have a part of the channels
-    each, x, its cast, the residual and the result have this rank's rows.
+    cast: x in FP8 with scales, for `joint_layers` (`norm_and_cast`). placement: of the rows of x, its cast, the
+    residual and the result, if each of several ranks has a part of the channels.
     part: this rank's channels, of a shared expert that has all of them (rank_part.py).
     """
 
@@ -33,13 +33,13 @@ class FusedSwiGLU(SwiGLU):
         *,
         cast: Cast | None = None,
         residual: torch.Tensor | None = None,
-        rows: Rows = ALL_ROWS,
+        placement: Placement = WHOLE,
     ) -> torch.Tensor:
         if cast is None:
-            (x,) = rows.gather(x)
+            (x,) = placement.all_gather(x)
         else:
-            cast = rows.gather(*cast)
-        y = rows.sum(self.product(x, cast))
+            cast = placement.all_gather(*cast)
+        y = placement.reduce(self.product(x, cast))
         return y if residual is None else residual + y
 
     def product(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
@@ -56,11 +56,11 @@ class FusedSwiGLU(SwiGLU):
 
 
 class FusedMoE(MoE):
-    """forward(x [T, hidden], tokens=None, cast=None, residual=None, rows=...) -> y, or residual + y, [T, hidden].
+    """forward(x, tokens=None, cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
 
-    tokens: of all rows. cast, residual and rows: as in `FusedSwiGLU`. A rank has some of the routed experts. If x has
-    this rank's rows only, the outputs of routed experts are summed over the ranks while each computes the shared
-    expert for its own rows. Otherwise a rank computes some channels of the shared expert.
+    tokens: of all rows. cast, residual and placement: as in `FusedSwiGLU`. A rank has some of the routed experts. If x
+    is sharded, the outputs of routed experts are summed over the ranks while each rank computes the shared expert for
+    its local rows. Otherwise a rank computes some channels of the shared expert.
     """
 
     def forward(
@@ -70,10 +70,10 @@ class FusedMoE(MoE):
         *,
         cast: Cast | None = None,
         residual: torch.Tensor | None = None,
-        rows: Rows = ALL_ROWS,
+        placement: Placement = WHOLE,
     ) -> torch.Tensor:
-        if rows.shared:
-            return self._of_own_rows(x, tokens, cast, residual, rows)
+        if placement.sharded:
+            return self._sharded(x, tokens, cast, residual, placement)
         shared, side = None, SideStream()
         if self.shared_experts is not None:
             with side_stream(x, *(cast or ())) as side:
@@ -81,34 +81,36 @@ class FusedMoE(MoE):
         experts, weights, by_expert = route(self.gate, self.experts, x, tokens)
         outputs = self._outputs(x, cast if len(x) == 1 else None, by_expert, experts.shape[1])
         side.join()
-        if not rows.parts:
+        if not placement.is_split:
             return dsa.combine_experts(outputs, by_expert[1], weights, shared, residual)
-        y = rows.sum_of_experts(outputs, by_expert[1], weights, shared)
+        y = placement.reduce_experts(outputs, by_expert[1], weights, shared)
         return y if residual is None else residual + y
 
     def joint_layers(self) -> tuple[Layer, ...]:
         """The layers that read a cast of x: the shared expert's."""
         return () if self.shared_experts is None else self.shared_experts.joint_layers()
 
-    def _of_own_rows(
+    def _sharded(
         self,
         x: torch.Tensor,
         tokens: torch.Tensor | None,
         cast: Cast | None,
         residual: torch.Tensor | None,
-        rows: Rows,
+        placement: Placement,
     ) -> torch.Tensor:
-        """`forward` if x has this rank's rows. Routed experts read all rows, which the ranks exchange, as FP8 if there
-        is a cast, while the router chooses."""
-        gathering = rows.begin_gather(*((x,) if cast is None else cast))
-        choosing = rows.begin_gather(*choose(self.gate, x, None if tokens is None else rows.own_kept(tokens)))
+        """`forward` if x is sharded. Routed experts read all rows, which the ranks exchange, as FP8 if there is a cast,
+        while the router chooses."""
+        gathering = placement.start_all_gather(*((x,) if cast is None else cast))
+        choosing = placement.start_all_gather(
+            *choose(self.gate, x, None if tokens is None else placement.local_cached(tokens))
+        )
         every, (experts, weights) = gathering(), choosing()
         by_expert = self.experts.sort(experts)
         if cast is None:
             outputs = self._outputs(*every, None, by_expert, experts.shape[1])
         else:
             outputs = self._outputs(x, every, by_expert, experts.shape[1])
-        total = rows.begin_sum(dsa.combine_experts(outputs, by_expert[1], weights))
+        total = placement.start_reduce(dsa.combine_experts(outputs, by_expert[1], weights))
         shared = None if self.shared_experts is None else self.shared_experts.product(x, cast)
         return total(shared, residual)
 

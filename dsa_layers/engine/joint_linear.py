@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.batch.rows import Rows
+from dsa_layers.batch.placement import Placement
 from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear
 
@@ -45,12 +45,12 @@ def multiply_as_one(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, 
     return multiply(x, *layers)
 
 
-def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, rows: Rows) -> torch.Tensor:
-    """y [T, O] of all rows, where x and its cast have the rows of this rank."""
+def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placement: Placement) -> torch.Tensor:
+    """y [T, O] of all rows. placement: of the rows of x and its cast."""
     if cast is None:
-        (x,) = rows.gather(x)
+        (x,) = placement.all_gather(x)
         return layer(x)
-    return layer.multiply(rows.gather(*cast), x.dtype)
+    return layer.multiply(placement.all_gather(*cast), x.dtype)
 
 
 def scaling(layers: Sequence[nn.Module]) -> bool | None:

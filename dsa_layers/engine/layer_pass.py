@@ -1,11 +1,11 @@
-"""What a fused layer reads of a pass: its tokens, their angles, the cache, and which rows this rank computes."""
+"""What a fused layer reads of a pass: its tokens, their angles, the cache, and the placement of their rows."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.batch.token_batch import TokenBatch
 
 Cache = TypeVar("Cache")
@@ -19,16 +19,16 @@ class LayerPass(Generic[Cache]):
     batch    the tokens of all ranks
     angles   cos and sin of all T tokens
     cache    the layer's cache, or None
-    rows     which rows of x this rank has
-    queries  the rows for which this call of the layer gives a result: `rows`, or all of them
+    placement  of the rows of x
+    queries  placement of the rows for which this call of the layer computes the result: `placement`, or all
     in_pages whether attention reads keys where they are in the cache
     """
 
     batch: TokenBatch
     angles: Angles
     cache: Cache | None = None
-    rows: Rows = ALL_ROWS
-    queries: Rows = ALL_ROWS
+    placement: Placement = WHOLE
+    queries: Placement = WHOLE
     in_pages: bool = False
 
     @property
@@ -39,7 +39,7 @@ class LayerPass(Generic[Cache]):
     @property
     def query_angles(self) -> Angles:
         cos, sin = self.angles
-        return self.queries.own_kept(cos), self.queries.own_kept(sin)
+        return self.queries.local_cached(cos), self.queries.local_cached(sin)
 
 
 @dataclass

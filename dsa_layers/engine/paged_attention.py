@@ -9,7 +9,7 @@ import dsa
 from dsa.kernels.mla.limits import GROUP_SIZES
 from dsa.runtime import backends
 from dsa_layers.batch import packing
-from dsa_layers.batch.rows import ALL_ROWS, moved
+from dsa_layers.batch.placement import WHOLE, redistribute
 from dsa_layers.batch.selected import CountedIn, Selected
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
@@ -27,8 +27,8 @@ from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.layers.pass_checks import check_cache, check_pages
 from dsa_layers.layers.selecting_attention import KeyCounter
+from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.rows import rows_of
 
 MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
 # A sparse prefill first converts the latents in FP8 pages to 16 bits, if these take at most so many bytes (174762
@@ -90,8 +90,9 @@ class PagedAttention(DSAAttention):
     With a cache, latents and index keys of the new tokens are first written to its pages. Attention reads keys from the
     pages, so FP8 pages round them.
 
-    ranks: if several compute the layer, x and the result have the rows of this rank (`rows_of`). A rank computes its
-    heads for all rows, and the results are summed. With few heads and many rows it computes all heads for its own rows.
+    ranks: if several compute the layer, x and the result have this rank's local rows (`placement_of`). A rank computes
+    its heads for all rows, and the results are summed. With few heads and many rows it computes all heads for its local
+    rows.
     part: this rank's heads, of a layer that has all of them (rank_part.py). part_of_ranks: those that have parts.
     """
 
@@ -126,17 +127,19 @@ class PagedAttention(DSAAttention):
         elif batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         with torch.no_grad():
-            return self._pass(x, cast, AttentionPass(batch, (cos, sin), cache, rows_of(batch, self.ranks)), selected)
+            return self._pass(
+                x, cast, AttentionPass(batch, (cos, sin), cache, placement_of(batch, self.ranks)), selected
+            )
 
     def _pass(
         self, x: torch.Tensor, cast: Cast | None, step: AttentionPass, selected: Selected | None
     ) -> tuple[torch.Tensor, Selected]:
         self._choose_form(step, x, selected)
-        if self.part is not None and step.rows.shared and not step.multi_head:
-            step.queries = step.rows
+        if self.part is not None and step.placement.sharded and not step.multi_head:
+            step.queries = step.placement
             return self._run(x, cast, step, selected)
         y, selected = (self.part or self)._run(x, cast, step, selected)
-        return step.rows.sum(y), selected
+        return step.placement.reduce(y), selected
 
     def joint_layers(self) -> tuple[Layer, ...]:
         """The layers whose products with x are one product. The last one may end within a block of 128 rows."""
@@ -193,7 +196,7 @@ class PagedAttention(DSAAttention):
         if self.key_counter is not None:
             read = visible = batch.visible_keys
             if topk_indices is not None:
-                (read,) = queries.gather((topk_indices >= 0).sum(-1))
+                (read,) = queries.all_gather((topk_indices >= 0).sum(-1))
             self.key_counter.add(read, visible, visible)
 
         if step.multi_head:
@@ -229,13 +232,13 @@ class PagedAttention(DSAAttention):
                 self.indexer.store(*keys, step)
         readers = (self.q_b_proj, self.indexer.wq_b) if indexes and step.sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
-        kv, *keys = step.rows.begin_gather_joined(kv, *keys)()
+        kv, *keys = step.placement.start_joint_all_gather(kv, *keys)()
         return Latents(qr, cast, kv, keys[0] if keys else None, weights)
 
     def _queries(self, latents: Latents, step: AttentionPass) -> torch.Tensor:
         """q [T, heads, nope + rope] of `step.queries` before rope."""
-        if step.rows.shared and not step.queries.shared:
-            q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, step.rows)
+        if step.placement.sharded and not step.queries.sharded:
+            q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, step.placement)
         else:
             (q,) = joint_linear.multiply(latents.queries, self.q_b_proj, cast=latents.cast)
         return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
@@ -254,19 +257,19 @@ class PagedAttention(DSAAttention):
                 return None
             (q,) = joint_linear.multiply(qr, self.indexer.wq_b, cast=latents.cast)
             weights = self.indexer.head_weights(x) if weights is None else weights
-            topk_indices = self.indexer.pick(q, latents.index_keys, weights, step, step.rows)
-            topk_indices = moved(topk_indices, step.rows, step.queries)
+            topk_indices = self.indexer.pick(q, latents.index_keys, weights, step, step.placement)
+            topk_indices = redistribute(topk_indices, step.placement, step.queries)
         else:
-            if step.rows.shared:
-                x, qr = step.rows.gather(x, qr)
+            if step.placement.sharded:
+                x, qr = step.placement.all_gather(x, qr)
             options = {"paged_slots": step.in_pages, "store_only": not step.sparse} if step.cache is not None else {}
             topk_indices = self.indexer.select(x, qr, *step.angles, batch, step.cache, **options)
             if not step.sparse:
                 return None
-            topk_indices = moved(topk_indices, ALL_ROWS, step.queries)
+            topk_indices = redistribute(topk_indices, WHOLE, step.queries)
         if step.in_pages or step.multi_head:
             return topk_indices
-        return packing.packed_rows(topk_indices, step.queries.own_kept(batch.key_starts), len(batch.key_lens))
+        return packing.packed_rows(topk_indices, step.queries.local_cached(batch.key_starts), len(batch.key_lens))
 
     def _store(self, kv: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
         """Writes the new tokens' kv [T, latent + rope], as projected, to the pages. Returns what these hold of all
@@ -287,7 +290,7 @@ class PagedAttention(DSAAttention):
         if step.cache.latent.dtype == x.dtype:
             return True
         read = sum(step.batch.key_lens) * (self.kv_lora_rank + self.rope_dim) * x.itemsize
-        heads = self.n_heads if self.part is None or step.rows.shared else self.part.n_heads
+        heads = self.n_heads if self.part is None or step.placement.sharded else self.part.n_heads
         return step.cache.latent_is_fp8 and read > most_read(heads)
 
     def _stored_keys(self, step: AttentionPass, dtype: torch.dtype) -> torch.Tensor:
@@ -301,7 +304,7 @@ class PagedAttention(DSAAttention):
     def _counts(self, topk_indices: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
         """How many columns of topk_indices count, for each of `step.queries`; None if all do."""
         counts = step.batch.selected_counts(topk_indices.shape[1])
-        return None if counts is None else step.queries.own_kept(counts)
+        return None if counts is None else step.queries.local_cached(counts)
 
     def _absorbed_queries(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor, step: AttentionPass
@@ -355,7 +358,7 @@ class PagedAttention(DSAAttention):
         """What ranks exchange in the multi-head form beyond the absorbed one: queries' latents and results, and what is
         selected, unless the indexer selects for all rows in either form. Layers without an indexer follow this choice:
         what they exchange is counted as if it were the same."""
-        if self.part is None or not step.rows.shared:
+        if self.part is None or not step.placement.sharded:
             return None
         latents = self.q_lora_rank * x.element_size()
         if isinstance(self.q_b_proj, BlockFP8Linear):

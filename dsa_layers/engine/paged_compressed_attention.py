@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
+from dsa_layers.batch.placement import WHOLE, Placement, redistribute
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.batch.window_view import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
@@ -24,8 +24,8 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear
 from dsa_layers.layers.pass_checks import check_cache, check_entries
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.layers.selecting_attention import KeyCounter
+from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.rows import rows_of
 
 MOST_CHANNELS, VECTOR = 512, 8  # of a head, for rope in one kernel with the norm or the cast; channels at a time
 FEW_HEADS = 32  # attention of so many has a kernel of its own, which casts nothing
@@ -99,12 +99,12 @@ class PagedCompressedAttention(CompressedAttention):
                 check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
         elif batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        step = Pass(batch, rope, cache, rows_of(batch, self.ranks), entry_angles=entry_rope)
+        step = Pass(batch, rope, cache, placement_of(batch, self.ranks), entry_angles=entry_rope)
         with torch.no_grad():
-            if self.part is not None and step.rows.shared:
-                step.queries = step.rows
+            if self.part is not None and step.placement.sharded:
+                step.queries = step.placement
                 return self._run(x, cast, step)
-            return step.rows.sum((self.part or self)._run(x, cast, step))
+            return step.placement.reduce((self.part or self)._run(x, cast, step))
 
     def joint_layers(self) -> tuple[Layer, ...]:
         """The layers whose products with x are one product."""
@@ -150,7 +150,7 @@ class PagedCompressedAttention(CompressedAttention):
         # If nothing is selected the indexer makes its keys for the cache alone.
         indexes = self._shares_products and (selects or step.cache is not None)
         entries, of_index, weights = self._products(x, indexes, selects and self._shares_products)
-        gathering = step.rows.begin_gather_joined(kv, *(entries or ()), *(of_index or ()))
+        gathering = step.placement.start_joint_all_gather(kv, *(entries or ()), *(of_index or ()))
 
         def end() -> Projections:
             keys, *products = gathering()
@@ -182,8 +182,8 @@ class PagedCompressedAttention(CompressedAttention):
 
     def _queries(self, latents: QueryLatents, step: Pass) -> torch.Tensor:
         """q [T, heads, dim] of `step.queries`, normed and rotated."""
-        if step.rows.shared and not step.queries.shared:
-            q = joint_linear.multiply_gathered(latents.values, self.wq_b, latents.cast, step.rows)
+        if step.placement.sharded and not step.queries.sharded:
+            q = joint_linear.multiply_gathered(latents.values, self.wq_b, latents.cast, step.placement)
         else:
             (q,) = joint_linear.multiply(latents.values, self.wq_b, cast=latents.cast)
         q = q.unflatten(-1, (self.n_heads, self.dim))
@@ -200,13 +200,13 @@ class PagedCompressedAttention(CompressedAttention):
             (q,) = joint_linear.multiply(latents.values, indexer.wq_b, cast=latents.cast)
             weights = projected.index_weights
             weights = indexer.head_weights(x) if weights is None else weights
-            picked = indexer.pick(q, projected.index_entries, weights, step, cache, step.rows)
-            return moved(picked, step.rows, step.queries)
+            picked = indexer.pick(q, projected.index_entries, weights, step, cache, step.placement)
+            return redistribute(picked, step.placement, step.queries)
         qr = latents.values
-        if step.rows.shared:
-            x, qr = step.rows.gather(x, qr)
+        if step.placement.sharded:
+            x, qr = step.placement.all_gather(x, qr)
         options = {"entry_rope": step.entry_angles} | ({"paged_slots": True} if step.in_pages else {})
-        return moved(indexer.select(x, qr, *step.angles, step.batch, cache, **options), ALL_ROWS, step.queries)
+        return redistribute(indexer.select(x, qr, *step.angles, step.batch, cache, **options), WHOLE, step.queries)
 
     def _prefill(
         self,
@@ -221,14 +221,14 @@ class PagedCompressedAttention(CompressedAttention):
         windows = self._windows(step)
         # Which keys a query sees, row by row: for this rank's queries, which are not the last ones of their sequences,
         # the bounds do not say it.
-        near = queries.own_kept(windows.indices)
-        packed = (q, keys[:, None], queries.own_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
+        near = queries.local_cached(windows.indices)
+        packed = (q, keys[:, None], queries.local_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
         if compressed is None or len(compressed) == 0:
             compressed = rows = counts = None
         else:
             compressed = compressed[:, None]
             counts = batch.entries(self.compressor.ratio).selected_counts(rows.shape[1])
-            counts = None if counts is None else queries.own_kept(counts)
+            counts = None if counts is None else queries.local_cached(counts)
         if self.key_counter is not None:
             self._count_keys(batch, _listed(rows, counts), queries)
         scale = self.dim**-0.5
@@ -309,17 +309,17 @@ class PagedCompressedAttention(CompressedAttention):
         if cache is not None:  # after the selection, because both take memory in a long context
             compressed = dsa.read_kv_cache(cache.entries.pages, entries.all_slots, dtype=x.dtype)
         if topk_indices is None:
-            return compressed, step.queries.own_kept(entries.rows)
-        starts = step.queries.own_kept(entries.starts)
+            return compressed, step.queries.local_cached(entries.rows)
+        starts = step.queries.local_cached(entries.starts)
         return compressed, packing.packed_rows(topk_indices, starts, len(batch.key_lens))
 
     def _store_only(self, x: torch.Tensor, projected: Projections, step: Pass) -> None:
         """Lets an indexer of another class write its keys to the cache."""
-        x, qr = step.rows.gather(x, projected.latents.values)
+        x, qr = step.placement.all_gather(x, projected.latents.values)
         options = {"entry_rope": step.entry_angles, "store_only": True}
         self.indexer.select(x, qr, *step.angles, step.batch, step.cache.index_entries, **options)
 
-    def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Rows = ALL_ROWS) -> None:
+    def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Placement = WHOLE) -> None:
         """entries int32 [T, K], or [B, next_n, K] of a decoding pass: those that each of `queries` reads in addition to
         its window, -1 if there are fewer."""
         if self.key_counter is None:
@@ -327,7 +327,7 @@ class PagedCompressedAttention(CompressedAttention):
         context = batch.visible_keys
         read = dense = context.clamp(max=self.window)
         if entries is not None:
-            read = read + queries.gather((entries >= 0).flatten(0, -2).sum(-1))[0]
+            read = read + queries.all_gather((entries >= 0).flatten(0, -2).sum(-1))[0]
             dense = dense + batch.entries(self.compressor.ratio).visible_keys
         self.key_counter.add(read, dense, context)
 

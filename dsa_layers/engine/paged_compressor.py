@@ -3,7 +3,7 @@
 import torch
 
 import dsa
-from dsa_layers.batch.rows import Rows
+from dsa_layers.batch.placement import Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.engine import joint_linear
@@ -76,7 +76,7 @@ class PagedCompressedIndexer(CompressedIndexer):
             self.compressor.store(keys, step, cache)
         if store_only:
             return None
-        return self.pick(self.wq_b(qr), keys, self.head_weights(x), step, cache, step.rows)
+        return self.pick(self.wq_b(qr), keys, self.head_weights(x), step, cache, step.placement)
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """w fp32 [T, n_heads]."""
@@ -89,16 +89,16 @@ class PagedCompressedIndexer(CompressedIndexer):
         weights: torch.Tensor,
         step: EntryPass,
         cache: EntryCache | None,
-        rows: Rows,
+        placement: Placement,
     ) -> torch.Tensor:
-        """int32 [T, top_k]: what `select` gives for the tokens of `rows`, slots if `step.in_pages`.
+        """int32 [T, top_k]: what `select` gives for the local rows of `placement`, slots if `step.in_pages`.
 
         queries wq_b(qr) and weights `head_weights` of these rows. keys: the compressor's products with all rows; the
         cache has them already, if there is one.
         """
         batch = step.batch
         q = queries.unflatten(-1, (self.n_heads, self.head_dim))
-        angles = rows.own_kept(step.angles[0]), rows.own_kept(step.angles[1])
+        angles = placement.local_cached(step.angles[0]), placement.local_cached(step.angles[1])
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, *angles, interleaved=True, dims="last")
         else:
@@ -116,10 +116,10 @@ class PagedCompressedIndexer(CompressedIndexer):
             every = read(cache.pages, entries.all_slots)
         paging = {}
         if step.in_pages:
-            sequences = rows.own_kept(batch.sequences)
+            sequences = placement.local_cached(batch.sequences)
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
         starts, lengths, most = entries.visible_ranges
-        ranges = rows.own_kept(starts), rows.own_kept(lengths), most
+        ranges = placement.local_cached(starts), placement.local_cached(lengths), most
         options = {"accumulators": self.accumulators, "workspace": self.workspace}
         options["key_lens"] = entries.lens if batch.is_decode else None
         return select_packed(q, every, weights, self.top_k, *ranges, **options, **paging)

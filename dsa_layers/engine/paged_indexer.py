@@ -3,7 +3,7 @@
 import torch
 
 import dsa
-from dsa_layers.batch.rows import Rows
+from dsa_layers.batch.placement import Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine.fp32_product import fp32_product
@@ -35,7 +35,7 @@ class PagedIndexer(LightningIndexer):
         keys, step = self.wk(x), LayerPass(batch, (cos, sin), cache, in_pages=paged_slots)
         if cache is not None:
             self.store(keys, step)
-        return None if store_only else self.pick(self.wq_b(qr), keys, self.head_weights(x), step, step.rows)
+        return None if store_only else self.pick(self.wq_b(qr), keys, self.head_weights(x), step, step.placement)
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """w fp32 [T, n_heads]."""
@@ -65,16 +65,16 @@ class PagedIndexer(LightningIndexer):
         keys: torch.Tensor,
         weights: torch.Tensor,
         step: LayerPass[LayerCache],
-        rows: Rows,
+        placement: Placement,
     ) -> torch.Tensor:
-        """int32 [T, top_k]: what `select` gives for the tokens of `rows`, slots if `step.in_pages`.
+        """int32 [T, top_k]: what `select` gives for the local rows of `placement`, slots if `step.in_pages`.
 
         queries wq_b(qr) and weights `head_weights` of these rows; keys wk(x) of all rows, in the cache by `store`.
         """
         self.check_selects()
         batch, cache = step.batch, step.cache
         q = queries.unflatten(-1, (self.n_heads, self.head_dim))
-        angles = rows.own_kept(step.angles[0]), rows.own_kept(step.angles[1])
+        angles = placement.local_cached(step.angles[0]), placement.local_cached(step.angles[1])
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
         else:
@@ -85,10 +85,10 @@ class PagedIndexer(LightningIndexer):
             return select_paged(q, *pages, weights, self.top_k, lengths, batch, batch.max_key_len, page_size)
         paging = {}
         if step.in_pages:
-            sequences = rows.own_kept(batch.sequences)
+            sequences = placement.local_cached(batch.sequences)
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
         starts, lengths, most = batch.visible_ranges
-        ranges = rows.own_kept(starts), rows.own_kept(lengths), most
+        ranges = placement.local_cached(starts), placement.local_cached(lengths), most
         options = {"accumulators": self.accumulators, "workspace": self.workspace}
         options["key_lens"] = batch.key_lens if batch.is_decode else None
         return select_packed(q, self._all_keys(keys, step), weights, self.top_k, *ranges, **options, **paging)

@@ -1,4 +1,4 @@
-"""A rank's part of a layer that it has whole: its heads of attention, its channels of a shared expert."""
+"""A rank's part of a replicated layer: its heads of attention, its channels of a shared expert."""
 
 import copy
 
@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from dsa_layers.engine.joint_linear import join_layers
-from dsa_layers.engine.shares import shares_in
+from dsa_layers.engine.split import plan_of
 from dsa_layers.layers.linear import BlockFP8Linear
 
 
 def make_parts(model: nn.Module) -> None:
-    """Gives every layer that this rank has whole its `part`. To be called once the weights are loaded and on their
-    device, before a CUDA graph is captured; and again if they are loaded or moved anew."""
+    """Give every replicated layer its `part`. Call it after the weights are loaded and on their device, and before a
+    CUDA graph is captured; call it again after they are loaded or moved again."""
     for layer in model.modules():
         ranks = getattr(layer, "part_of_ranks", None)
         if ranks is not None:
@@ -23,15 +23,15 @@ def make_parts(model: nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
-    """The layer with the part of one rank alone: what it computes is a part of a sum.
+    """The layer with one rank's part of the parameters. It computes a partial sum.
 
-    Its parameters are views of the layer's, except those of FP8 layers that are to lie side by side for one product.
+    The parameters are views of the layer's, except those of FP8 layers that lie side by side for one product.
     """
-    part, shares = copy.copy(layer), shares_in(layer)
+    part, plan = copy.copy(layer), plan_of(layer)
     part._modules, part._parameters = dict(layer._modules), dict(layer._parameters)
-    for name, count in {name: getattr(layer, name) for name in shares.counts}.items():
+    for name, count in {name: getattr(layer, name) for name in plan.counts}.items():
         setattr(part, name, count // size)
-    for dim, names in enumerate((shares.rows, shares.columns)):
+    for dim, names in enumerate((plan.dim0, plan.dim1)):
         for name in names:
             if name in layer._modules:
                 part._modules[name] = _cut_module(layer._modules[name], dim, rank, size)

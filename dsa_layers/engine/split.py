@@ -1,54 +1,127 @@
-"""A model on the meta device becomes a rank's part of it: parameters and counts of its own size."""
+"""Tensor parallelism: a model on the meta device becomes one rank's part of it.
+
+A sharded parameter is cut into as many equal parts as there are ranks, and rank r has the r-th. A layer that is cut
+along dimension 1 follows one that is cut along dimension 0, and gives a partial sum of the result.
+"""
 
 import os
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsa_layers.engine.cuts import Cut, cuts_of
 from dsa_layers.engine.fused_block import FusedDecoderBlock
 from dsa_layers.engine.fused_hyper_block import FusedHyperBlock
-from dsa_layers.engine.shares import shares_of
 from dsa_layers.engine.vocabulary import SplitEmbedding
-from dsa_layers.layers.linear import Embedding
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.linear import BLOCK, Embedding, LanguageModelHead
+from dsa_layers.layers.moe import SwiGLU
 from dsa_layers.parallel.compare import compare_picks
 from dsa_layers.parallel.ranks import Ranks
 
+# The kernels of attention over selected keys take this many heads as one tile. Fewer heads cost about as much, since
+# each query gathers its keys once for all of them.
+TILE_OF_HEADS = 64
+SCALES = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How the ranks share a layer.
+
+    dim0, dim1  the parameters that are cut along dimension 0 or 1: their names, or the name of a submodule for all
+                below it, "" for all of the layer. Every rank has all other parameters whole
+    counts      attributes that count what is cut: {"n_heads": "attention heads"}
+    blocks      whether FP8 checkpoints store the matrices in blocks of 128 x 128, which are not cut
+    replicated  whether each rank has the whole layer, and computes it for its local rows in prompts of many tokens. In
+                other passes it computes its part (rank_part.py)
+    """
+
+    dim0: tuple[str, ...] = ()
+    dim1: tuple[str, ...] = ()
+    counts: Mapping[str, str] = field(default_factory=dict)
+    blocks: bool = True
+    replicated: bool = False
+
+
+PLANS: dict[type[nn.Module], ShardingPlan] = {
+    DSAAttention: ShardingPlan(("q_b_proj", "kv_b_proj"), ("o_proj",), {"n_heads": "attention heads"}),
+    CompressedAttention: ShardingPlan(
+        ("wq_b", "attn_sink", "wo_a"),
+        ("wo_b",),
+        {"n_heads": "attention heads", "o_groups": "groups of attention heads"},
+    ),
+    SwiGLU: ShardingPlan(("gate_proj", "up_proj"), ("down_proj",)),
+    Experts: ShardingPlan(("",), counts={"count": "experts"}, blocks=False),
+    Embedding: ShardingPlan(("weight",), blocks=False),
+    LanguageModelHead: ShardingPlan(("weight",), blocks=False),
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter of which each rank has `size` numbers of the dimension `dim`. whole: its shape on one rank."""
+
+    dim: int
+    whole: tuple[int, ...]
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a rank's part."""
+        return (*self.whole[: self.dim], self.size, *self.whole[self.dim + 1 :])
+
+    def part(self, rank: int) -> tuple[slice, ...]:
+        """The slices of a rank's part."""
+        own = slice(rank * self.size, (rank + 1) * self.size)
+        return (*(slice(0, n) for n in self.whole[: self.dim]), own)
+
+
+class DoesNotDivide(ValueError):
+    """The model cannot be cut into this many equal parts. Names the number of ranks, and what they cannot share."""
+
 
 def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
-    """Turns a fused model, on the meta device and whole, into this rank's part. Returns what was cut and how.
+    """Turn a fused model, on the meta device and whole, into this rank's part. Return what was cut and how.
     blocks: as of `cuts_of`.
 
-    Attention and MLPs add parts of sums over the ranks (`Rows`), and the head joins the ranks' columns of logits.
-    Layers that each rank has whole are not cut. So activations between layers have the same bits on every rank that
-    has them, and so have the selected keys. With DSA_COMPARE_RANKS=1 in the environment, ranks check this in every pass
-    that is not a replay of a CUDA graph: they all have all rows then (`compare_picks`).
-    Raises ValueError, with the model unchanged, for one that does not come apart evenly.
+    Attention and MLPs give partial sums (`Placement`), and the head joins the ranks' columns of logits. Replicated
+    layers are not cut. So activations between layers, and selected keys, have the same bits on all ranks that have
+    them. With DSA_COMPARE_RANKS=1 in the environment ranks check this in every pass that is not a replay of a CUDA
+    graph (`compare_picks`); every rank has all rows then.
+    Raises ValueError, with the model unchanged, for one that cannot be cut evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
     if ranks.size == 1:
         return {}
-    shared = [*shares_of(model, ranks.size)]
+    planned = [*planned_layers(model, ranks.size)]
     for name, cut in cuts.items():
         owner, _, attribute = name.rpartition(".")
         module, whole = model.get_submodule(owner), model.get_parameter(name)
         part = torch.empty(cut.shape, dtype=whole.dtype, device=whole.device)
         setattr(module, attribute, nn.Parameter(part, requires_grad=whole.requires_grad))
-    for _, module, shares in shared:
-        if shares.whole:
+    for _, module, plan in planned:
+        if plan.replicated:
             module.part_of_ranks = ranks
             continue
-        for attribute in shares.counts:
+        for attribute in plan.counts:
             setattr(module, attribute, getattr(module, attribute) // ranks.size)
         if hasattr(module, "first"):
             module.first = ranks.rank * module.count
         if type(module) is Embedding:
             module.__class__ = SplitEmbedding
-    if os.environ.get("DSA_COMPARE_RANKS") == "1" and dist.is_initialized():  # else nobody is there to ask
+    if os.environ.get("DSA_COMPARE_RANKS") == "1" and dist.is_initialized():
         compare_picks(model, ranks)
-        ranks = replace(ranks, shares_rows=False)
+        ranks = replace(ranks, shards_rows=False)
+    _set_ranks(model, ranks)
+    return cuts
+
+
+def _set_ranks(model: nn.Module, ranks: Ranks) -> None:
     model.ranks = ranks  # for the engine
     for module in model.modules():
         if hasattr(module, "ranks"):
@@ -58,4 +131,60 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
             module[-1].is_last = isinstance(module[-1], FusedDecoderBlock)  # `SplitDeepseekV4` gathers one stream
         elif isinstance(block := getattr(module, "block", None), FusedDecoderBlock | FusedHyperBlock):
             block.is_first = block.is_last = True
+
+
+def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
+    """{parameter's name: its cut} of a whole model. blocks: projections are stored in FP8, whose blocks of 128 x 128
+    share a scale and are not cut. Raises DoesNotDivide for a model that cannot be cut evenly, including the parts of
+    replicated layers."""
+    if ranks == 1:
+        return {}
+    planned = [*planned_layers(model, ranks)]
+    for name, module, plan in planned:
+        for attribute, what in plan.counts.items():
+            count = getattr(module, attribute)
+            if count % ranks:
+                raise _does_not_divide(ranks, f"{count} {what}", name)
+    cuts: dict[str, Cut] = {}
+    for prefix, module, plan in planned:
+        for name, parameter, dim in _planned_parameters(module, plan):
+            whole, full_name = tuple(parameter.shape), f"{prefix}.{name}".lstrip(".")
+            if not name.endswith(SCALES):  # scales divide if their weight does
+                kind = "columns" if dim else "rows"
+                if whole[dim] % ranks:
+                    raise _does_not_divide(ranks, f"{whole[dim]} {kind}", full_name)
+                if blocks and plan.blocks and parameter.dim() == 2 and whole[dim] // ranks % BLOCK:
+                    count = -(-whole[dim] // BLOCK)
+                    raise _does_not_divide(ranks, f"{count} blocks of {BLOCK} {kind}", full_name)
+            if not plan.replicated:
+                cuts[full_name] = Cut(dim, whole, whole[dim] // ranks)
     return cuts
+
+
+def planned_layers(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, ShardingPlan]]:
+    """(name, module, plan) of all layers that this many ranks share.
+
+    Shared experts are replicated, and so is attention that would have fewer heads per rank than a tile of its kernels.
+    """
+    for name, module in model.named_modules():
+        plan = plan_of(module)
+        if plan is not None:
+            few_heads = hasattr(module, "n_heads") and module.n_heads // ranks < TILE_OF_HEADS
+            yield name, module, replace(plan, replicated=few_heads or name.endswith("shared_experts"))
+
+
+def plan_of(module: nn.Module) -> ShardingPlan | None:
+    """How ranks share a module; None if every rank has it whole."""
+    return next((PLANS[kind] for kind in type(module).__mro__ if kind in PLANS), None)
+
+
+def _planned_parameters(module: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """(name, parameter, dim) of the module's parameters that are cut."""
+    for dim, places in enumerate((plan.dim0, plan.dim1)):
+        for name, parameter in module.named_parameters():
+            if any(not place or name == place or name.startswith(f"{place}.") for place in places):
+                yield name, parameter, dim
+
+
+def _does_not_divide(ranks: int, what: str, name: str) -> DoesNotDivide:
+    return DoesNotDivide(f"gpus: {ranks} do not evenly share the {what} of {name}")

@@ -5,8 +5,8 @@ import torch
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.rows import rows_of
 
 
 class SplitDeepseekV4(DeepseekV4ForCausalLM):
@@ -22,14 +22,14 @@ class SplitDeepseekV4(DeepseekV4ForCausalLM):
         *,
         all_tokens: bool = False,
     ) -> torch.Tensor:
-        rows = rows_of(batch, self.ranks)
-        if not rows.shared:
+        placement = placement_of(batch, self.ranks)
+        if not placement.sharded:
             return super().forward(tokens, batch, cache, all_tokens=all_tokens)
-        (x,) = rows.gather(self.hc_head(super().states(tokens, batch, cache)))
+        (x,) = placement.all_gather(self.hc_head(super().states(tokens, batch, cache)))
         return self.head(self.norm(x if all_tokens else x[batch.last_tokens]))
 
     def states(self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None) -> torch.Tensor:
-        (streams,) = rows_of(batch, self.ranks).gather(super().states(tokens, batch, cache))
+        (streams,) = placement_of(batch, self.ranks).all_gather(super().states(tokens, batch, cache))
         return streams
 
     def first_streams(self, tokens: torch.Tensor) -> torch.Tensor:

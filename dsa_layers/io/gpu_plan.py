@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 
 from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.engine.cuts import DoesNotDivide, cuts_of
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.rank_part import copied, rank_part
-from dsa_layers.engine.shares import shares_of
+from dsa_layers.engine.split import DoesNotDivide, cuts_of, planned_layers
 from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.io.memory import SHARE
@@ -95,7 +94,7 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     weights = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
     part = sum(size // gpus if name in cuts else size for name, size in weights.items())
     if gpus > 1:
-        whole = [layer for _, layer, shares in shares_of(model, gpus) if shares.whole]
+        whole = [layer for _, layer, plan in planned_layers(model, gpus) if plan.replicated]
         part += sum(x.nbytes for layer in whole for x in copied(rank_part(layer, 0, gpus)))
     sizes = CacheSizes.of([model] if model.drafter is None else [model, model.drafter], model.page_size)
     return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)

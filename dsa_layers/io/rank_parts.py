@@ -2,7 +2,7 @@
 
 import re
 
-from dsa_layers.engine.cuts import Cut
+from dsa_layers.engine.split import Cut
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.fused_experts import Index, split_experts
 from dsa_layers.io.manifest import SCALE_SUFFIX

@@ -154,7 +154,7 @@ def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
     """Where the keys are that a pass has attended to. top_k: of its indexer."""
     indices = selected.topk_indices
     if indices is not None:
-        (indices,) = selected.rows.gather(indices)
+        (indices,) = selected.placement.all_gather(indices)
     if indices is not None and selected.counted_in == "slots":
         return indices.__getitem__
 

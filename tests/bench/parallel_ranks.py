@@ -9,17 +9,17 @@ import torch
 
 from dsa_bench.e2e import parallel, stacks
 from dsa_bench.e2e.clock import Clock
-from dsa_layers.parallel import rows as shared_rows
+from dsa_layers.parallel import placement
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench import small_stacks
 
 # PROMPTS is {tokens: repeats}. Zero repeats are one run without a warm-up.
 #
-# Passes of at least SHARED_ROWS tokens divide their rows among the ranks. So the prompt of 66 tokens is divided, and
+# Passes of at least SHARDED_TOKENS tokens divide their rows among the ranks. So the prompt of 66 tokens is divided, and
 # the prompt of 40 is not. The prompt of 90 tokens runs in passes of 70 (CHUNK) and 20.
 #
-# In production, SHARED_ROWS is 256. With 64, the prompts can be short, so that the tests take less time.
-SHARED_ROWS = 64
+# In production, SHARDED_TOKENS is 256. With 64, the prompts can be short, so that the tests take less time.
+SHARDED_TOKENS = 64
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]
 
@@ -72,7 +72,7 @@ def make_small():
         stacks.STACKS[name] = (file, fields | stacks.with_layers(name, 3))
     parallel.PROMPTS, parallel.SEQUENCES, parallel.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
     parallel.CHUNK, parallel.STEP_REPEATS = 70, 1
-    shared_rows.SHARED_ROWS = SHARED_ROWS
+    placement.SHARDED_TOKENS = SHARDED_TOKENS
     parallel.events_of, parallel.layers_that_fit = events_of, layers_that_fit
 
 

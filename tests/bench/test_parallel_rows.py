@@ -12,8 +12,8 @@ from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, skeleton, with_layers
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io.gpu_plan import plan
+from dsa_layers.parallel.placement import Sharded
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.parallel.rows import SharedRows
 from tests.bench import parallel_ranks
 from tests.bench.small_stacks import small_stack
 from tests.layers.parallel.processes import in_ranks
@@ -156,18 +156,18 @@ def test_one_process_computes_the_rows_of_one_of_many_gpus():
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize(("rank", "count"), [(0, 30), (1, 300)])
 def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
-    ranks, rows = Ranks(rank, 2), SharedRows(Ranks(rank, 2), count)
+    ranks, rows = Ranks(rank, 2), Sharded(Ranks(rank, 2), count)
     model = small_stack(name, ranks=ranks)
-    before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
+    before, tokens = (Sharded.all_gather, Sharded.reduce), torch.arange(512 - count, 512)
     with torch.inference_mode(), without_collectives(model, ranks):
         logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
         # Here `gather` repeats this rank's rows in place of the other rank's, and `sum` adds nothing.
-        (whole,) = rows.gather(rows.own(tokens))
-        assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
-        assert torch.equal(rows.sum(tokens), rows.own(tokens))
+        (whole,) = rows.all_gather(rows.local(tokens))
+        assert {*whole.tolist()} == {*rows.local(tokens).tolist()} and len(whole) == count
+        assert torch.equal(rows.reduce(tokens), rows.local(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
     # The other rank's rows are copies of this rank's, so half of the logits may be equal.
     assert len(logits.unique(dim=0)) >= count // 2
-    assert (SharedRows.gather, SharedRows.sum) == before
+    assert (Sharded.all_gather, Sharded.reduce) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -21,9 +21,9 @@ from dsa_layers.io import loading
 from dsa_layers.parallel import one_shot_sum as one_shot_sums
 from dsa_layers.parallel.one_shot_sum import FEW, one_shot_sum, takes_experts
 from dsa_layers.parallel.peer_copies import peer_copies
+from dsa_layers.parallel.placement import Sharded
 from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.rows import SharedRows
 from tests.gpu.batch_invariant_tokens import assert_batch_invariant
 from tests.gpu.op_checks import captured
 
@@ -52,7 +52,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     "wrong messages", "wrong turns": counts of wrong numbers, by the functions `wrong_messages` and `wrong_turns`
     (name, number of rows, dtype) for each of these names:
         "sum", "replayed"       a sum by a direct call, and by a replayed CUDA graph
-        "shared"                the sum of `SharedRows`, gathered again
+        "shared"                the sum of `Sharded`, gathered again
         "begun", "begun, NCCL"  results of `begun` with peer copies, and with NCCL instead
     ("begun", repeat)       results of `begun` for MANY rows
     """
@@ -72,8 +72,8 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
                 graph.replay()
                 held.zero_()
             found["replayed", rows, dtype] = y.cpu()
-            shared = SharedRows(ranks, rows)
-            (whole,) = shared.gather(shared.sum(x))
+            shared = Sharded(ranks, rows)
+            (whole,) = shared.all_gather(shared.reduce(x))
             found["shared", rows, dtype] = whole.cpu()
             own = part(ranks.size, rows, dtype, device)
             found["begun", rows, dtype] = begun(shared, x, own)
@@ -82,12 +82,12 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             del graph
     # A sum of MANY rows takes about as long as the work in `begun`, so either can end first.
     for repeat in range(REPEATS):
-        shared = SharedRows(ranks, MANY)
+        shared = Sharded(ranks, MANY)
         own = part(ranks.size, MANY, torch.bfloat16, device)
         found["begun", repeat] = begun(shared, part(ranks.rank, MANY, torch.bfloat16, device), own)
     cast = torch.arange(300 * 256, device=device).view(300, 256).remainder(13).to(torch.float8_e4m3fn)
-    shared = SharedRows(ranks, 300)
-    (whole,) = shared.gather(shared.own(cast))
+    shared = Sharded(ranks, 300)
+    (whole,) = shared.all_gather(shared.local(cast))
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
     found["other experts"] = [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     one_shot = one_shot_sum(ranks.group, device)
@@ -172,23 +172,23 @@ def wrong_messages(ranks: Ranks, device: torch.device) -> int:
     """
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for i in range(TURNS):
-        shared = SharedRows(ranks, 1 + i * i * i % 3000)
+        shared = Sharded(ranks, 1 + i * i * i % 3000)
         # `peer_copies` copies both messages at the same time, each in a lane with its own memory. Every fifth width
         # exceeds all earlier widths, so a lane's memory must grow while the other lane copies.
         width = i % 300 + 1 if i % 5 else 1 + i * 5
         every = torch.arange(shared.count, device=device)[:, None] + torch.arange(width, device=device) + i
         if i % 7 == ranks.rank:
             torch.cuda._sleep(200000)
-        gathering = shared.begin_gather(shared.own(every).to(torch.int16), shared.own(every).double())
-        summing = shared.begin_sum((every % 128 + ranks.rank).bfloat16())
-        whole = ranks.size * shared.own(every % 128) + sum(range(ranks.size))
+        gathering = shared.start_all_gather(shared.local(every).to(torch.int16), shared.local(every).double())
+        summing = shared.start_reduce((every % 128 + ranks.rank).bfloat16())
+        whole = ranks.size * shared.local(every % 128) + sum(range(ranks.size))
         for x, dtype in zip(gathering(), (torch.int16, torch.float64)):
             wrong.add_((x != every.to(dtype)).sum())
         wrong.add_((summing() != whole.bfloat16()).sum())
     return int(wrong)
 
 
-def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def begun(rows: Sharded, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return the sum of the ranks' x plus two times `own` (the shared experts' output and the residual), gathered from
     all ranks.
 
@@ -198,12 +198,12 @@ def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     def computed() -> torch.Tensor:
         for _ in range(4):
             torch.mm(own.T, own)
-        return rows.own(own).clone()
+        return rows.local(own).clone()
 
-    end = rows.begin_sum(x)
+    end = rows.start_reduce(x)
     del x
     total = end(computed(), computed())
-    end = rows.begin_gather(total)
+    end = rows.start_all_gather(total)
     computed()
     (whole,) = end()
     return whole.cpu()

@@ -10,7 +10,7 @@ import pytest
 from dsa.runtime.variants import Variant
 from dsa_layers.command.main import main
 from dsa_layers.compilation import variants
-from dsa_layers.engine.cuts import DoesNotDivide
+from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.models.family import VENDORED
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"

@@ -14,7 +14,7 @@ from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, decode, without_memory
 from dsa_layers.compilation.variants import precisions
-from dsa_layers.engine.cuts import DoesNotDivide
+from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.parallel.one_shot_sum import OneShotSum
 from tests.layers.compilation.configs import tiny
 from tests.layers.compilation.test_variants import AS_LOADED, SLOW, Zeroed, variants_of
@@ -102,4 +102,4 @@ def test_ranks_that_are_to_compare_their_picks_compile_all_the_same(monkeypatch)
     """There is nobody to compare with."""
     monkeypatch.setenv("DSA_COMPARE_RANKS", "1")
     model = without_memory_of_v32(gpus=2)
-    assert all(ranks.shares_rows for module in model.modules() if (ranks := getattr(module, "ranks", None)))
+    assert all(ranks.shards_rows for module in model.modules() if (ranks := getattr(module, "ranks", None)))

@@ -7,7 +7,7 @@ from dsa.testing import calc_diff
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.models.glm_moe_dsa import DraftedStates
-from dsa_layers.parallel.rows import SHARED_ROWS
+from dsa_layers.parallel.placement import SHARDED_TOKENS
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {"dtype": torch.float32, "progress": False, "drafter": True}
@@ -53,7 +53,7 @@ def elements(shapes):
 @pytest.mark.parametrize("model", ["deepseek_v4", "deepseek_v32", "glm_moe_dsa"])
 def test_ranks_compute_what_one_process_does(tiny_checkpoint, model):
     """Ranks have the same bits. The second checkpoint keeps its weights in FP8 and FP4, and its caches bytes."""
-    assert CHUNKS[0] >= SHARED_ROWS > CHUNKS[1]
+    assert CHUNKS[0] >= SHARDED_TOKENS > CHUNKS[1]
     directories = [tiny_checkpoint(model, quantized) for quantized in (False, True)]
     of_ranks = in_ranks(2, of_rank, directories)
     for (first, parts), (second, others) in zip(*of_ranks):

@@ -15,8 +15,8 @@ from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.parallel.placement import Sharded, placement_of
 from dsa_layers.parallel.ranks import ALONE
-from dsa_layers.parallel.rows import SharedRows, rows_of
 from tests.layers.parallel.processes import in_ranks
 
 # (new, earlier) tokens of two sequences in each pass. The first pass is short, so ranks have whole rows.
@@ -59,10 +59,10 @@ def attended(model, ranks):
     for i, lens in enumerate(PASSES):
         chunks = [Chunk(*of_one, own, slot) for of_one, own, slot in zip(lens, pages, slots)]
         batch = prefill_batch(chunks, size, "cpu")
-        rows = rows_of(batch, ranks)
+        rows = placement_of(batch, ranks)
         x = torch.randn(len(batch.positions), model.config.hidden_size).to(dtype)
-        numbers.append(rows.own(torch.arange(len(x))))
-        found |= {(i, j): y for j, y in enumerate(attention(model, rows.own(x), batch, cache))}
+        numbers.append(rows.local(torch.arange(len(x))))
+        found |= {(i, j): y for j, y in enumerate(attention(model, rows.local(x), batch, cache))}
     return found, numbers
 
 
@@ -75,7 +75,7 @@ def counted(model, ranks, selection):
 @contextlib.contextmanager
 def exchanges(found):
     """Append (what, bytes per row) to `found` for all that ranks exchange of shared rows."""
-    begin, add = SharedRows._begin_gather, SharedRows.sum
+    begin, add = Sharded._start_all_gather, Sharded.reduce
 
     def begin_gather(rows, own, *, at_once):
         found.append(("gather", sum(x[:1].nbytes for x in own)))
@@ -85,7 +85,7 @@ def exchanges(found):
         found.append(("sum", x[:1].nbytes))
         return add(rows, x)
 
-    with mock.patch.object(SharedRows, "_begin_gather", begin_gather), mock.patch.object(SharedRows, "sum", sum_of):
+    with mock.patch.object(Sharded, "_start_all_gather", begin_gather), mock.patch.object(Sharded, "reduce", sum_of):
         yield
 
 

@@ -17,7 +17,7 @@ from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel import rows
+from dsa_layers.parallel import placement
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
 
@@ -128,8 +128,8 @@ def shared_and_whole(ranks, directories):
         for module in model.modules():
             if isinstance(module, FusedMoE):
                 module.shared_experts = None
-        for count in (rows.SHARED_ROWS, 10**9):
-            with mock.patch.object(rows, "SHARED_ROWS", count):
+        for count in (placement.SHARDED_TOKENS, 10**9):
+            with mock.patch.object(placement, "SHARDED_TOKENS", count):
                 found.append(passes(model, FEW)[0])
     return found
 

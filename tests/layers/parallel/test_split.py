@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.engine.cuts import DoesNotDivide
+from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams

@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 import torch
 
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import fused_moe
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.parallel.placement import SHARDED_TOKENS, Replicated, Sharded, placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.rows import SHARED_ROWS, SharedRows, WholeRows, rows_of
 from tests.layers.parallel.processes import in_ranks
 
 COUNTS = (1, 6, 7, 11, 256, 301)
@@ -37,35 +37,36 @@ def exchanged(ranks):
     of whole rows)."""
     found = []
     for count in COUNTS:
-        rows = SharedRows(ranks, count)
-        own = rows.own(torch.arange(count))
+        rows = Sharded(ranks, count)
+        own = rows.local(torch.arange(count))
         # Not contiguous, as a slice of channels is not.
-        gathered = rows.gather(*(rows.own(whole(count, dtype))[:, :, 1:] for dtype in DTYPES), own)
+        gathered = rows.all_gather(*(rows.local(whole(count, dtype))[:, :, 1:] for dtype in DTYPES), own)
         every = torch.arange(count)
         shared = torch.arange(5).expand(count, 5)
-        assert torch.equal(rows.own(shared), torch.arange(5).repeat(len(own), 1))
-        assert torch.equal(rows.gather(rows.own(shared))[0], shared)
-        assert count == 1 or rows.own(shared).untyped_storage().nbytes() == 5 * 8  # one row in memory
-        assert rows.own_kept(every) is rows.own_kept(every) and torch.equal(rows.own_kept(every), own)
+        assert torch.equal(rows.local(shared), torch.arange(5).repeat(len(own), 1))
+        assert torch.equal(rows.all_gather(rows.local(shared))[0], shared)
+        assert count == 1 or rows.local(shared).untyped_storage().nbytes() == 5 * 8  # one row in memory
+        assert rows.local_cached(every) is rows.local_cached(every) and torch.equal(rows.local_cached(every), own)
         bounds = torch.tensor([0, 1, 1, count // 3, count - 1, count], dtype=torch.int32)
-        assert rows.own_bounds(bounds).dtype == torch.int32
-        assert rows.own_bounds(bounds).tolist() == [int((own < bound).sum()) for bound in bounds.tolist()]
+        assert rows.local_bounds(bounds).dtype == torch.int32
+        assert rows.local_bounds(bounds).tolist() == [int((own < bound).sum()) for bound in bounds.tolist()]
         angles = RopeAngles((every.float(), every.float() + 1))
-        assert rows.own_kept(angles).back is rows.own_kept(angles).back
-        assert all(torch.equal(x, y) for x, y in zip(rows.own_kept(angles), (own, own + 1)))
-        joined = rows.begin_gather_joined(*(rows.own(whole(count, DTYPES[0]))[:, i] for i in range(2)))()
+        assert rows.local_cached(angles).back is rows.local_cached(angles).back
+        assert all(torch.equal(x, y) for x, y in zip(rows.local_cached(angles), (own, own + 1)))
+        joined = rows.start_joint_all_gather(*(rows.local(whole(count, DTYPES[0]))[:, i] for i in range(2)))()
         assert all(torch.equal(x, whole(count, DTYPES[0])[:, i]) for i, x in enumerate(joined))
-        mixed = rows.begin_gather_joined(*(rows.own(whole(count, dtype))[:, 0] for dtype in DTYPES[:2]))()
+        mixed = rows.start_joint_all_gather(*(rows.local(whole(count, dtype))[:, 0] for dtype in DTYPES[:2]))()
         assert all(x.dtype == dtype and torch.equal(x, whole(count, dtype)[:, 0]) for x, dtype in zip(mixed, DTYPES))
-        begun = rows.begin_gather(*(rows.own(whole(count, dtype)) for dtype in DTYPES)), rows.begin_gather(own)
-        assert all(torch.equal(x.float(), whole(count, dtype).float()) for x, dtype in zip(begun[0](), DTYPES))
-        assert torch.equal(*begun[1](), every)
+        begun = rows.start_all_gather(*(rows.local(whole(count, dtype)) for dtype in DTYPES))
+        other_begun = rows.start_all_gather(own)
+        assert all(torch.equal(x.float(), whole(count, dtype).float()) for x, dtype in zip(begun(), DTYPES))
+        assert torch.equal(*other_begun(), every)
         x = part(ranks.rank, count)
-        total, other = rows.begin_sum(x), rows.begin_sum(2 * x)
-        begun = total(), other(rows.own(part(8, count)), rows.own(part(9, count)))
+        total, other = rows.start_reduce(x), rows.start_reduce(2 * x)
+        begun = total(), other(rows.local(part(8, count)), rows.local(part(9, count)))
         experts = x, every[:, None].int(), torch.ones(count, 1)
-        of_experts = rows.sum_of_experts(*experts), rows.own(WholeRows(ranks).sum_of_experts(*experts))
-        sums = rows.sum(x), rows.own(ranks.sum(x)), rows.own(WholeRows(ranks).sum(x)), begun[0], *of_experts
+        of_experts = rows.reduce_experts(*experts), rows.local(Replicated(ranks).reduce_experts(*experts))
+        sums = rows.reduce(x), rows.local(ranks.sum(x)), rows.local(Replicated(ranks).reduce(x)), begun[0], *of_experts
         found.append((own, gathered, begun[1], *sums))
     return found
 
@@ -89,7 +90,7 @@ def test_rows_of_ranks(size):
             assert torch.equal(more, expected)
 
 
-class FirstHalf(Rows):
+class FirstHalf(Placement):
     """The first half of the rows. whole: what the calls of `gather` give, in their order."""
 
     parts = shared = True
@@ -118,9 +119,9 @@ def test_experts_send_casts_of_their_rows(fp4_experts):
     x = torch.randn(10, 256).bfloat16()
     cast, choice = moe.shared_experts.gate_proj.cast(x), moe.gate(x)
     rows = FirstHalf(*cast, *choice)
-    own = tuple(map(rows.own, cast))
-    expected = rows.own(moe.experts(x, *choice)) + moe.shared_experts(rows.own(x))
-    assert torch.equal(moe(rows.own(x), cast=own, rows=rows), expected)
+    own = tuple(map(rows.local, cast))
+    expected = rows.local(moe.experts(x, *choice)) + moe.shared_experts(rows.local(x))
+    assert torch.equal(moe(rows.local(x), cast=own, placement=rows), expected)
     assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
     assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
 
@@ -142,9 +143,9 @@ def with_a_late_rank(ranks, folder):
     shared expert."""
     torch.manual_seed(0)
     moe = fuse(MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True))
-    x, rows = torch.randn(270, 256).bfloat16(), SharedRows(ranks, 270)
-    cast = tuple(map(rows.own, moe.shared_experts.gate_proj.cast(x)))
-    expected = moe(rows.own(x), cast=cast, rows=rows)
+    x, rows = torch.randn(270, 256).bfloat16(), Sharded(ranks, 270)
+    cast = tuple(map(rows.local, moe.shared_experts.gate_proj.cast(x)))
+    expected = moe(rows.local(x), cast=cast, placement=rows)
     chosen, shared, begun = folder / "chosen", folder / "shared", []
 
     def wrap(owner, name, before, after):
@@ -166,14 +167,14 @@ def with_a_late_rank(ranks, folder):
 
     if ranks.rank == 0:
         changes = [(fused_moe, "choose", nothing, chosen.touch), (FusedSwiGLU, "product", nothing, shared.touch)]
-        changes += [(SharedRows, name, note, nothing) for name in ("_begin_gather", "_begin_sum")]
+        changes += [(Sharded, name, note, nothing) for name in ("_start_all_gather", "_start_reduce")]
     else:
-        files = {"_begin_gather": chosen, "_begin_sum": shared}
-        changes = [(SharedRows, name, functools.partial(await_file, file), nothing) for name, file in files.items()]
+        files = {"_start_all_gather": chosen, "_start_reduce": shared}
+        changes = [(Sharded, name, functools.partial(await_file, file), nothing) for name, file in files.items()]
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(wrap(*change))
-        late = moe(rows.own(x), cast=cast, rows=rows)
+        late = moe(rows.local(x), cast=cast, placement=rows)
     return torch.equal(late, expected), begun
 
 
@@ -183,14 +184,14 @@ def test_ranks_compute_while_they_await_others(tmp_path):
 
 
 def test_few_rows_and_decoding_are_whole():
-    long, short = (SequenceBatch.without_cache([SHARED_ROWS // 2, n]) for n in (SHARED_ROWS // 2, 1))
+    long, short = (SequenceBatch.without_cache([SHARDED_TOKENS // 2, n]) for n in (SHARDED_TOKENS // 2, 1))
     two = Ranks(0, 2)
-    assert isinstance(rows_of(long, two), SharedRows) and isinstance(rows_of(short, two), WholeRows)
-    assert isinstance(rows_of(SequenceBatch.without_cache([1] * 2 * SHARED_ROWS), two), WholeRows)
-    assert rows_of(long, ALONE) is ALL_ROWS
+    assert isinstance(placement_of(long, two), Sharded) and isinstance(placement_of(short, two), Replicated)
+    assert isinstance(placement_of(SequenceBatch.without_cache([1] * 2 * SHARDED_TOKENS), two), Replicated)
+    assert placement_of(long, ALONE) is WHOLE
 
 
 def test_all_layers_of_a_pass_get_the_same_shared_rows():
-    batch, other = (SequenceBatch.without_cache([SHARED_ROWS]) for _ in range(2))
-    assert rows_of(batch, Ranks(0, 2)) is rows_of(batch, Ranks(0, 2)) is not rows_of(other, Ranks(0, 2))
-    assert rows_of(batch, Ranks(1, 2)) is not rows_of(batch, Ranks(0, 2))
+    batch, other = (SequenceBatch.without_cache([SHARDED_TOKENS]) for _ in range(2))
+    assert placement_of(batch, Ranks(0, 2)) is placement_of(batch, Ranks(0, 2)) is not placement_of(other, Ranks(0, 2))
+    assert placement_of(batch, Ranks(1, 2)) is not placement_of(batch, Ranks(0, 2))

@@ -1,4 +1,4 @@
-"""The rows of a pass on several ranks: all of them on each, or where they are many a share on each."""
+"""The placement of a pass on several ranks: every rank has all rows, or a shard of them if they are many."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,54 +8,56 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsa_layers.batch.rows import ALL_ROWS, Kept, Rows
+from dsa_layers.batch.placement import WHOLE, Cached, Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
-# New tokens of a pass from which on each rank has its own share of the rows between layers.
-SHARED_ROWS = 256
-# Tensors of which `SharedRows` keeps this rank's rows. A pass has fewer.
-MOST_KEPT = 100
+# Passes of at least this many new tokens are sharded between layers.
+SHARDED_TOKENS = 256
+# Tensors whose local rows a `Sharded` keeps. A pass has fewer.
+MOST_CACHED = 100
 
 
-def rows_of(batch: TokenBatch, ranks: Ranks) -> Rows:
-    """How the rows of a pass lie on the ranks. All layers get the same object, which keeps rows that several read."""
+def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
+    """The placement of a pass. All layers get the same object, which keeps local rows that several layers read."""
     if ranks.size == 1:
-        return ALL_ROWS
+        return WHOLE
     count = sum(batch.query_lens)
-    if not ranks.shares_rows or batch.is_decode or count < SHARED_ROWS:
-        return WholeRows(ranks)
-    rows = vars(batch).get("shared_rows")
-    if rows is None or rows._ranks != ranks:
-        rows = vars(batch)["shared_rows"] = SharedRows(ranks, count)
-    return rows
+    if not ranks.shards_rows or batch.is_decode or count < SHARDED_TOKENS:
+        return Replicated(ranks)
+    placement = vars(batch).get("placement")
+    if placement is None or placement._ranks != ranks:
+        placement = vars(batch)["placement"] = Sharded(ranks, count)
+    return placement
 
 
-class WholeRows(Rows):
-    """Every rank has all rows: what layers compute between products is little then, and what is said costs its latency
-    alone, one time a sum."""
+class Replicated(Placement):
+    """Every rank has all rows. With few rows the layers between products are cheap, and an all-reduce costs its latency
+    alone."""
 
-    parts = True
+    is_split = True
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def reduce(self, part: torch.Tensor) -> torch.Tensor:
         return self._ranks.sum(part)
 
-    def sum_of_experts(
+    def reduce_experts(
         self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._ranks.sum_of_experts(y, rows, weights, shared)
 
 
-class SharedRows(Rows):
-    """Each rank has two pieces of the rows, of 2 N about equal ones the one of its number and the one as far from the
-    end: later tokens see more keys, and so all ranks have as many pairs of a query and a key. Sums are those of
-    `Ranks.sum`, bit for bit. What is begun goes beside the rank's own work, by copies (`peer_copies`) or by NCCL, in
-    streams of their own, which the end makes the rank's stream wait for."""
+class Sharded(Placement):
+    """The rows are cut into 2 N about equal pieces, and rank r of N has pieces r and 2 N - 1 - r. Later tokens see more
+    keys, so this gives all ranks about as many pairs of a query and a key.
 
-    parts = shared = True
+    Sums have the bits of `Ranks.sum`. A started collective runs in a stream of its own, by copies (`peer_copies`) or
+    NCCL, until the returned function makes the rank's stream wait for it.
+    """
+
+    is_split = sharded = True
 
     def __init__(self, ranks: Ranks, count: int) -> None:
         self._ranks, self.count, pieces = ranks, count, 2 * ranks.size
@@ -64,38 +66,38 @@ class SharedRows(Rows):
         self._pieces = [(cuts[rank], cuts[-1 - rank]) for rank in range(ranks.size)]
         self._counts = [sum(piece.stop - piece.start for piece in own) for own in self._pieces]
         self._most = max(self._counts)
-        # Of all rows in their order: the rank that has a piece, and where that lies among the rank's own.
+        # The pieces in the order of all rows: (the rank that has the piece, its place among the rank's local rows).
         firsts = [own[0].stop - own[0].start for own in self._pieces]
         early = [(rank, slice(0, first)) for rank, first in enumerate(firsts)]
         late = [(rank, slice(first, self._counts[rank])) for rank, first in enumerate(firsts)]
         self._order = [*early, *reversed(late)]
-        self._kept: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._cached: dict[tuple[str, int], tuple[Any, Any]] = {}
 
-    def own(self, x: torch.Tensor) -> torch.Tensor:
-        if x.stride(0) == 0:  # of a list that all tokens share, one row stays in memory
+    def local(self, x: torch.Tensor) -> torch.Tensor:
+        if x.stride(0) == 0:  # all tokens share one row in memory
             return x[: self._counts[self._ranks.rank]]
         return torch.cat([x[piece] for piece in self._pieces[self._ranks.rank]])
 
-    def own_kept(self, x: Kept) -> Kept:
-        return self._keep("own", x, self._own_of)
+    def local_cached(self, x: Cached) -> Cached:
+        return self._cache("local", x, self._local_of)
 
-    def own_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
-        return self._keep("bounds", bounds, self._rows_before)
+    def local_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
+        return self._cache("bounds", bounds, self._rows_before)
 
-    def pieces(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def pieces(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The two pieces of this rank's rows."""
-        return own.split([piece.stop - piece.start for piece in self._pieces[self._ranks.rank]])
+        return local.split([piece.stop - piece.start for piece in self._pieces[self._ranks.rank]])
 
-    def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._begin_gather(own, at_once=True)()
+    def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._start_all_gather(local, at_once=True)()
 
-    def begin_gather_joined(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def start_joint_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
         of_dtypes: dict[torch.dtype, list[torch.Tensor]] = {}
-        for x in own:
+        for x in local:
             of_dtypes.setdefault(x.dtype, []).append(x)
-        gathering = self.begin_gather(*(xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in of_dtypes.values()))
+        gathering = self.start_all_gather(*(xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in of_dtypes.values()))
         widths = {dtype: [x.shape[-1] for x in xs] for dtype, xs in of_dtypes.items()}
-        dtypes = [x.dtype for x in own]
+        dtypes = [x.dtype for x in local]
 
         def end() -> tuple[torch.Tensor, ...]:
             parts = {whole.dtype: iter(whole.split(widths[whole.dtype], -1)) for whole in gathering()}
@@ -103,16 +105,16 @@ class SharedRows(Rows):
 
         return end
 
-    def begin_gather(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-        return self._begin_gather(own, at_once=False)
+    def start_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        return self._start_all_gather(local, at_once=False)
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        return self._begin_sum(part, at_once=True)()
+    def reduce(self, part: torch.Tensor) -> torch.Tensor:
+        return self._start_reduce(part, at_once=True)()
 
-    def begin_sum(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
-        return self._begin_sum(part, at_once=False)
+    def start_reduce(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return self._start_reduce(part, at_once=False)
 
-    def _begin_sum(self, part: torch.Tensor, *, at_once: bool) -> Callable[..., torch.Tensor]:
+    def _start_reduce(self, part: torch.Tensor, *, at_once: bool) -> Callable[..., torch.Tensor]:
         check_no_gradient(part)
         own, size = self._counts[self._ranks.rank], self._ranks.size
         dtype, shape = part.dtype, part.shape[1:]
@@ -135,35 +137,37 @@ class SharedRows(Rows):
 
         return end
 
-    def _own_of(self, x: Kept) -> Kept:
-        return type(x)(map(self.own_kept, x)) if isinstance(x, tuple) else self.own(x)
+    def _local_of(self, x: Cached) -> Cached:
+        return type(x)(map(self.local_cached, x)) if isinstance(x, tuple) else self.local(x)
 
-    def _keep(self, what: str, x: Kept, make: Callable[[Kept], Kept]) -> Kept:
-        """what: `make` makes of x."""
-        if (what, id(x)) not in self._kept:
-            if len(self._kept) >= MOST_KEPT:  # of earlier passes over the same batch
-                self._kept.clear()
-            self._kept[what, id(x)] = x, make(x)  # with x, so that its number stays its own
-        return self._kept[what, id(x)][1]
+    def _cache(self, what: str, x: Cached, make: Callable[[Cached], Cached]) -> Cached:
+        """Return make(x), made once. what: the name of `make`."""
+        if (what, id(x)) not in self._cached:
+            if len(self._cached) >= MOST_CACHED:  # from earlier passes over the same batch
+                self._cached.clear()
+            self._cached[what, id(x)] = x, make(x)  # x is kept too, so that no other tensor gets its id
+        return self._cached[what, id(x)][1]
 
     def _rows_before(self, bounds: torch.Tensor) -> torch.Tensor:
-        """How many of this rank's rows lie before each of these rows."""
+        """The number of local rows before each of these rows."""
         first, last = (
             (bounds - piece.start).clamp(0, piece.stop - piece.start) for piece in self._pieces[self._ranks.rank]
         )
         return first + last
 
-    def _begin_gather(self, own: tuple[torch.Tensor, ...], *, at_once: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """All tensors in one message, whose time on the host is that of many kernels: bytes of one behind those of the
-        other, so that what lies in a row of all, or of a rank, is one copy from there."""
-        if not own:
+    def _start_all_gather(
+        self, local: tuple[torch.Tensor, ...], *, at_once: bool
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Send all tensors in one message, one after the other: a message takes the host as long as many kernels."""
+        if not local:
             return lambda: ()
-        check_no_gradient(*own)
-        shapes = [(x.dtype, x.shape[1:]) for x in own]
-        flat = [x.contiguous().view(-1) for x in own]
+        check_no_gradient(*local)
+        shapes = [(x.dtype, x.shape[1:]) for x in local]
+        flat = [x.contiguous().view(-1) for x in local]
         count = self._counts[self._ranks.rank]
-        widths = [shape.numel() * dtype.itemsize for dtype, shape in shapes]  # bytes of a row, also of a rank without
-        # Fewer and wider numbers, and those that NCCL and `cat` know.
+        # Bytes per row, also on a rank without rows.
+        widths = [shape.numel() * dtype.itemsize for dtype, shape in shapes]
+        # NCCL and `cat` take int32; wide numbers are faster.
         word = torch.int32 if all(width % 4 == 0 for width in widths) else torch.uint8
         words, widths = [x.view(word) for x in flat], [width // word.itemsize for width in widths]
         row = sum(widths)
@@ -171,7 +175,7 @@ class SharedRows(Rows):
         if copies is None:
             sent = words[0]
             if len(words) > 1 or count < self._most:
-                sent = sent.new_empty(self._most * row)  # what is behind the own rows nobody reads
+                sent = sent.new_empty(self._most * row)  # the rest is padding
                 torch.cat(words, out=sent[: count * row])
             parts = sent.new_empty(self._ranks.size * len(sent))
             work = self._ranks.all_gather(parts, sent, async_op=not at_once)
@@ -188,13 +192,13 @@ class SharedRows(Rows):
 
         return end
 
-    def _in_order(self, parts: torch.Tensor, own: torch.Tensor, before: int, width: int) -> torch.Tensor:
-        """All rows of `width` words: this rank's own, and those of others from the ranks' parts of equal length, one
-        behind the other, in each of which `before` words of each of its rows come first."""
+    def _in_order(self, parts: torch.Tensor, local: torch.Tensor, before: int, width: int) -> torch.Tensor:
+        """All rows of a tensor with `width` words per row, in their order. parts: the ranks' messages, of equal length,
+        in which `before` words per row of other tensors come first. local: this rank's rows."""
         pieces, of_rank = [], len(parts) // self._ranks.size
         for rank, piece in self._order:
             if rank == self._ranks.rank:
-                pieces.append(own[piece.start * width : piece.stop * width])
+                pieces.append(local[piece.start * width : piece.stop * width])
             else:
                 first = rank * of_rank + before * self._counts[rank]
                 pieces.append(parts[first + piece.start * width : first + piece.stop * width])
