@@ -91,22 +91,22 @@ def test_rows_of_ranks(size):
 
 
 class FirstHalf(Placement):
-    """The first half of the rows. whole: what the calls of `gather` give, in their order."""
+    """The first half of the rows. whole: the results of `all_gather`, in the order of the calls."""
 
-    parts = shared = True
+    is_split = sharded = True
 
     def __init__(self, *whole):
         self.whole, self.sent = whole, []
 
-    def own(self, x):
+    def local(self, x):
         return x[: len(x) // 2]
 
-    def sum(self, part):
-        return self.own(part)
+    def reduce(self, part):
+        return self.local(part)
 
-    def gather(self, *own):
+    def all_gather(self, *local):
         first = len(self.sent)
-        self.sent += own
+        self.sent += local
         return self.whole[first : len(self.sent)]
 
 
