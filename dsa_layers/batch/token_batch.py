@@ -7,30 +7,17 @@ import torch
 import dsa
 from dsa.runtime.checks import INT32, check_tensor
 from dsa_layers.batch import packing
-from dsa_layers.batch.caching import cached_property
-from dsa_layers.batch.counts import SelectedCounts
 from dsa_layers.batch.entry_view import EntryView
+from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
 from dsa_layers.batch.window_view import WindowView
 
 
-class TokenBatch(SelectedCounts):
-    """T new tokens of B sequences, and the places of their keys. Values that follow from these are computed when they
-    are first read, once for all layers of a pass. Subclasses have these attributes:
+class TokenBatch(SelectableKeys):
+    """T new tokens of B sequences, and the places of their keys: the tokens of these sequences. In addition to those of
+    `SelectableKeys`, subclasses have these attributes:
 
-    device               where the tensors are
-    block_table          int32 [B, max_pages]: physical pages of each sequence, -1 after its last page; None without a
-                         cache
-    page_size            tokens per page; 0 without a cache
-    query_lens           new tokens of each sequence
-    key_lens             rows of each sequence where keys are packed: at least its tokens after this pass, cached and
-                         new ones. They are numbers on the host, because shapes depend on them
-    max_key_len          the largest of key_lens
-    least_visible        no new token sees fewer keys, including its own, as far as the host knows
     is_decode            whether every sequence has `next_n` new tokens, one or a few
-    next_n               that number; 1 for another batch
     positions            int64 [T]: each new token's position in its sequence
-    sequences            int32 [T]: the sequence of each new token
-    key_lens_tensor      int32 [B]: tokens of each sequence after this pass
     earlier_lens_tensor  int32 [B]: tokens of each sequence before the new ones
     cu_query_lens        int32 [B + 1]: where the sequences' new tokens begin among the T
     last_tokens          int64 [B]: the row of each sequence's last token among the T
@@ -54,18 +41,7 @@ class TokenBatch(SelectedCounts):
 
     @cached_property
     def visible_keys(self) -> torch.Tensor:
-        """int32 [T]: how many keys of its sequence each new token may see, including its own."""
         return (self.positions + 1).to(torch.int32)
-
-    @cached_property
-    def key_starts(self) -> torch.Tensor:
-        """int32 [T]: for each new token, the row at which its sequence begins among all packed keys."""
-        return packing.repeated(packing.starts(self.key_lens), self.query_lens, self.device)
-
-    @property
-    def visible_ranges(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(key_starts, visible_keys, an upper bound of these): what each new token may see among all packed keys."""
-        return self.key_starts, self.visible_keys, self.max_key_len
 
     @cached_property
     def cu_key_lens(self) -> torch.Tensor:
@@ -76,15 +52,6 @@ class TokenBatch(SelectedCounts):
     def key_slots(self) -> torch.Tensor:
         """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence; -1 where there is no page."""
         return dsa.slot_mapping(self.block_table, self.cu_key_lens, None, sum(self.key_lens), self.page_size)
-
-    def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """int32 [T, K]: the slots of the keys at positions `indices` [T, K] of each new token's sequence; -1 stays."""
-        return packing.selected_slots(self.block_table, self.page_size, self.sequences, indices)
-
-    @cached_property
-    def index_schedule(self) -> torch.Tensor:
-        """The plan of `dsa.fp8_paged_mqa_logits` for these lengths."""
-        return dsa.get_paged_mqa_logits_metadata(self.key_lens_tensor, self.page_size, dsa.num_sms(self.device))
 
     @cached_property
     def mla_schedule(self) -> dsa.FlashMLASchedMeta:
@@ -128,3 +95,26 @@ def check_of_sequences(
     own = tensor.device
     if own.type != device.type or (device.index is not None and own.index != device.index):
         raise ValueError(f"{name}: must be on the batch's device {device}, got {own}")
+
+
+def check_batch(batch: object) -> None:
+    """Raise TypeError for anything but a batch."""
+    if not isinstance(batch, TokenBatch):
+        raise TypeError(f"batch: must be a SequenceBatch or a DecodeBatch, got {type(batch).__name__}")
+
+
+def check_pages(batch: TokenBatch, page_size: int) -> None:
+    """Raise ValueError unless the batch has pages of this many tokens, as the cache has."""
+    if batch.block_table is None:
+        raise ValueError("batch: must have pages where there is a cache, got block_table=None")
+    if batch.page_size != page_size:
+        raise ValueError(f"page_size: must be the cache's {page_size}, got {batch.page_size}")
+
+
+def check_pass(tokens: torch.Tensor, batch: TokenBatch, cache: Any) -> None:
+    """Raise TypeError or ValueError unless tokens int64 [T] are as many as the batch has, and the cache is one of a
+    model. The values of tokens are not checked, because the host would have to wait for the device."""
+    check_batch(batch)
+    check_tensor("tokens", tokens, (torch.int64,), (sum(batch.query_lens),), "batch")
+    if cache is not None and not hasattr(cache, "layer"):
+        raise TypeError(f"cache: must be one of the model's make_cache, or None, got {type(cache).__name__}")

@@ -7,8 +7,7 @@ import torch
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.caching import cached_property
-from dsa_layers.batch.counts import SelectedCounts
+from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class WindowView:
     batch: the `TokenBatch` of the tokens
     """
 
-    batch: SelectedCounts
+    batch: SelectableKeys
     window: int
     ring: int
 

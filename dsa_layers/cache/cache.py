@@ -96,3 +96,9 @@ def check_storage(name: str, kind: torch.dtype | str) -> None:
     """Raise ValueError for a kind of storage that caches do not have."""
     if kind != "fp8" and kind not in _FLOATS:
         raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")
+
+
+def check_cache(cache: object, kind: type) -> None:
+    """Raise TypeError for anything but the cache of one layer. kind: its class."""
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache: must be a {kind.__name__} or None, got {type(cache).__name__}")

@@ -11,7 +11,8 @@ from dsa.runtime import backends
 from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, redistribute
 from dsa_layers.batch.selected import CountedIn, Selected
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_pages
+from dsa_layers.cache.cache import check_cache
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
@@ -25,7 +26,6 @@ from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
-from dsa_layers.layers.pass_checks import check_cache, check_pages
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
@@ -229,7 +229,7 @@ class PagedAttention(DSAAttention):
         *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
         if early:
             with side_stream(x, *keys):
-                self.indexer.store(*keys, step)
+                self.indexer.write(*keys, step)
         readers = (self.q_b_proj, self.indexer.wq_b) if indexes and step.sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
         kv, *keys = step.placement.start_joint_all_gather(kv, *keys)()
@@ -252,7 +252,7 @@ class PagedAttention(DSAAttention):
         if latents.index_keys is not None:
             weights = latents.index_weights
             if weights is None and step.cache is not None:
-                self.indexer.store(latents.index_keys, step)
+                self.indexer.write(latents.index_keys, step)
             if not step.sparse:
                 return None
             (q,) = joint_linear.multiply(qr, self.indexer.wq_b, cast=latents.cast)
@@ -262,10 +262,13 @@ class PagedAttention(DSAAttention):
         else:
             if step.placement.sharded:
                 x, qr = step.placement.all_gather(x, qr)
-            options = {"paged_slots": step.in_pages, "store_only": not step.sparse} if step.cache is not None else {}
-            topk_indices = self.indexer.select(x, qr, *step.angles, batch, step.cache, **options)
+            if step.cache is not None:
+                self.indexer.store(x, step.angles, batch, step.cache)
             if not step.sparse:
                 return None
+            topk_indices = self.indexer.select(x, qr, step.angles, batch, step.cache)
+            if step.in_pages:
+                topk_indices = batch.slots_of(topk_indices)
             topk_indices = redistribute(topk_indices, WHOLE, step.queries)
         if step.in_pages or step.multi_head:
             return topk_indices

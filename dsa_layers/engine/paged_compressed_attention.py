@@ -8,9 +8,10 @@ import torch
 import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, Placement, redistribute
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_pages
 from dsa_layers.batch.window_view import WindowView
-from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
+from dsa_layers.cache.cache import check_cache
+from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.engine.grouped_product import grouped_products, grouped_products_of_cast
@@ -21,7 +22,6 @@ from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedComp
 from dsa_layers.engine.side_stream import side_stream
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear
-from dsa_layers.layers.pass_checks import check_cache, check_entries
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.parallel.placement import placement_of
@@ -94,9 +94,9 @@ class PagedCompressedAttention(CompressedAttention):
         if cache is not None:
             check_cache(cache, CompressedLayerCache)
             if self.compressor is not None:
-                check_entries("entries", cache.entries, self.compressor.ratio, batch)
+                _check_entries("entries", cache.entries, self.compressor.ratio, batch)
             if self.indexer is not None:
-                check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
+                _check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
         elif batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         step = Pass(batch, rope, cache, placement_of(batch, self.ranks), entry_angles=entry_rope)
@@ -133,7 +133,7 @@ class PagedCompressedAttention(CompressedAttention):
 
     def _selects(self, batch: TokenBatch) -> bool:
         """Whether a sequence has more entries than its tokens attend to."""
-        return self.indexer is not None and self.selectable(batch).most > self.indexer.top_k
+        return self.indexer is not None and self.selectable(batch).max_key_len > self.indexer.top_k
 
     @property
     def _shares_products(self) -> bool:
@@ -194,19 +194,22 @@ class PagedCompressedAttention(CompressedAttention):
     def _pick(self, x: torch.Tensor, projected: Projections, step: Pass) -> torch.Tensor:
         """What the indexer selects for `step.queries`. Its keys are in the cache, if there is one and it shares
         products."""
-        cache = None if step.cache is None else step.cache.index_entries
-        latents, indexer = projected.latents, self.indexer
+        cache, latents, indexer = step.cache, projected.latents, self.indexer
         if self._shares_products:
             (q,) = joint_linear.multiply(latents.values, indexer.wq_b, cast=latents.cast)
             weights = projected.index_weights
             weights = indexer.head_weights(x) if weights is None else weights
-            picked = indexer.pick(q, projected.index_entries, weights, step, cache, step.placement)
+            picked = indexer.pick(q, projected.index_entries, weights, step, step.placement)
             return redistribute(picked, step.placement, step.queries)
         qr = latents.values
         if step.placement.sharded:
             x, qr = step.placement.all_gather(x, qr)
-        options = {"entry_rope": step.entry_angles} | ({"paged_slots": True} if step.in_pages else {})
-        return redistribute(indexer.select(x, qr, *step.angles, step.batch, cache, **options), WHOLE, step.queries)
+        if cache is not None:
+            indexer.store(x, step.entry_angles, step.batch, cache)
+        picked = indexer.select(x, qr, step.angles, step.batch, cache, entry_rope=step.entry_angles)
+        if step.in_pages:
+            picked = self.selectable(step.batch).slots_of(picked)
+        return redistribute(picked, WHOLE, step.queries)
 
     def _prefill(
         self,
@@ -304,20 +307,15 @@ class PagedCompressedAttention(CompressedAttention):
             if self._shares_products:
                 self.indexer.compressor.store(projected.index_entries, step, cache.index_entries)
             elif self.indexer is not None and not selects:
-                self._store_only(x, projected, step)
+                (x_all,) = step.placement.all_gather(x)
+                self.indexer.store(x_all, step.entry_angles, batch, cache)
         topk_indices = self._pick(x, projected, step) if selects else None
         if cache is not None:  # after the selection, because both take memory in a long context
-            compressed = dsa.read_kv_cache(cache.entries.pages, entries.all_slots, dtype=x.dtype)
+            compressed = dsa.read_kv_cache(cache.entries.pages, entries.key_slots, dtype=x.dtype)
         if topk_indices is None:
             return compressed, step.queries.local_cached(entries.rows)
-        starts = step.queries.local_cached(entries.starts)
+        starts = step.queries.local_cached(entries.key_starts)
         return compressed, packing.packed_rows(topk_indices, starts, len(batch.key_lens))
-
-    def _store_only(self, x: torch.Tensor, projected: Projections, step: Pass) -> None:
-        """Lets an indexer of another class write its keys to the cache."""
-        x, qr = step.placement.all_gather(x, projected.latents.values)
-        options = {"entry_rope": step.entry_angles, "store_only": True}
-        self.indexer.select(x, qr, *step.angles, step.batch, step.cache.index_entries, **options)
 
     def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Placement = WHOLE) -> None:
         """entries int32 [T, K], or [B, next_n, K] of a decoding pass: those that each of `queries` reads in addition to
@@ -375,6 +373,13 @@ class PagedCompressedAttention(CompressedAttention):
             **of_attention(),
         )
         return self._project(out.flatten(0, 1).to(q.dtype), step.angles, batch)
+
+
+def _check_entries(name: str, entries: EntryCache | None, ratio: int, batch: TokenBatch) -> None:
+    """Raise ValueError unless the batch has pages like these of a layer's entries, one for every `ratio` tokens."""
+    if entries is None:
+        raise ValueError(f"cache: must have {name} where the layer compresses tokens, got None")
+    check_pages(batch, entries.pages.shape[1] * ratio)
 
 
 def _rotate_in_place(x: torch.Tensor, rope: Angles) -> torch.Tensor:

@@ -1,48 +1,116 @@
 """`LightningIndexer` for inference: over index keys in a paged cache."""
 
+from typing import Generic, TypeVar
+
 import torch
 
 import dsa
 from dsa_layers.batch.placement import Placement
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.selectable_keys import SelectableKeys
+from dsa_layers.batch.token_batch import TokenBatch, check_pages
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine.fp32_product import fp32_product
-from dsa_layers.engine.layer_pass import LayerPass
-from dsa_layers.layers.indexer import LightningIndexer, quantized_keys
-from dsa_layers.layers.key_selection import Keys, select_packed, select_paged
-from dsa_layers.layers.pass_checks import check_pages
+from dsa_layers.engine.layer_pass import Angles, LayerPass
+from dsa_layers.layers.indexer import Keys, KeySelection, LightningIndexer, quantized_keys
+
+Projected = TypeVar("Projected")  # of x, from which keys are made
 
 
-class PagedIndexer(LightningIndexer):
-    """`LightningIndexer` for inference. `select` is that of `Indexer`, with a cache.
+class PagedSelection(KeySelection, Generic[Projected]):
+    """Selection among keys of a cache. Subclasses have the attributes of `LightningIndexer`."""
 
-    `PagedAttention` multiplies x and qr itself, in products that it shares, and calls `store` and `pick`.
+    def pick(
+        self,
+        queries: torch.Tensor,
+        projected: Projected,
+        weights: torch.Tensor,
+        step: LayerPass,
+        placement: Placement,
+    ) -> torch.Tensor:
+        """int32 [T, top_k]: what `select` returns for the local rows of `placement`; slots if `step.in_pages`.
+
+        queries wq_b(qr) and weights `head_weights` of these rows. projected: of all rows; with a cache, the keys that
+        are made of it have been stored.
+        """
+        view = self.selectable(step.batch)
+        q = queries.unflatten(-1, (self.n_heads, self.head_dim))
+        angles = placement.local_cached(step.angles[0]), placement.local_cached(step.angles[1])
+        if self.quantize:
+            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
+        else:
+            q = dsa.apply_rotary(q, *angles, **self.rope)
+        if self.quantize and step.decode:
+            return self._select_in_pages(q, weights, view, step)
+        starts, lengths, most = view.visible_ranges
+        ranges = placement.local_cached(starts), placement.local_cached(lengths), most
+        paging = None
+        if step.in_pages:
+            paging = {"block_table": view.block_table, "page_size": view.page_size}
+            paging["row_to_seq"] = placement.local_cached(view.sequences)
+        key_lens = view.key_lens if step.batch.is_decode else None
+        keys = self._all_keys(projected, step, queries.dtype)
+        return self.select_packed(q, keys, weights, ranges, key_lens, paging)
+
+    def selectable(self, batch: TokenBatch) -> SelectableKeys:
+        """The keys among which the indexer selects."""
+        raise NotImplementedError
+
+    def pages(self, step: LayerPass) -> torch.Tensor:
+        """The pages of the index keys."""
+        raise NotImplementedError
+
+    def make_keys(self, projected: Projected, step: LayerPass, dtype: torch.dtype) -> torch.Tensor:
+        """All keys of a pass without a cache in `dtype`, not quantised."""
+        raise NotImplementedError
+
+    def _all_keys(self, projected: Projected, step: LayerPass, dtype: torch.dtype) -> Keys:
+        """All keys of the sequences packed in a row, with their scales if `quantize`."""
+        if step.cache is not None:
+            read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
+            return read(self.pages(step), self.selectable(step.batch).key_slots)
+        keys = self.make_keys(projected, step, dtype)
+        return quantized_keys(keys) if self.quantize else keys
+
+    def _select_in_pages(
+        self, q: torch.Tensor, weights: torch.Tensor, view: SelectableKeys, step: LayerPass
+    ) -> torch.Tensor:
+        """Select for the last tokens of sequences among FP8 keys where they are in the pages."""
+        lengths, most = view.visible_by_sequence, max(view.max_key_len, 1)
+        q = q.unflatten(0, (len(lengths), -1))
+        keys = self.pages(step), weights, lengths, view.block_table, view.index_schedule, most
+        scores = dsa.fp8_paged_mqa_logits(q, *keys)
+        paging = {}
+        if step.in_pages:
+            paging = {"block_table": view.block_table, "page_size": view.page_size}
+            if q.shape[1] > 1:
+                paging["row_to_seq"] = view.sequences
+        return dsa.topk_indices(scores, self.top_k, lengths=lengths.flatten(), **paging)
+
+
+class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
+    """`LightningIndexer` for inference, with a cache.
+
+    `PagedAttention` multiplies x and qr itself, in products that it shares, and calls `write` and `pick`.
     """
 
     @torch.no_grad()
     def select(
-        self,
-        x: torch.Tensor,
-        qr: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None = None,
-        *,
-        paged_slots: bool = False,
-        store_only: bool = False,
-    ) -> torch.Tensor | None:
-        keys, step = self.wk(x), LayerPass(batch, (cos, sin), cache, in_pages=paged_slots)
-        if cache is not None:
-            self.store(keys, step)
-        return None if store_only else self.pick(self.wq_b(qr), keys, self.head_weights(x), step, step.placement)
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        self.check_selects()
+        step = LayerPass(batch, rope, cache)
+        return self.pick(self.wq_b(qr), self.wk(x), self.head_weights(x), step, step.placement)
+
+    @torch.no_grad()
+    def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
+        self.write(self.wk(x), LayerPass(batch, rope, cache))
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """w fp32 [T, n_heads]."""
         return fp32_product(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
-    def store(self, keys: torch.Tensor, step: LayerPass[LayerCache]) -> None:
-        """Writes the index keys of the new tokens to the cache. keys: wk(x) of all rows."""
+    def write(self, projected: torch.Tensor, step: LayerPass[LayerCache]) -> None:
+        """Write the index keys of the new tokens to the cache. projected: wk(x) of all rows."""
         cache, batch = step.cache, step.batch
         if cache.index is None:
             raise ValueError("cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)")
@@ -55,48 +123,16 @@ class PagedIndexer(LightningIndexer):
         if self.quantize:
             norm = self.k_norm
             affine = norm.weight.float(), norm.bias.float()
-            dsa.write_indexer_keys(keys, *affine, *step.angles, cache.index, batch.slots, eps=norm.eps, **self.rope)
+            pages = cache.index, batch.slots
+            dsa.write_indexer_keys(projected, *affine, *step.angles, *pages, eps=norm.eps, **self.rope)
         else:
-            dsa.write_kv_cache(self.rotated_keys(keys, *step.angles), cache.index, batch.slots)
+            dsa.write_kv_cache(self.keys(projected, step.angles), cache.index, batch.slots)
 
-    def pick(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        weights: torch.Tensor,
-        step: LayerPass[LayerCache],
-        placement: Placement,
-    ) -> torch.Tensor:
-        """int32 [T, top_k]: what `select` gives for the local rows of `placement`, slots if `step.in_pages`.
+    def selectable(self, batch: TokenBatch) -> TokenBatch:
+        return batch
 
-        queries wq_b(qr) and weights `head_weights` of these rows; keys wk(x) of all rows, in the cache by `store`.
-        """
-        self.check_selects()
-        batch, cache = step.batch, step.cache
-        q = queries.unflatten(-1, (self.n_heads, self.head_dim))
-        angles = placement.local_cached(step.angles[0]), placement.local_cached(step.angles[1])
-        if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
-        else:
-            q = dsa.apply_rotary(q, *angles, **self.rope)
-        page_size = batch.page_size if step.in_pages else None
-        if self.quantize and step.decode:
-            pages, lengths = (cache.index, batch.block_table), batch.visible_by_sequence
-            return select_paged(q, *pages, weights, self.top_k, lengths, batch, batch.max_key_len, page_size)
-        paging = {}
-        if step.in_pages:
-            sequences = placement.local_cached(batch.sequences)
-            paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
-        starts, lengths, most = batch.visible_ranges
-        ranges = placement.local_cached(starts), placement.local_cached(lengths), most
-        options = {"accumulators": self.accumulators, "workspace": self.workspace}
-        options["key_lens"] = batch.key_lens if batch.is_decode else None
-        return select_packed(q, self._all_keys(keys, step), weights, self.top_k, *ranges, **options, **paging)
+    def pages(self, step: LayerPass[LayerCache]) -> torch.Tensor:
+        return step.cache.index
 
-    def _all_keys(self, keys: torch.Tensor, step: LayerPass[LayerCache]) -> Keys:
-        """All keys of the sequences packed in a row, with their scales if `quantize`. keys: wk(x) of all rows."""
-        if step.cache is not None:
-            read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
-            return read(step.cache.index, step.batch.key_slots)
-        k = self.rotated_keys(keys, *step.angles)
-        return quantized_keys(k) if self.quantize else k
+    def make_keys(self, projected: torch.Tensor, step: LayerPass[LayerCache], dtype: torch.dtype) -> torch.Tensor:
+        return self.keys(projected, step.angles)

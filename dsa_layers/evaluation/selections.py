@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsa_layers.batch.placement import Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.layers.selecting_attention import SelectingAttention, selecting_method
@@ -71,22 +72,14 @@ def _latest(layer: SelectingAttention) -> Callable[..., torch.Tensor | None]:
         found = torch.where(found < visible, found, -1).to(torch.int32)
         return keys.slots_of(found) if in_slots else found
 
-    def pick(queries: torch.Tensor, keys: Any, weights: torch.Tensor, step: LayerPass, *rest: Any) -> torch.Tensor:
-        *_, rows = rest  # DeepSeek-V4's `pick` takes a cache before the rows
-        return rows.own(latest(step.batch, step.in_pages))
+    def pick(
+        queries: torch.Tensor, keys: Any, weights: torch.Tensor, step: LayerPass, placement: Placement
+    ) -> torch.Tensor:
+        return placement.local(latest(step.batch, step.in_pages))
 
     def select(
-        x: torch.Tensor,
-        qr: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: Any = None,
-        *,
-        paged_slots: bool = False,
-        store_only: bool = False,
-        **_: Any,
-    ) -> torch.Tensor | None:
-        return None if store_only else latest(batch, paged_slots)
+        x: torch.Tensor, qr: torch.Tensor, rope: Any, batch: TokenBatch, cache: Any = None, **_: Any
+    ) -> torch.Tensor:
+        return latest(batch, False)
 
     return pick if selecting_method(layer.indexer) == "pick" else select

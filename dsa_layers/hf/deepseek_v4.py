@@ -15,7 +15,7 @@ from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, cache_of, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, RMSNormInPlace
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
-from dsa_layers.layers.key_selection import WORKSPACE
+from dsa_layers.layers.indexer import WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 

@@ -11,7 +11,7 @@ from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, weight_of
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.key_selection import WORKSPACE
+from dsa_layers.layers.indexer import WORKSPACE
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 PAGE_SIZE = 64  # tokens, as the kernels of the byte layouts have them

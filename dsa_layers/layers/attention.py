@@ -9,16 +9,13 @@ import dsa
 from dsa.runtime.checks import check_number
 from dsa_layers.arguments import integer
 from dsa_layers.batch import packing
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_batch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.causal_attention import causal_attention
-from dsa_layers.layers.indexer import Indexer, check_indexer
-from dsa_layers.layers.linear import make_linear, weight_of
+from dsa_layers.layers.indexer import Indexer, Rope, check_indexer
+from dsa_layers.layers.linear import check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.pass_checks import check_batch, check_rows
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
-
-Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
 
 
 class TrainingStage(Protocol):
@@ -140,7 +137,7 @@ class DSAAttention(nn.Module):
         """int32 [T, top_k]: the rows of kv that each token attends to, then -1; None for all that it sees."""
         if batch.max_key_len <= self.indexer.top_k:
             return None
-        positions = self.indexer.select(x, qr, *rope, batch)
+        positions = self.indexer.select(x, qr, rope, batch)
         return packing.packed_rows(positions, batch.key_starts, len(batch.key_lens))
 
     def _attend(
@@ -162,7 +159,7 @@ class DSAAttention(nn.Module):
         else:
             sizes = self.softmax_scale, self.kv_lora_rank, self.indexer.top_k
             attention = SparseAttention(self._absorb(q), kv, *sizes, batch)
-        loss = self.indexer.loss(x.detach(), qr.detach(), *rope, attention)
+        loss = self.indexer.loss(x.detach(), qr.detach(), rope, attention)
         self.indexer_stage.add(weighed(loss, batch))
         return attention.out if self.indexer_stage.name == "warmup" else self._values(attention.out)
 

@@ -6,14 +6,13 @@ from torch import nn
 import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.entry_view import EntryView
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_batch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import make_linear
+from dsa_layers.layers.linear import check_rows, make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.pass_checks import check_batch, check_rows
 from dsa_layers.layers.rope import RopeAngles
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -90,7 +89,7 @@ class CompressedAttention(nn.Module):
         q = dsa.rms_norm(self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
         q, keys = self._rotate(q, rope), self._rotate(self.kv_norm(self.wkv(x)), rope)
         rows = batch.windows(self.window, self.window).indices
-        if self.compressor is not None and self.selectable(batch).most:
+        if self.compressor is not None and self.selectable(batch).max_key_len:
             # The tokens' keys and the entries lie in one array, of which each token has its rows.
             entries = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
             of_entries = self._select(x, qr, rope, entry_rope, batch)
@@ -122,8 +121,8 @@ class CompressedAttention(nn.Module):
     ) -> torch.Tensor:
         """int32 [T, K]: the entries that each token attends to, as rows among all entries packed, then -1."""
         entries = self.selectable(batch)
-        if self.indexer is not None and entries.most > self.indexer.top_k:
-            positions = self.indexer.select(x, qr, *rope, batch, entry_rope=entry_rope)
-            return packing.packed_rows(positions, entries.starts, len(batch.key_lens))
-        columns = torch.arange(entries.most, dtype=torch.int32, device=x.device)
+        if self.indexer is not None and entries.max_key_len > self.indexer.top_k:
+            positions = self.indexer.select(x, qr, rope, batch, entry_rope=entry_rope)
+            return packing.packed_rows(positions, entries.key_starts, len(batch.key_lens))
+        columns = torch.arange(entries.max_key_len, dtype=torch.int32, device=x.device)
         return torch.where(columns < entries.visible_keys[:, None], entries.rows, -1)

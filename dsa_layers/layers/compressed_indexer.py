@@ -1,34 +1,35 @@
 """DeepSeek-V4's lightning indexer: which compressed entries a query token attends to."""
 
+from typing import Any, ClassVar
+
 import torch
-from torch import nn
 
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.cache.compressed_kv_cache import EntryCache
+from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.indexer import quantized_keys
-from dsa_layers.layers.key_selection import WORKSPACE, select_packed
+from dsa_layers.layers.indexer import WORKSPACE, KeySelection, Rope, quantized_keys
 from dsa_layers.layers.linear import FP32Linear, linear_fp32, make_linear
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 
-class CompressedIndexer(nn.Module):
+class CompressedIndexer(KeySelection):
     """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); each token attends to the `top_k` largest I of entries it may see.
 
     q = wq_b(qr) per head, with rope on the last dims in interleaved pairs; k the entries of a compressor of its own;
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and entry (the published model simulates FP4, which Hopper cannot
-    multiply); the queries' scales fold into w. workspace: bytes that a prompt's scores take at most at a time, if that
-    is enough for one token's. accumulators: as of `LightningIndexer`.
+    multiply); the queries' scales fold into w. top_k, workspace, accumulators: as of
+    `LightningIndexer`.
 
-    `select` is that of `dsa_layers.layers.indexer.Indexer`, whose keys are compressed entries here, and asks for one
-    argument more: entry_rope, (cos, sin) of the entries that the tokens may end. There is no `loss`: this indexer is
-    not trained here.
+    `select` is that of `dsa_layers.layers.indexer.Indexer`. Keys are compressed entries here, and `select` takes one
+    argument more: entry_rope, (cos, sin) of the entries that the tokens may end. This indexer has no `loss`.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], weights_proj [n_heads, hidden], compressor. Entries of equal
     score: the first win. Selection takes no gradient.
     Source: `Indexer` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
+
+    rope: ClassVar[dict[str, Any]] = {"interleaved": True, "dims": "last"}
 
     def __init__(
         self,
@@ -45,9 +46,8 @@ class CompressedIndexer(nn.Module):
         workspace: int = WORKSPACE,
         accumulators: torch.dtype = SCORE_ACCUMULATORS,
     ) -> None:
-        super().__init__()
-        self.accumulators, self.workspace = accumulators, workspace
-        self.n_heads, self.head_dim, self.top_k, self.quantize = n_heads, compressor.dim, top_k, quantize
+        super().__init__(top_k, workspace, accumulators)
+        self.n_heads, self.head_dim, self.quantize = n_heads, compressor.dim, quantize
         self.wq_b = make_linear(q_lora_rank, n_heads * self.head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.weights_proj = FP32Linear(hidden, n_heads, scale=self.weight_scale, dtype=dtype)
         self.compressor = compressor
@@ -66,23 +66,21 @@ class CompressedIndexer(nn.Module):
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rope: Rope,
         batch: TokenBatch,
-        cache: EntryCache | None = None,
+        cache: CompressedLayerCache | None = None,
         *,
-        entry_rope: tuple[torch.Tensor, torch.Tensor],
+        entry_rope: Rope,
     ) -> torch.Tensor:
         if cache is not None:
             raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
         q, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.head_weights(x)
         keys = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
         if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, interleaved=True, dims="last")
+            q, weights = dsa.quantize_indexer_queries(q, weights, *rope, **self.rope)
             keys = quantized_keys(keys)
         else:
-            q = dsa.apply_rotary(q, cos, sin, interleaved=True, dims="last")
+            q = dsa.apply_rotary(q, *rope, **self.rope)
         entries = batch.entries(self.compressor.ratio)
-        options = {"accumulators": self.accumulators, "workspace": self.workspace}
-        options["key_lens"] = entries.lens if batch.is_decode else None
-        return select_packed(q, keys, weights, self.top_k, *entries.visible_ranges, **options)
+        key_lens = entries.key_lens if batch.is_decode else None
+        return self.select_packed(q, keys, weights, entries.visible_ranges, key_lens)

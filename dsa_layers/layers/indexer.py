@@ -1,76 +1,163 @@
-"""Indexers choose which earlier tokens a query token attends to: their protocol, and the lightning indexer."""
+"""Indexers choose the tokens that a query token attends to: their protocol, selection by scores, and the lightning
+indexer."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
 import dsa
+from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_choice, check_dtype, check_same_dtype
 from dsa_layers.arguments import flag, integer
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.key_selection import WORKSPACE, select_packed
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 from dsa_layers.layers.trained_attention import TrainedAttention
 
-FP8_DIM = 128  # channels of a head, which the Hadamard transform and the pages of FP8 keys are for
+Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
+FP8_DIM = 128  # channels of a head with `quantize`: of the Hadamard transform and of the pages of FP8 keys
+WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
+# From this many keys and tokens on, fp16 scores are selected as they are computed, which is faster there (docs/
+# explanation/kernels.md, "Fused selection"). FUSED_BYTES: workspace per token.
+FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
+ROW_PADDING = 512  # columns that a row of scores has at most in addition
+Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Ranges = tuple[torch.Tensor, torch.Tensor, int]
 
 
 class Indexer(Protocol):
     """What `DSAAttention` asks of its indexer. Any torch.nn.Module with these methods can take the lightning indexer's
     place: `DSAAttention` attends to the keys that it selects, and `IndexerStage` trains it.
 
-    top_k    how many keys a token attends to; a token that sees fewer attends to all of them
-    x        [T, hidden]: the new tokens
-    qr       [T, q_lora_rank]: the latents of their queries
-    cos, sin fp32 [T, rope_dim / 2]: the angles of their positions
+    top_k  how many keys a token attends to; a token that sees fewer attends to all of them
+    x      [T, hidden]: the new tokens
+    qr     [T, q_lora_rank]: the latents of their queries
+    rope   (cos, sin), fp32 [T, rope_dim / 2]: the angles of their positions
     """
 
     top_k: int
 
     def select(
-        self,
-        x: torch.Tensor,
-        qr: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None = None,
-        *,
-        paged_slots: bool = False,
-        store_only: bool = False,
-    ) -> torch.Tensor | None:
-        """int32 [T, top_k]: the selected positions in each token's sequence, ascending, then -1: the first columns, as
-        many as the token sees keys if these are at most top_k; those behind them are not read. With paged_slots the
-        result has the slots of these positions in the cache, as `batch.slots_of` gives them.
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """int32 [T, top_k]: the selected positions in each token's sequence, ascending, then -1. If a token sees n <
+        top_k keys, only the first n columns are read.
 
-        With a cache, the indexer first writes what it keeps of the new tokens to `cache.index` at `batch.slots`. What
-        it has kept of all tokens, earlier ones included, is then at `batch.key_slots`: these are the rows of the keys,
-        and token t sees `batch.visible_keys[t]` of them from row `batch.key_starts[t]` on. Without a cache, the rows
-        are the tokens of this pass. With store_only the pass attends to all keys: the indexer writes to the cache, and
-        its result is not read.
+        Without a cache the keys are the rows of x. With a cache, `store` comes first; then the rows of the keys are
+        those at `batch.key_slots`. Token t sees `batch.visible_keys[t]` rows from row `batch.key_starts[t]` on.
         """
 
-    def loss(
-        self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
-    ) -> torch.Tensor:
+    def store(self, x: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache) -> None:
+        """Write what later passes need of the new tokens to `cache.index` at `batch.slots`. Attention calls it before
+        `select`, and alone if the pass attends to all keys."""
+
+    def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, attention: TrainedAttention) -> torch.Tensor:
         """fp32 [T]: each token's loss, in a pass that trains the indexer. `attention.kl` or `attention.lightning_kl`
         computes it from the indexer's scores. x and qr are detached."""
 
 
-class LightningIndexer(nn.Module):
+class KeySelection(nn.Module):
+    """Selection of the `top_k` keys of the largest scores, exact; of equal scores the lowest positions win.
+
+    workspace     bytes that the scores of a prompt take at most at a time, unless those of one token take more
+    accumulators  of scores of e4m3 queries and keys, as `dsa.fp8_mqa_logits` takes them
+    """
+
+    def __init__(self, top_k: int, workspace: int = WORKSPACE, accumulators: torch.dtype = SCORE_ACCUMULATORS) -> None:
+        super().__init__()
+        self.top_k, self.workspace = integer("top_k", top_k, at_least=1), integer("workspace", workspace, at_least=1)
+        check_dtype("accumulators", accumulators, ACCUMULATORS)
+        self.accumulators = accumulators
+
+    def select_packed(
+        self,
+        q: torch.Tensor,
+        keys: Keys,
+        weights: torch.Tensor,
+        ranges: Ranges,
+        key_lens: Sequence[int] | None = None,
+        paging: dict | None = None,
+    ) -> torch.Tensor:
+        """Select among keys that are packed in rows, for some tokens at a time.
+
+        q         [T, heads, dim], float or e4m3; weights fp32 [T, heads]
+        keys      float [N, dim]; for q in e4m3, e4m3 [N, dim] and fp32 scales [N]
+        ranges    (starts, lengths, most): the first row that each token sees and how many it sees, int32 [T], and an
+                  upper bound of lengths
+        key_lens  in a decoding pass, the rows of each sequence's keys: float keys are then scored by sequence
+        paging    block_table, page_size and row_to_seq of `dsa.topk_indices`: the result has slots of the cache
+
+        Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, then -1.
+        """
+        starts, lengths, most = ranges
+        quantised, paging = isinstance(keys, tuple), paging or {}
+        if most == 0 or len(q) == 0:
+            return torch.full((len(q), self.top_k), -1, dtype=torch.int32, device=q.device)
+        if not quantised and key_lens is not None and len(key_lens) > 1:
+            return self._select_by_sequence(q, keys, weights, lengths, key_lens, paging)
+        if not quantised:
+            q, keys = q.float(), keys.float()
+        columns = most + ROW_PADDING if quantised else len(keys)
+        fused = quantised and self._selects_fused(len(q), most)
+        tokens = max(1, self.workspace // (FUSED_BYTES if fused else 4 * columns))
+        tokens = -(-len(q) // -(-len(q) // tokens))  # the same number each time
+        found = []
+        for first in range(0, len(q), tokens):
+            part = slice(first, first + tokens)
+            begins, counts, own_paging = starts[part], lengths[part], _part_of(paging, part)
+            inputs = q[part], keys, weights[part], begins, begins + counts
+            if fused:
+                found.append(dsa.indexer_select(*inputs, self.top_k, accumulators=self.accumulators, **own_paging))
+            elif quantised:
+                options = {"clean_logits": False, "max_seqlen_k": most, "accumulators": self.accumulators}
+                # Scores have no name here, so they are freed before the next ones are made.
+                found.append(
+                    dsa.topk_indices(dsa.fp8_mqa_logits(*inputs, **options), self.top_k, lengths=counts, **own_paging)
+                )
+            else:
+                found.append(
+                    dsa.topk_indices(dsa.mqa_logits(*inputs), self.top_k, starts=begins, lengths=counts, **own_paging)
+                )
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _selects_fused(self, tokens: int, most: int) -> bool:
+        """Whether `dsa.indexer_select` takes these e4m3 scores and is faster than scores and top-k."""
+        if self.accumulators != torch.float16 or self.top_k > MAX_SELECTED:
+            return False
+        return most >= FUSED_KEYS and min(tokens, self.workspace // FUSED_BYTES) >= FUSED_TOKENS
+
+    def _select_by_sequence(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        lengths: torch.Tensor,
+        key_lens: Sequence[int],
+        paging: dict,
+    ) -> torch.Tensor:
+        """Score each token of a decoding pass with the float keys of its sequence alone."""
+        tokens, found = len(q) // len(key_lens), []
+        for i, own_keys in enumerate(keys.split(key_lens)):
+            part = slice(i * tokens, (i + 1) * tokens)
+            ranges = torch.zeros_like(lengths[part]), lengths[part], len(own_keys)
+            own_paging = _part_of(paging, part)
+            found.append(self.select_packed(q[part], own_keys, weights[part], ranges, paging=own_paging))
+        return torch.cat(found)
+
+
+class LightningIndexer(KeySelection):
     """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); each token attends to the `top_k` largest I of s <= t.
 
     q = wq_b(qr) per head and k = LayerNorm(wk(x)), one key for all heads, both with rope on the first or last dims;
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and token, as DeepSeek-V3.2 does; the queries' scales fold into w.
-    workspace: bytes that a prompt's scores take at most at a time, if that is enough for one token's.
-    accumulators: of a prompt's scores on Hopper, where `quantize`, as `dsa.fp8_mqa_logits` takes them; the default of
-    all models, and what it costs, is `dsa_layers.layers.score_accumulators.SCORE_ACCUMULATORS`.
+    top_k, workspace, accumulators: as of `KeySelection`. Accumulators matter with `quantize`, on Hopper;
+    `dsa_layers.layers.score_accumulators` has the default of all models, and what it costs.
 
     `select` and `loss` are those of `Indexer`; training never quantises. Selection with `quantize` is of head_dim 128.
     Raises TypeError or ValueError that names the argument.
@@ -96,16 +183,14 @@ class LightningIndexer(nn.Module):
         workspace: int = WORKSPACE,
         accumulators: torch.dtype = SCORE_ACCUMULATORS,
     ) -> None:
-        super().__init__()
+        super().__init__(top_k, workspace, accumulators)
         sizes = {"hidden": hidden, "q_lora_rank": q_lora_rank, "n_heads": n_heads, "head_dim": head_dim}
-        for name, size in (sizes | {"top_k": top_k, "workspace": workspace}).items():
+        for name, size in sizes.items():
             integer(name, size, at_least=1)
         flag("rope_interleaved", rope_interleaved)
         check_choice("rope_dims", rope_dims, ("first", "last"))
         flag("quantize", quantize)
-        check_dtype("accumulators", accumulators, ACCUMULATORS)
-        self.n_heads, self.head_dim, self.top_k = n_heads, head_dim, top_k
-        self.accumulators, self.workspace = accumulators, workspace
+        self.n_heads, self.head_dim = n_heads, head_dim
         self.rope = {"interleaved": rope_interleaved, "dims": rope_dims}
         self.quantize = quantize
         self.wq_b = make_linear(q_lora_rank, n_heads * head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
@@ -113,59 +198,48 @@ class LightningIndexer(nn.Module):
         self.k_norm = LayerNorm(head_dim)
         self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
 
-    def project(
-        self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
         quantised, with gradients."""
-        q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), cos, sin, **self.rope)
-        return q, self.keys(x, cos, sin), self.head_weights(x)
+        q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), *rope, **self.rope)
+        return q, self.keys(self.wk(x), rope), self.head_weights(x)
 
-    def loss(
-        self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
-    ) -> torch.Tensor:
-        return attention.lightning_kl(*self.project(x, qr, cos, sin))
+    def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, attention: TrainedAttention) -> torch.Tensor:
+        return attention.lightning_kl(*self.project(x, qr, rope))
 
     @torch.no_grad()
     def select(
-        self,
-        x: torch.Tensor,
-        qr: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None = None,
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
         if cache is not None:
             raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
         self.check_selects()
-        q, k = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(x, cos, sin)
+        q, k = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(self.wk(x), rope)
         weights = self.head_weights(x)
         if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, cos, sin, **self.rope)
+            q, weights = dsa.quantize_indexer_queries(q, weights, *rope, **self.rope)
             k = quantized_keys(k)
         else:
-            q = dsa.apply_rotary(q, cos, sin, **self.rope)
-        options = {"accumulators": self.accumulators, "workspace": self.workspace}
-        options["key_lens"] = batch.key_lens if batch.is_decode else None
-        return select_packed(q, k, weights, self.top_k, *batch.visible_ranges, **options)
+            q = dsa.apply_rotary(q, *rope, **self.rope)
+        return self.select_packed(q, k, weights, batch.visible_ranges, batch.key_lens if batch.is_decode else None)
 
     def check_selects(self) -> None:
         """Raises ValueError for a size that selection does not support."""
         if self.quantize and self.head_dim != FP8_DIM:
             raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
 
-    def keys(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """k [T, head_dim], not quantised."""
-        return self.rotated_keys(self.wk(x), cos, sin)
-
-    def rotated_keys(self, projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The same from wk(x)."""
-        return dsa.apply_rotary(self.k_norm(projected), cos, sin, **self.rope)
+    def keys(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """wk(x) [T, head_dim] -> k [T, head_dim], not quantised."""
+        return dsa.apply_rotary(self.k_norm(projected), *rope, **self.rope)
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """w fp32 [T, n_heads]."""
         return linear_fp32(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
+
+
+def _part_of(paging: dict, part: slice) -> dict:
+    """`paging` for some of the tokens."""
+    return paging | {"row_to_seq": paging["row_to_seq"][part]} if paging else paging
 
 
 def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

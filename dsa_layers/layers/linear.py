@@ -5,7 +5,7 @@ from torch import nn
 
 import dsa
 from dsa.reference.autocast import without_autocast
-from dsa.runtime.checks import FLOATS, check_dtype
+from dsa.runtime.checks import FLOATS, check_dtype, check_tensor
 from dsa_layers.arguments import flag
 
 BLOCK = 128
@@ -122,6 +122,23 @@ def make_linear(
     if fp8:
         return BlockFP8Linear(in_features, out_features, use_ue8m0=use_ue8m0)
     return Linear(in_features, out_features, dtype=dtype)
+
+
+def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
+    """Raise TypeError or ValueError unless `reader`, a `Linear` or `BlockFP8Linear`, takes x [T, I]. Other modules,
+    such as adapters, check their inputs themselves."""
+    kind = type(reader)
+    if kind is not Linear and kind is not BlockFP8Linear:
+        return
+    weight = reader.weight  # read once: a module's attributes are slow
+    dtypes = (weight.dtype,) if kind is Linear else FLOATS
+    if not isinstance(x, torch.Tensor) or x.dtype in dtypes or not _casts(x):
+        check_tensor(name, x, dtypes, ("T", weight.shape[1]))
+
+
+def _casts(x: torch.Tensor) -> bool:
+    """Whether autocast converts x to the weights' dtype."""
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
 class LanguageModelHead(Linear):

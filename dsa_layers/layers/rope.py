@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dsa_layers.arguments import integer, number, shown
-from dsa_layers.batch.caching import cached_property
+from dsa_layers.batch.selectable_keys import cached_property
 
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from dsa_layers.batch.selectable_keys import SelectableKeys
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.layers.indexer import Indexer
 
@@ -26,16 +27,6 @@ class KeyCounter(Protocol):
         of the cache, which stands for a token or, compressed, for several."""
 
 
-class SelectableKeys(Protocol):
-    """The keys among which an indexer selects: a `TokenBatch` where they are tokens, an `EntryView` where they are
-    compressed entries. visible_keys int32 [T]: how many of its sequence each new token may see."""
-
-    visible_keys: torch.Tensor
-
-    def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """int32 [T, K]: where in the cache the keys `indices` [T, K] of each new token's sequence are; -1 stays."""
-
-
 class SelectingAttention(Protocol):
     """An attention layer, as `KeysRead`, `all_keys` and `latest_keys` of `dsa_layers.evaluation` need it.
 
@@ -48,4 +39,4 @@ class SelectingAttention(Protocol):
     key_counter: KeyCounter | None
 
     def selectable(self, batch: TokenBatch) -> SelectableKeys:
-        """The keys among which the indexer selects in a pass over `batch`."""
+        """The keys among which the indexer selects in a pass over `batch`: tokens, or compressed entries."""

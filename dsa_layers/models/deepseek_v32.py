@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_pass
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
 from dsa_layers.config.declared import computed, integer, one_of, only
 from dsa_layers.config.fields import Fields
@@ -21,7 +21,6 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import Embedding, LanguageModelHead, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.pass_checks import check_pass
 from dsa_layers.layers.rope import yarn_mscale
 from dsa_layers.layers.trained_attention import SharedTokens
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields

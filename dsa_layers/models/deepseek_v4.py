@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_pass
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
 from dsa_layers.config.declared import computed, each_of, epsilon, integer, number, one_of, only, refused
 from dsa_layers.config.fields import Fields
@@ -32,7 +32,6 @@ from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.linear import Embedding, LanguageModelHead, make_linear
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.pass_checks import check_pass
 from dsa_layers.layers.rope import JointRotary, RopeAngles
 from dsa_layers.models import deepseek_v4_names as names
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields

@@ -62,7 +62,7 @@ def _shares(layer: DSAAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     qr = layer.q_a_layernorm(layer.q_a_proj(x))
     mass = attention_mass(layer, x, qr, cos, sin)
     visible = torch.arange(1, len(x) + 1, dtype=torch.int32, device=x.device)
-    scores = dsa.mqa_logits(*layer.indexer.project(x, qr, cos, sin), torch.zeros_like(visible), visible)
+    scores = dsa.mqa_logits(*layer.indexer.project(x, qr, (cos, sin)), torch.zeros_like(visible), visible)
     choosing = visible > top_k
     mass, scores = mass[choosing], scores[choosing]
     picked = mass.gather(1, scores.topk(top_k).indices).sum(1)

@@ -72,11 +72,11 @@ def test_entries_by_hand():
     """Entries of 2 tokens: the first sequence's new tokens are at 3, which ends its second entry, and at 4."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
     entries = batch.entries(2)
-    assert entries.page_size == 2 and entries.lens == (2, 1) and entries.lens_tensor.tolist() == [2, 1]
-    assert entries.visible_keys.tolist() == [2, 2, 1] and entries.starts.tolist() == [0, 0, 2]
+    assert entries.page_size == 2 and entries.key_lens == (2, 1) and entries.key_lens_tensor.tolist() == [2, 1]
+    assert entries.visible_keys.tolist() == [2, 2, 1] and entries.key_starts.tolist() == [0, 0, 2]
     assert entries.rows.tolist() == [[0, 1], [0, 1], [2, 3]] and entries.selected_counts(2).tolist() == [2, 2, 1]
     assert entries.positions.tolist() == [2, 3, 0] and entries.slots.tolist() == [15, -1, 8]
-    assert entries.all_slots.tolist() == [14, 15, 8]
+    assert entries.key_slots.tolist() == [14, 15, 8]
     got = entries.slots_of(torch.tensor([[1, -1], [0, 1], [0, -1]], dtype=torch.int32))
     assert got.tolist() == [[15, -1], [14, 15], [8, -1]] and got.dtype == torch.int32
 
@@ -96,7 +96,7 @@ def test_a_step_by_hand():
     assert step.slots.tolist() == [9, 19] and step.positions.tolist() == [5, 3]
     assert step.key_slots.tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 16, 17, 18, 19, -1, -1, -1, -1]
     entries, windows = step.entries(4), step.windows(3, 3)
-    assert entries.slots.tolist() == [-1, 4] and entries.all_slots.tolist() == [7, 2, 4, -1]
+    assert entries.slots.tolist() == [-1, 4] and entries.key_slots.tolist() == [7, 2, 4, -1]
     assert entries.visible_keys.tolist() == [1, 1] and entries.positions.tolist() == [2, 0]
     assert windows.slots.tolist() == [20, 3]
 
@@ -136,8 +136,8 @@ def test_positions_beyond_a_million():
     assert batch.slots_of(first)[0].tolist() == [2**31 - 64, 2**31 - 1, -1]
     assert batch.visible_keys.tolist() == [2**20 - 1, 2**20, 2**20 + 1]
     entries = batch.entries(4)
-    assert entries.most == 2**18 and entries.visible_keys.tolist() == [2**18 - 1, 2**18, 2**18]
-    assert entries.all_slots[[0, -1]].tolist() == [(2**25 - 1) * 16, pages[2**14 - 1] * 16 + 15]
+    assert entries.max_key_len == 2**18 and entries.visible_keys.tolist() == [2**18 - 1, 2**18, 2**18]
+    assert entries.key_slots[[0, -1]].tolist() == [(2**25 - 1) * 16, pages[2**14 - 1] * 16 + 15]
     assert entries.slots.tolist() == [-1, pages[2**14 - 1] * 16 + 15, -1]
     assert entries.rows.shape == (3, 2**18) and entries.rows.untyped_storage().nbytes() == 4 * 2**18
     windows = batch.windows(128, 131)

@@ -9,10 +9,8 @@ from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.paged_attention import AttentionPass, PagedAttention
 from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.layers import key_selection
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
-from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import ROTARY
 
 HIDDEN, RANK, HEADS, TOP_K, N = 128, 128, 4, 16, 50
@@ -69,7 +67,7 @@ def test_selected_keys_have_the_largest_scores(kind, fp8, interleaved, dims):
     indexer = make_indexer(kind, quantize=fp8, rope_interleaved=interleaved, rope_dims=dims)
     x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
     batch, exact = SequenceBatch.without_cache([N]), scores(indexer, x, qr, fp8)
-    topk_indices = indexer.select(x, qr, *ROTARY(batch.positions), batch)
+    topk_indices = indexer.select(x, qr, ROTARY(batch.positions), batch)
     assert topk_indices.dtype == torch.int32 and topk_indices.shape == (N, TOP_K)
     for t, row in enumerate(topk_indices.tolist()):
         chosen = [s for s in row if s >= 0]
@@ -86,31 +84,21 @@ def test_selection_over_pages_equals_that_without(fp8):
     indexer = make_indexer(quantize=fp8)
     x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
     whole = SequenceBatch.without_cache([N])
-    expected = indexer.select(x, qr, *ROTARY(whole.positions), whole)
+    expected = indexer.select(x, qr, ROTARY(whole.positions), whole)
     cache = PagedKVCache(1, 6, 16, index="fp8" if fp8 else torch.float32).layer(0)
     cache.index.view(torch.uint8).fill_(0xFF)
     pages, done = [4, 1, 5, 0], 0
     for n in (20, 1, 1, 15, *[1] * 13):
         batch = SequenceBatch.paged([n], [done + n], [pages], 16)
         part = slice(done, done + n)
-        given = x[part], qr[part], *ROTARY(batch.positions), batch, cache
-        assert torch.equal(indexer.select(*given), expected[part])
-        slots = indexer.select(*given, paged_slots=True)
+        rope = ROTARY(batch.positions)
+        indexer.store(x[part], rope, batch, cache)
+        selected = indexer.select(x[part], qr[part], rope, batch, cache)
+        assert torch.equal(selected, expected[part])
+        slots = batch.slots_of(selected)
         physical = torch.tensor(pages)[expected[part].clamp_min(0) // 16] * 16 + expected[part] % 16
         assert torch.equal(slots.long(), torch.where(expected[part] < 0, -1, physical))
         done += n
-
-
-@pytest.mark.parametrize("lengths", [[40], [40, 33]])
-def test_decoding_tokens_are_scored_with_the_float_keys_of_their_sequence(lengths, monkeypatch):
-    """The token of a single sequence is scored like a prompt's."""
-    indexer, x = make_indexer(quantize=False), torch.randn(len(lengths), HIDDEN)
-    scored = record(monkeypatch, "index_scores", seen=lambda q, k, w: (len(q), len(k)), owner=key_selection)
-    cache = PagedKVCache(1, 6, 16, index=torch.float32).layer(0)
-    cache.index.normal_()
-    batch = SequenceBatch.paged([1] * len(lengths), lengths, [[0, 1, 2], [3, 4, 5]][: len(lengths)], 16)
-    indexer.select(x, x, *ROTARY(batch.positions), batch, cache)
-    assert scored == ([] if len(lengths) == 1 else [(1, n) for n in lengths])
 
 
 def attend(layer, x, topk_indices):

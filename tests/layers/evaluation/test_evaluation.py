@@ -128,7 +128,7 @@ class First(nn.Module):
         super().__init__()
         self.top_k = 2
 
-    def select(self, x, qr, cos, sin, batch, cache=None, *, depth, paged_slots=False, store_only=False):
+    def select(self, x, qr, rope, batch, cache=None, *, depth):
         return torch.zeros(len(x), self.top_k, dtype=torch.int32)
 
 
@@ -146,7 +146,7 @@ class Other(nn.Module):
         return batch
 
     def forward(self, tokens, batch):
-        selected = self.indexer.select(tokens, None, None, None, batch, None, depth=3)
+        selected = self.indexer.select(tokens, None, None, batch, None, depth=3)
         if self.key_counter is not None:
             self.key_counter.add((selected >= 0).sum(-1), batch.visible_keys, batch.visible_keys)
         return selected

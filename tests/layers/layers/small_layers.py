@@ -117,7 +117,7 @@ def _call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 CASES = {
     CompressedAttention: Case(indexed_attention, lambda layer, x: layer(x, ROPE, ENTRY_ROPE, BATCH)),
     CompressedIndexer: Case(
-        compressed_indexer, lambda layer, x: layer.select(x, x[:, :RANK], *ROPE, BATCH, entry_rope=ENTRY_ROPE)
+        compressed_indexer, lambda layer, x: layer.select(x, x[:, :RANK], ROPE, BATCH, entry_rope=ENTRY_ROPE)
     ),
     Compressor: Case(compressor, lambda layer, x: layer.compress(x, *ENTRY_ROPE, BATCH)),
     DSAAttention: Case(lambda: attention(indexer()), lambda layer, x: layer(x, *ROPE, BATCH)[0]),
@@ -126,7 +126,7 @@ CASES = {
     HyperDecoderBlock: Case(hyper_block, run_hyper_block, streams),
     HyperHead: Case(lambda: hyper(HyperHead), _call, streams),
     LanguageModelHead: Case(lambda: LanguageModelHead(HIDDEN, 50), _call),
-    LightningIndexer: Case(indexer, lambda layer, x: layer.select(x, x[:, :RANK], *ROPE, BATCH)),
+    LightningIndexer: Case(indexer, lambda layer, x: layer.select(x, x[:, :RANK], ROPE, BATCH)),
     MoE: Case(moe, _call),
     SwiGLU: Case(swiglu, _call),
 }

@@ -8,8 +8,10 @@ import torch
 import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY
 from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.layers import key_selection
-from dsa_layers.layers.key_selection import FUSED_BYTES, ROW_PADDING, WORKSPACE, select_packed, select_paged
+from dsa_layers.engine.layer_pass import LayerPass
+from dsa_layers.engine.paged_indexer import PagedSelection
+from dsa_layers.layers import indexer
+from dsa_layers.layers.indexer import FUSED_BYTES, ROW_PADDING, WORKSPACE, KeySelection
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 
@@ -28,6 +30,21 @@ def inputs(quantised):
     return q, keys, weights, starts, lengths
 
 
+def select_packed(q, keys, weights, top_k, *ranges, key_lens=None, paging=None, **options):
+    return KeySelection(top_k, **options).select_packed(q, keys, weights, ranges, key_lens, paging)
+
+
+class PagesOf(PagedSelection):
+    """Selection in these pages."""
+
+    def __init__(self, top_k, pages):
+        super().__init__(top_k)
+        self._pages = pages
+
+    def pages(self, step):
+        return self._pages
+
+
 @pytest.fixture(params=[False, True], ids=["positions", "slots"])
 def paging(request):
     if not request.param:
@@ -36,7 +53,7 @@ def paging(request):
     return {"block_table": table, "page_size": 8, "row_to_seq": torch.repeat_interleave(torch.tensor(QUERIES)).int()}
 
 
-@pytest.mark.parametrize("tokens", [0, 3, 1000])
+@pytest.mark.parametrize("tokens", [1, 3, 1000])
 @pytest.mark.parametrize("quantised", [True, False])
 def test_any_workspace_selects_the_same(quantised, tokens, paging):
     q, keys, weights, starts, lengths = inputs(quantised)
@@ -44,7 +61,7 @@ def test_any_workspace_selects_the_same(quantised, tokens, paging):
     scores = logits(q, keys, weights, starts, starts + lengths)
     expected = dsa.topk_indices(scores, 16, starts=starts, lengths=lengths, **paging)
     workspace = 4 * tokens * (MOST + ROW_PADDING)
-    got = select_packed(q, keys, weights, 16, starts, lengths, MOST, workspace=workspace, **paging)
+    got = select_packed(q, keys, weights, 16, starts, lengths, MOST, workspace=workspace, paging=paging)
     assert torch.equal(got, expected)
 
 
@@ -71,8 +88,8 @@ def test_scores_take_no_more_than_the_workspace(tokens, sizes, monkeypatch):
 @pytest.fixture
 def fused(monkeypatch):
     """The numbers of tokens of each fused selection, which small inputs reach here."""
-    monkeypatch.setattr(key_selection, "FUSED_KEYS", MOST)
-    monkeypatch.setattr(key_selection, "FUSED_TOKENS", 10)
+    monkeypatch.setattr(indexer, "FUSED_KEYS", MOST)
+    monkeypatch.setattr(indexer, "FUSED_TOKENS", 10)
     return record(monkeypatch, "indexer_select", seen=lambda q, *_, **__: len(q))
 
 
@@ -80,9 +97,9 @@ def fused(monkeypatch):
 def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, paging, fused, monkeypatch):
     """For as many tokens at a time as candidate lists have room for."""
     q, keys, weights, *ranges = inputs(True)
-    given, options = (q, keys, weights, 16, *ranges, MOST), {"accumulators": torch.float16, **paging}
+    given, options = (q, keys, weights, 16, *ranges, MOST), {"accumulators": torch.float16, "paging": paging}
     with monkeypatch.context() as patch:
-        patch.setattr(key_selection, "FUSED_KEYS", MOST + 1)
+        patch.setattr(indexer, "FUSED_KEYS", MOST + 1)
         expected = select_packed(*given, **options)
     assert not fused
     assert torch.equal(select_packed(*given, workspace=workspace, **options), expected) and fused == sizes
@@ -123,20 +140,15 @@ def test_decoding_tokens_are_scored_with_the_float_keys_of_their_sequence(paged,
     )
     for start, count, own in zip(starts[::next_n].tolist(), seen, lens):
         keys[start + count : start + own] = torch.nan
-    given, options = (q, keys, weights, 16, starts, lengths, max(lens)), {}
+    given, paging = (q, keys, weights, 16, starts, lengths, max(lens)), None
     if paged:
-        options = {"block_table": torch.randint(0, 99, (len(lens), 8), dtype=torch.int32), "page_size": 8}
-        options["row_to_seq"] = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(next_n)
-    expected = select_packed(*given, **options)
-    monkeypatch.setattr(dsa, "mqa_logits", None)
-    scored = record(monkeypatch, "index_scores", seen=lambda q, k, w: (len(q), len(k)), owner=key_selection)
+        paging = {"block_table": torch.randint(0, 99, (len(lens), 8), dtype=torch.int32), "page_size": 8}
+        paging["row_to_seq"] = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(next_n)
+    expected = select_packed(*given, paging=paging)
+    scored = record(monkeypatch, "mqa_logits", seen=lambda q, k, *_: (len(q), len(k)))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(select_packed(*given, key_lens=lens, **options), expected)
-    assert scored == [(next_n, n) for n in lens]
-    parts = record(monkeypatch, "topk_indices", seen=lambda scores, *_, **__: 4 * scores.numel())
-    of_two_sequences = 4 * 2 * next_n * max(lens)
-    got = select_packed(*given, key_lens=lens, workspace=of_two_sequences, **options)
-    assert torch.equal(got, expected) and max(parts) == of_two_sequences and len(parts) == 3
+        assert torch.equal(select_packed(*given, key_lens=lens, paging=paging), expected)
+    assert scored == [(next_n, n) for n in lens if n]
 
 
 def test_nothing_is_selected_from_no_keys_and_for_no_tokens():
@@ -168,9 +180,9 @@ def test_layers_that_select_from_pages_share_a_plan(page_size, monkeypatch):
     q, weights = torch.randn(4, 8, 32).to(torch.float8_e4m3fn), torch.randn(4, 8)
     names = "fp8_paged_mqa_logits", "topk_indices", "get_paged_mqa_logits_metadata"
     called = record(monkeypatch, *names)
-    given = q, cache, table, weights, 16, batch.visible_by_sequence, batch, 128, page_size
-    got = select_paged(*given)
-    assert torch.equal(select_paged(*given), got)
+    selection, step = PagesOf(16, cache), LayerPass(batch, None, in_pages=page_size is not None)
+    got = selection._select_in_pages(q, weights, batch, step)
+    assert torch.equal(selection._select_in_pages(q, weights, batch, step), got)
     assert called == ["get_paged_mqa_logits_metadata", *names[:2], *names[:2]]
     options = {"slots": page_size is not None}
     lengths = batch.visible_by_sequence

@@ -11,7 +11,7 @@ from dsa_layers.command.parser import HELD_OUT_TEXT
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.tokenizer import Tokenizer
-from dsa_layers.layers import key_selection
+from dsa_layers.layers import indexer
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.needles import Haystack, planted
 
@@ -24,7 +24,7 @@ SELECT = {"V4-Flash": 2, "GLM-5.2": 1, "V3.2": 4}
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, fused, monkeypatch):
     for name_of_limit in ("FUSED_KEYS", "FUSED_TOKENS") if fused else ():
-        monkeypatch.setattr(key_selection, name_of_limit, 1)
+        monkeypatch.setattr(indexer, name_of_limit, 1)
     model = stack(name, "cpu", **SMALL, **FEWER[name])
     hay = Haystack(model, 8192 + 70, "cpu")
     with planted(SHARES) as finds:

@@ -9,9 +9,8 @@ from torch import nn
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.layers.linear import BlockFP8Linear, check_rows
 from dsa_layers.layers.moe import GroupedSigmoidRouter
-from dsa_layers.layers.pass_checks import check_rows
 from tests.layers.layers.small_layers import (
     CASES,
     HIDDEN,
@@ -90,9 +89,9 @@ def test_attention_takes_any_indexer_or_none():
 def test_quantised_selection_is_of_128_channels():
     """Training does not quantise, so it takes other numbers."""
     layer, given = indexer(head_dim=100, quantize=True), (torch.zeros(5, HIDDEN), torch.zeros(5, RANK))
-    assert layer.project(*given, *ROTARY(BATCH.positions))[0].shape == (5, 4, 100)
+    assert layer.project(*given, ROTARY(BATCH.positions))[0].shape == (5, 4, 100)
     message = "head_dim: must be 128 for selection with quantize=True, got 100"
-    refused(lambda: layer.select(*given, *ROTARY(BATCH.positions), BATCH), message)
+    refused(lambda: layer.select(*given, ROTARY(BATCH.positions), BATCH), message)
 
 
 BEFORE_FUSE = "cache: must be None before dsa_layers.fuse, which prepares "
@@ -121,7 +120,7 @@ def test_a_plain_pass(compressed, changed, message):
 @pytest.mark.parametrize(("kind", "options"), [*zip(INDEXERS, ({"entry_rope": None}, {}))])
 def test_plain_indexers_take_no_cache(kind, options):
     layer = CASES[kind].make()
-    refused(lambda: layer.select(*[None] * 5, CACHE, **options), BEFORE_FUSE + "an indexer for inference")
+    refused(lambda: layer.select(*[None] * 4, CACHE, **options), BEFORE_FUSE + "an indexer for inference")
 
 
 def test_autocast_and_fp8_layers_take_other_dtypes():

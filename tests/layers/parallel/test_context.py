@@ -34,7 +34,7 @@ class DotProductIndexer(nn.Module):
         self.top_k = TOP_K
         self.q, self.k = nn.Linear(32, 16, bias=False), nn.Linear(64, 16, bias=False)
 
-    def loss(self, x, qr, cos, sin, attention):
+    def loss(self, x, qr, rope, attention):
         return attention.kl(self.q(qr) @ attention.gather(self.k(x)).T)
 
 

@@ -32,18 +32,16 @@ class DotProductIndexer(nn.Module):
         self.k = nn.Linear(hidden, head_dim, bias=False)
 
     @torch.no_grad()
-    def select(self, x, qr, cos, sin, batch, cache=None, *, paged_slots=False, store_only=False):
-        keys = self.k(x)
-        if cache is not None:
-            dsa.write_kv_cache(keys, cache.index, batch.slots)
-            if store_only:
-                return None
-            keys = dsa.read_kv_cache(cache.index, batch.key_slots)
+    def select(self, x, qr, rope, batch, cache=None):
+        keys = self.k(x) if cache is None else dsa.read_kv_cache(cache.index, batch.key_slots)
         scores = self.q(qr) @ keys.T
-        indices = dsa.topk_indices(scores, self.top_k, starts=batch.key_starts, lengths=batch.visible_keys)
-        return batch.slots_of(indices) if paged_slots else indices
+        return dsa.topk_indices(scores, self.top_k, starts=batch.key_starts, lengths=batch.visible_keys)
 
-    def loss(self, x, qr, cos, sin, attention):
+    @torch.no_grad()
+    def store(self, x, rope, batch, cache):
+        dsa.write_kv_cache(self.k(x), cache.index, batch.slots)
+
+    def loss(self, x, qr, rope, attention):
         return attention.kl(self.q(qr) @ self.k(x).T)
 
 
@@ -109,7 +107,7 @@ def test_any_scores_and_lightning_scores_have_one_loss(stage):
             return WarmupAttention(q, k, v, 0.3, batch)
         return SparseAttention(absorbed, kv, 0.3, 16, TOP_K, batch)
 
-    index_q, index_k, weights = indexer.project(x, qr, cos, sin)
+    index_q, index_k, weights = indexer.project(x, qr, (cos, sin))
     scores = torch.einsum("th,ths->ts", weights, torch.einsum("thd,sd->ths", index_q, index_k).relu())
     of_ops, of_scores = make(), make()
     expected, got = of_ops.lightning_kl(index_q, index_k, weights), of_scores.kl(scores)
@@ -137,7 +135,7 @@ def test_scores_of_another_shape():
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_a_loss_that_computes_no_attention(model, stage, monkeypatch):
-    monkeypatch.setattr(DotProductIndexer, "loss", lambda self, x, qr, cos, sin, attention: self.k(x).sum(-1))
+    monkeypatch.setattr(DotProductIndexer, "loss", lambda self, x, qr, rope, attention: self.k(x).sum(-1))
     with pytest.raises(RuntimeError, match=r"indexer\.loss: must call attention\.kl or attention\.lightning_kl"):
         with IndexerStage(model, stage):
             model(torch.arange(20), SequenceBatch.without_cache([20]))
