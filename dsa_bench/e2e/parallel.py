@@ -41,8 +41,7 @@ from dsa_layers.io.gpu_plan import plan
 from dsa_layers.models.family import published_config
 from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.options import positive
-from dsa_layers.parallel.environment import started_ranks
-from dsa_layers.parallel.launch import launch
+from dsa_layers.parallel.launch import launch, started_ranks
 from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
 

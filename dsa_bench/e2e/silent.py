@@ -37,7 +37,7 @@ def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
 
     The replacements affect the whole process, so no other split model may run within the block.
     """
-    silent = SilentRanks(ranks.rank, ranks.size, shards_rows=ranks.shards_rows)
+    silent = SilentRanks(ranks.rank, ranks.size)
     changes: list[tuple[object, str, Any]] = [
         (Sharded, "all_gather", _repeat_rows),
         (Sharded, "start_all_gather", Placement.start_all_gather),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.parser import WrongCall, make_parser
-from dsa_layers.parallel.environment import note_failure
+from dsa_layers.parallel.launch import note_failure
 
 # The exit codes that a shell reports for these signals.
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE

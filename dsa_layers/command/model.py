@@ -22,8 +22,7 @@ from dsa_layers.io.gpu_plan import GpuPlan, check_fits, plans, precision_of
 from dsa_layers.io.hub import checkpoint_directory
 from dsa_layers.models.precision import check_device
 from dsa_layers.models.protocols import Model
-from dsa_layers.parallel.environment import started_ranks
-from dsa_layers.parallel.launch import launch
+from dsa_layers.parallel.launch import launch, started_ranks
 from dsa_layers.parallel.process_group import join
 
 

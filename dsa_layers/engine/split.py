@@ -4,12 +4,10 @@ A sharded parameter is cut into as many equal parts as there are ranks, and rank
 along dimension 1 follows one that is cut along dimension 0, and gives a partial sum of the result.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dsa_layers.engine.fused_block import FusedDecoderBlock
@@ -20,7 +18,6 @@ from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BLOCK, Embedding, LanguageModelHead
 from dsa_layers.layers.moe import SwiGLU
-from dsa_layers.parallel.compare import compare_picks
 from dsa_layers.parallel.ranks import Ranks
 
 # The kernels of attention over selected keys take this many heads as one tile. Fewer heads cost about as much, since
@@ -91,8 +88,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
 
     Attention and MLPs give partial sums (`Placement`), and the head joins the ranks' columns of logits. Replicated
     layers are not cut. So activations between layers, and selected keys, have the same bits on all ranks that have
-    them. With DSA_COMPARE_RANKS=1 in the environment ranks check this in every pass that is not a replay of a CUDA
-    graph (`compare_picks`); every rank has all rows then.
+    them.
     Raises ValueError, with the model unchanged, for one that cannot be cut evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
@@ -114,14 +110,6 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
             module.first = ranks.rank * module.count
         if type(module) is Embedding:
             module.__class__ = SplitEmbedding
-    if os.environ.get("DSA_COMPARE_RANKS") == "1" and dist.is_initialized():
-        compare_picks(model, ranks)
-        ranks = replace(ranks, shards_rows=False)
-    _set_ranks(model, ranks)
-    return cuts
-
-
-def _set_ranks(model: nn.Module, ranks: Ranks) -> None:
     model.ranks = ranks  # for the engine
     for module in model.modules():
         if hasattr(module, "ranks"):
@@ -131,6 +119,7 @@ def _set_ranks(model: nn.Module, ranks: Ranks) -> None:
             module[-1].is_last = isinstance(module[-1], FusedDecoderBlock)  # `SplitDeepseekV4` gathers one stream
         elif isinstance(block := getattr(module, "block", None), FusedDecoderBlock | FusedHyperBlock):
             block.is_first = block.is_last = True
+    return cuts
 
 
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from dsa.runtime.checks import MOST_SLOTS
-from dsa_layers.cache.sizes import CacheSizes
+from dsa_layers.cache.cache import CacheSizes
 from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.io.memory import room_for_caches
 from dsa_layers.models.protocols import Model

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from dsa_layers.cache.sizes import CacheSizes
+from dsa_layers.cache.cache import CacheSizes
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.rank_part import copied, rank_part

@@ -3,16 +3,120 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from dsa_layers.arguments import integer, shown
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.parallel.context_cut import TokenShare, cut
-from dsa_layers.parallel.gathered_rows import RowPlan, gather_rows
 from dsa_layers.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of `sequence` from position `begin` up to `end`, without it. Their last one sees `end` keys."""
+
+    sequence: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """A rank's tokens: the early pieces of all sequences, then the late ones. None of either kind share a sequence."""
+
+    early: tuple[Piece, ...]
+    late: tuple[Piece, ...]
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.early + self.late
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.end - piece.begin for piece in self.pieces)
+
+
+def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
+    """The shares of `size` ranks, which have the tokens of sequences of these lengths, each exactly once.
+
+    A sequence comes apart into 2 size chunks, and rank r has chunk r and chunk 2 size - 1 - r. A causal token sees all
+    tokens before it, so that contiguous shares of one sequence would differ in work by a factor of up to 2 size - 1.
+    Early and late chunks together see the same number of keys on every rank, in each sequence, wherever it lies.
+    Numbers of tokens differ by at most one: what is left of a sequence goes to the ranks that have the fewest by then.
+    """
+    early: list[list[Piece]] = [[] for _ in range(size)]
+    late: list[list[Piece]] = [[] for _ in range(size)]
+    tokens = [0] * size
+    for sequence, length in enumerate(lens):
+        chunk, rest = divmod(length, 2 * size)
+        one_each, rest = divmod(rest, size)
+        fewest = sorted(range(size), key=lambda rank: tokens[rank])[:rest]
+        first, second = [chunk + one_each] * size, [chunk] * size
+        for rank in fewest:
+            (second if one_each else first)[rank] += 1
+        begin, end = 0, length
+        for rank in range(size):
+            a, b = Piece(sequence, begin, begin + first[rank]), Piece(sequence, end - second[rank], end)
+            begin, end = a.end, b.begin
+            tokens[rank] += first[rank] + second[rank]
+            if a.end == b.begin:  # nothing lies between them
+                a, b = Piece(sequence, a.begin, b.end), Piece(sequence, b.end, b.end)
+            early[rank] += [a] if a.begin < a.end else []
+            late[rank] += [b] if b.begin < b.end else []
+    return [TokenShare(tuple(a), tuple(b)) for a, b in zip(early, late)]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows a rank wants. Every rank brings up to `most` rows, and what it lacks is padding: row i of rank r is
+    r * most + i among those of all.
+
+    rows   int64 [N], on the device: the wanted ones
+    first  so many of them, and likewise those behind them, are different rows: a row is wanted at most twice
+    """
+
+    rows: torch.Tensor
+    first: int
+    most: int
+
+
+def gather_rows(x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
+    """x [own, ...] of each rank -> this rank's wanted rows [N, ...] of all of them.
+
+    A row's gradient is the sum over the ranks of their gradients of it, each of which is rounded to x's dtype, added in
+    fp32 (fp64 for fp64) in the order of the ranks and rounded: the same bits in every run. All ranks must call this,
+    and run backward, in one order.
+    """
+    return _GatherRows.apply(x, plan, ranks)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
+        ctx.plan, ctx.ranks, ctx.own = plan, ranks, len(x)
+        parts = x.new_empty(ranks.size * plan.most, *x.shape[1:])
+        ranks.all_gather(parts, _padded(x, plan.most))
+        return parts.index_select(0, plan.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        plan, ranks = ctx.plan, ctx.ranks
+        sent = grad.new_zeros(ranks.size * plan.most, *grad.shape[1:])
+        # Rows of one call are different ones, so that their order does not matter.
+        for part in (slice(0, plan.first), slice(plan.first, None)):
+            sent.index_add_(0, plan.rows[part], grad[part])
+        parts = torch.empty_like(sent)
+        ranks.all_to_all(parts, sent)
+        return ranks.sum_parts(parts.unflatten(0, (ranks.size, plan.most))[:, : ctx.own]), None, None
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.contiguous() if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
     if ranks.size == 1:
         return WHOLE
     count = sum(batch.query_lens)
-    if not ranks.shards_rows or batch.is_decode or count < SHARDED_TOKENS:
+    if batch.is_decode or count < SHARDED_TOKENS:
         return Replicated(ranks)
     placement = vars(batch).get("placement")
     if placement is None or placement._ranks != ranks:

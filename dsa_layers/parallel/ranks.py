@@ -26,13 +26,11 @@ class Ranks:
     """The processes that hold parts of a model.
 
     rank: this process's, from 0; size: how many there are; group: None without one.
-    shards_rows: whether each rank has some of many rows between layers, and selects for these alone.
     Raises TypeError or ValueError, without a group, for a rank that is none of them."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
-    shards_rows: bool = True
 
     def __post_init__(self) -> None:
         if self.group is not None:  # torch has -1 for a process outside of the group

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from dsa_layers.parallel.ranks import Ranks
 
-# Of the environment: which kernels a rank runs, and so by which way it talks to the others, and whether they compare.
-SETTINGS = ("DSA_BACKEND", "DSA_COMPARE_RANKS")
+# Environment variables that must be the same on all ranks: which kernels run, and so how ranks communicate.
+SETTINGS = ("DSA_BACKEND",)
 
 
 @contextlib.contextmanager

@@ -96,10 +96,3 @@ def without_memory_of_v32(gpus):
 def test_a_model_that_does_not_come_apart():
     with pytest.raises(DoesNotDivide, match=r"^gpus: 3 do not evenly share the "):
         without_memory_of_v32(gpus=3)
-
-
-def test_ranks_that_are_to_compare_their_picks_compile_all_the_same(monkeypatch):
-    """There is nobody to compare with."""
-    monkeypatch.setenv("DSA_COMPARE_RANKS", "1")
-    model = without_memory_of_v32(gpus=2)
-    assert all(ranks.shards_rows for module in model.modules() if (ranks := getattr(module, "ranks", None)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa_layers.cache.sizes import CacheSizes
+from dsa_layers.cache.cache import CacheSizes
 from dsa_layers.generation import capacity
 from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.generator import Generator

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsa_layers.parallel import environment, process_group
-from dsa_layers.parallel.context import ContextBatch
-from dsa_layers.parallel.context_cut import cut
+from dsa_layers.parallel import launch, process_group
+from dsa_layers.parallel.context import ContextBatch, cut
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training.indexer_stage import STAGES, IndexerStage
 from tests.layers.parallel.processes import in_ranks

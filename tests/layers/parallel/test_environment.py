@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from dsa_layers.parallel.environment import NUMBERS, first_failed, note_failure, started_ranks
+from dsa_layers.parallel.launch import NUMBERS, first_failed, note_failure, started_ranks
 
 
 def set_numbers(monkeypatch, *values):

@@ -10,7 +10,6 @@ import torch
 
 import dsa
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io import loading
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import changed
@@ -122,56 +121,19 @@ def test_what_one_rank_finds_in_loading_all_raise(checkpoint, tmp_path):
     }
 
 
-def problems_of_environments(ranks, directory, settings):
-    """What each of several calls raises if ranks have other values of a setting, None for none."""
+def problems_of_backends(ranks, directory, backends):
+    """What each of several calls raises if ranks have these values of DSA_BACKEND."""
     generator = Generator(load_model(directory, mesh=ranks, **OPTIONS), None, cache_tokens=2048)
     calls = [
         lambda: load_model(directory, mesh=ranks, **OPTIONS),
         lambda: Generator(generator.model, None, cache_tokens=2048),
         lambda: generator.generate([[5, 6, 7]]),
     ]
-    found = {}
-    for name, values in settings.items():
-        own = {} if values[ranks.rank] is None else {name: values[ranks.rank]}
-        with mock.patch.dict(os.environ, own):
-            found[name] = list(map(problem, calls))
-    return found
+    with mock.patch.dict(os.environ, {"DSA_BACKEND": backends[ranks.rank]}):
+        return list(map(problem, calls))
 
 
-def test_environments_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
-    settings = {"DSA_BACKEND": ("cute", "reference"), "DSA_COMPARE_RANKS": (None, "1")}
-    for name in settings:
-        monkeypatch.delenv(name, raising=False)
-    told = {
-        "DSA_BACKEND": [f"DSA_BACKEND: {SAME} cute on rank 0 and reference on rank 1"] * 3,
-        "DSA_COMPARE_RANKS": [f"DSA_COMPARE_RANKS: {SAME} unset on rank 0 and 1 on rank 1"] * 3,
-    }
-    assert in_ranks(2, problems_of_environments, checkpoint, settings) == [told] * 2
-
-
-LAYERS = {"deepseek_v32": "model.layers.2.self_attn.indexer", "deepseek_v4": "layers.1.attn.indexer"}
-
-
-@torch.inference_mode()
-def problems_of_picks(ranks, directories):
-    """What passes raise while ranks agree, and once index queries of one layer differ on the second rank."""
-    tokens, found = torch.tensor([2 + i * i % 2000 for i in range(300)]), {}
-    batch = SequenceBatch.without_cache([len(tokens)])
-    for name, directory in directories.items():
-        model = load_model(directory, mesh=ranks, **OPTIONS)
-        model(tokens, batch)
-        if ranks.rank == 1:
-            model.get_submodule(LAYERS[name]).wq_b.weight.data.neg_()
-        with pytest.raises(RuntimeError) as raised:
-            model(tokens, batch)
-        found[name] = str(raised.value)
-    return found
-
-
-@pytest.mark.slow
-def test_other_selected_keys_raise_on_all_ranks(tiny_checkpoint, monkeypatch):
-    monkeypatch.setenv("DSA_COMPARE_RANKS", "1")
-    first, second = in_ranks(2, problems_of_picks, {name: tiny_checkpoint(name, quantized=False) for name in LAYERS})
-    assert first == second
-    for name, layer in LAYERS.items():
-        assert first[name].startswith(f"{layer}: ranks have selected other keys for token ")
+def test_backends_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
+    monkeypatch.delenv("DSA_BACKEND", raising=False)
+    told = [f"DSA_BACKEND: {SAME} cute on rank 0 and reference on rank 1"] * 3
+    assert in_ranks(2, problems_of_backends, checkpoint, ("cute", "reference")) == [told] * 2

@@ -25,7 +25,7 @@ RANK = f"""
 import os, signal, socket, sys, time
 from pathlib import Path
 sys.path.insert(0, {ROOT!r})
-from dsa_layers.parallel.environment import note_failure
+from dsa_layers.parallel.launch import note_failure
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 write_pid = lambda: (folder / str(rank)).write_text(str(os.getpid()))
 def wait_for(*ranks):
