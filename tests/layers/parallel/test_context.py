@@ -95,7 +95,7 @@ def documented_loop(ranks):
         of_stage, alone, shared = code.replace('"sparse"', f'"{name}"'), {}, {}
         exec(of_stage, alone)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(environment, "started_ranks", lambda: ranks.size)
+            patch.setattr(launch, "started_ranks", lambda: ranks.size)
             patch.setattr(process_group, "join", lambda kind: (ranks, torch.device(kind)))
             exec(of_stage, shared)
         assert shared["share"].ranks.size == 2 and alone["share"].ranks.size == 1
