@@ -22,7 +22,7 @@ from dsa_bench.harness.calls import free
 from dsa_layers.compilation import passes
 from dsa_layers.compilation.build import build
 from dsa_layers.compilation.variants import with_all_tiles
-from dsa_layers.engine.joint_linear import join
+from dsa_layers.engine.fuse import prepare
 from dsa_layers.models.protocols import CheckpointModel
 
 NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "parallel")
@@ -79,7 +79,7 @@ def asked_of(
     held = [[new + earlier for new, earlier in each] for each in prompts] + [[n] * count for count, n, *_ in steps]
     pages = max(sum(-(-tokens // model.page_size) for tokens in each) for each in held)
     model.init_buffers(passes.META)
-    join(model)
+    prepare(model)
     cache = model.eval().make_cache(pages, model.page_size, passes.META, state_slots=max(map(len, held)))
     with asked_variants(arch) as found:
         for prompt in prompts:

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.joint_linear import join
-from dsa_layers.engine.rank_part import make_parts
+from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import split
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.models.config_file import read_config
@@ -136,8 +134,7 @@ def stack(
         generator.manual_seed(zlib.crc32(f"{key} {ranks.rank if cut else 'whole'}".encode()))
         _fill(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
     model.init_buffers(device)
-    join(model)
-    make_parts(model)
+    prepare(model)
     return model.eval()
 
 

@@ -10,10 +10,8 @@ from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.engine.fuse import fuse
+from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.fused_hyper_block import MixedStreams
-from dsa_layers.engine.joint_linear import join
-from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.engine.split import split
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.layers.indexer import FUSED_TOKENS
@@ -53,8 +51,7 @@ def without_memory(
     fuse(model)
     split(model, SilentRanks(0, gpus), blocks=config.quantization is not None)
     model.init_buffers(META)
-    join(model)
-    make_parts(model)
+    prepare(model)
     pages = -(-config.max_position_embeddings // model.page_size)
     cache = model.make_cache(pages, model.page_size, META, state_slots=MOST_SEQUENCES)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)

@@ -15,6 +15,7 @@ from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
 from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor
 from dsa_layers.engine.paged_indexer import PagedIndexer
+from dsa_layers.engine.rank_part import make_parts
 from dsa_layers.engine.split_deepseek_v4 import SplitDeepseekV4
 from dsa_layers.engine.vocabulary import FusedHead
 from dsa_layers.layers.attention import DSAAttention
@@ -80,8 +81,6 @@ def fuse(module: Module) -> Module:
             type(getattr(part, name)) in accepted for name, accepted in _PARTS.get(type(part), {}).items()
         ):
             part.__class__ = kind
-            if hasattr(part, "fuse"):
-                part.fuse()
     for part in module.modules():
         if isinstance(part, nn.ModuleList):
             for block, after in pairwise(part):
@@ -89,8 +88,18 @@ def fuse(module: Module) -> Module:
                     block.following = (after.hc_attn,)
     module.requires_grad_(False)
     if not any(parameter.is_meta for parameter in module.parameters()):
-        join(module)
+        prepare(module)
     return module
+
+
+def prepare(module: nn.Module) -> None:
+    """Derive from the weights of a fused module what its passes read in addition, and lay joint weights side by side.
+    Call it after the weights are loaded or changed, on their device, and before a CUDA graph is captured."""
+    join(module)
+    for part in module.modules():
+        if isinstance(part, FusedHyperConnection | FusedHyperHead):
+            part.prepare()
+    make_parts(module)
 
 
 @contextmanager

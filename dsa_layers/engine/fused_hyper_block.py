@@ -8,7 +8,6 @@ import torch
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
-from dsa_layers.engine.bf16_parts import BF16Parts
 from dsa_layers.engine.joint_linear import Cast
 from dsa_layers.engine.norm_and_cast import norm_and_cast, scaling
 from dsa_layers.layers.compressed_attention import Angles
@@ -30,10 +29,21 @@ class MixedStreams(NamedTuple):
 
 
 class _FusedMixing(StreamMixing):
-    """On a GPU the projection of bf16 streams is `dsa.hyper_mix`, with fn in three bf16 parts."""
+    """On a GPU the projection of bf16 streams is `dsa.hyper_mix`, whose tensor cores read fn as three bf16 parts.
 
-    def fuse(self) -> None:
-        self._fn_parts = BF16Parts()
+    fn_parts  bf16 [3, ...]: the parts, whose products with bf16 numbers are exact in fp32. They are made by `prepare`,
+              and again if fn is loaded or moved. After another change of fn, call `fuse` again
+    """
+
+    fn_parts: torch.Tensor | None = None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Make the parts, in the same memory if there are some: captured CUDA graphs read them."""
+        parts, held = split_in_bf16(self.fn), self.fn_parts
+        same_memory = held is not None and held.shape == parts.shape and held.device == parts.device
+        self.fn_parts = held.copy_(parts) if same_memory else parts
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.parts_for(x)
@@ -41,17 +51,27 @@ class _FusedMixing(StreamMixing):
 
     def parts_for(self, x: torch.Tensor) -> torch.Tensor | None:
         """The parts of fn if the projection of streams like x is `dsa.hyper_mix`, else None."""
-        exact = x.dtype == torch.bfloat16 and self.fn.dtype == torch.float32  # products of the parts, in fp32
-        return self._fn_parts.of(self.fn) if exact and x.is_cuda else None
+        exact = x.dtype == torch.bfloat16 and self.fn.dtype == torch.float32
+        return self.fn_parts if exact and x.is_cuda else None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         applied = super()._apply(fn, recurse)
-        self._fn_parts.update(self.fn)
+        self.prepare()
         return applied
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._fn_parts.update(self.fn)  # for the graphs that read them
+        self.prepare()
+
+
+def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
+    """fp32 -> bf16 [3, ...], whose sum is the weight to 2^-24 of each number. Numbers above 3.39e38 are not finite in
+    bf16."""
+    parts, rest = [], weight.detach().float()
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return torch.stack(parts)
 
 
 class FusedHyperConnection(_FusedMixing, HyperConnection):

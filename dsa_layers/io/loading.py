@@ -12,9 +12,7 @@ import torch
 import dsa
 from dsa_layers.arguments import flag
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.joint_linear import join
-from dsa_layers.engine.rank_part import make_parts
+from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import split
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.checks import check_quantised_sizes, check_values
@@ -118,8 +116,7 @@ def load_model(
         check_values(model, checkpoint.directory)
         model.init_buffers(device)
         if not trainable:
-            join(model)
-            make_parts(model)
+            prepare(model)
     return model.train(trainable)
 
 

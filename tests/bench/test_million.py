@@ -14,7 +14,7 @@ from dsa_bench.e2e.runs import Prompts, prefill
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
 from dsa_layers.compilation import passes
 from dsa_layers.engine import paged_attention
-from dsa_layers.engine.joint_linear import join
+from dsa_layers.engine.fuse import prepare
 from dsa_layers.layers.indexer import WORKSPACE
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench.parallel_ranks import HostClock
@@ -119,7 +119,7 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
     """
     model = skeleton(name, **small)
     model.init_buffers(passes.META)
-    join(model)
+    prepare(model)
     cache = model.eval().make_cache(2**20 // model.page_size, model.page_size, passes.META, state_slots=1)
     latents = paged_attention.most_read(model.config.num_attention_heads) // (2 * 576)
     contexts = [2**14, 2**17, latents // 8192 * 8192, 2**20]

@@ -28,7 +28,7 @@ def on_gpu(monkeypatch):
     """Projections are `dsa.hyper_mix` of bf16 parts, as on a GPU."""
 
     def parts_for(self, x):
-        return self._fn_parts.of(self.fn) if x.dtype == BF16 else None
+        return self.fn_parts if x.dtype == BF16 else None
 
     monkeypatch.setattr(_FusedMixing, "parts_for", parts_for)
 
