@@ -43,6 +43,16 @@ class TokenBatch(SelectableKeys):
     def visible_keys(self) -> torch.Tensor:
         return (self.positions + 1).to(torch.int32)
 
+    @property
+    def keyed(self) -> Self:
+        """The same tokens with all keys that they see. Another batch if ranks share the tokens of sequences, as in
+        `dsa_layers.parallel.context.ContextBatch`."""
+        return self
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, ...] of the tokens -> [S, ...] of the keys of `keyed`, with gradients."""
+        return x
+
     @cached_property
     def cu_key_lens(self) -> torch.Tensor:
         """int32 [B + 1]: where the sequences begin among all packed keys."""
@@ -97,10 +107,15 @@ def check_of_sequences(
         raise ValueError(f"{name}: must be on the batch's device {device}, got {own}")
 
 
-def check_batch(batch: object) -> None:
-    """Raise TypeError for anything but a batch."""
+def check_batch(batch: object, *, whole: bool = True) -> None:
+    """Raise TypeError for anything but a batch. whole: raise ValueError for a rank's share of the tokens."""
     if not isinstance(batch, TokenBatch):
         raise TypeError(f"batch: must be a SequenceBatch or a DecodeBatch, got {type(batch).__name__}")
+    if whole and batch.keyed is not batch:
+        raise ValueError(
+            "batch: a rank's share of tokens is for layers whose indexers are trained now: for passes within the "
+            "IndexerStage that made it, which for a drafter is IndexerStage(.., drafter=True)"
+        )
 
 
 def check_pages(batch: TokenBatch, page_size: int) -> None:
@@ -114,7 +129,7 @@ def check_pages(batch: TokenBatch, page_size: int) -> None:
 def check_pass(tokens: torch.Tensor, batch: TokenBatch, cache: Any) -> None:
     """Raise TypeError or ValueError unless tokens int64 [T] are as many as the batch has, and the cache is one of a
     model. The values of tokens are not checked, because the host would have to wait for the device."""
-    check_batch(batch)
+    check_batch(batch, whole=False)
     check_tensor("tokens", tokens, (torch.int64,), (sum(batch.query_lens),), "batch")
     if cache is not None and not hasattr(cache, "layer"):
         raise TypeError(f"cache: must be one of the model's make_cache, or None, got {type(cache).__name__}")

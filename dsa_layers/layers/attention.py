@@ -15,7 +15,7 @@ from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.indexer import Indexer, Rope, check_indexer
 from dsa_layers.layers.linear import check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
+from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 
 class TrainingStage(Protocol):
@@ -23,8 +23,8 @@ class TrainingStage(Protocol):
 
     name: str
 
-    def add(self, kl: torch.Tensor) -> None:
-        """kl fp32 [T]: a layer's loss of every token."""
+    def add(self, kl: torch.Tensor, batch: TokenBatch) -> None:
+        """kl fp32 [T]: a layer's loss of every token of the batch."""
 
 
 class DSAAttention(nn.Module):
@@ -109,7 +109,7 @@ class DSAAttention(nn.Module):
         q = self._rotate(self.q_b_proj(qr).unflatten(-1, (self.n_heads, -1)), rope)
         kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), rope)
         if self.indexer_stage is not None:
-            values = self._train(x, qr, rope, q, gather_keys(kv, batch), batch)
+            values = self._train(x, qr, rope, q, batch.gather(kv), batch)
             return self.o_proj(values.flatten(-2)), None
         if self.indexer is not None:
             selected = self._select(x, qr, rope, batch)
@@ -118,7 +118,7 @@ class DSAAttention(nn.Module):
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
         """Raises TypeError or ValueError for arguments that no pass takes."""
         check_rows("x", x, self.q_a_proj)
-        check_batch(batch)
+        check_batch(batch, whole=self.indexer_stage is None)
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
         """The keys among which the indexer selects: tokens."""
@@ -160,7 +160,7 @@ class DSAAttention(nn.Module):
             sizes = self.softmax_scale, self.kv_lora_rank, self.indexer.top_k
             attention = SparseAttention(self._absorb(q), kv, *sizes, batch)
         loss = self.indexer.loss(x.detach(), qr.detach(), rope, attention)
-        self.indexer_stage.add(weighed(loss, batch))
+        self.indexer_stage.add(loss, batch)
         return attention.out if self.indexer_stage.name == "warmup" else self._values(attention.out)
 
     def _keys_and_values(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,29 +5,13 @@ indexer's scores of the keys. In the warm-up these are all keys, in the sparse s
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 import dsa
 from dsa.reference.training.masked_softmax import kl_divergence
 from dsa_layers.batch.token_batch import TokenBatch
-
-
-@runtime_checkable
-class SharedTokens(Protocol):
-    """A batch of the tokens that this rank has, where several ranks share those of packed sequences:
-    `dsa_layers.parallel.context.ContextBatch`.
-
-    keyed   these tokens, with all keys that they see: its key_lens, in the rows that `gather` gives
-    weight  of the mean over these tokens in the mean of such means over the ranks, which is that over all tokens
-    """
-
-    keyed: TokenBatch
-    weight: float
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, ...] of these tokens -> [sum(keyed.key_lens), ...], with gradients."""
 
 
 class TrainedAttention(Protocol):
@@ -60,13 +44,13 @@ class _StageAttention:
         return self._out
 
     def gather(self, k: torch.Tensor) -> torch.Tensor:
-        return gather_keys(k, self._batch)
+        return self._batch.gather(k)
 
 
 class WarmupAttention(_StageAttention):
     """Attention to all keys, and KL over all keys.
 
-    q [T, heads, d]; k [S, heads, d], v [S, heads, v_dim] of all keys (`gather_keys`): packed sequences, causal. out
+    q [T, heads, d]; k [S, heads, d], v [S, heads, v_dim] of all keys (`batch.gather`): packed sequences, causal. out
     [T, heads, v_dim], once the loss is computed.
     """
 
@@ -91,7 +75,7 @@ class WarmupAttention(_StageAttention):
 class SparseAttention(_StageAttention):
     """Attention to the top_k keys of the largest scores, and KL over these.
 
-    q [T, heads, latent + rope] absorbed, kv [S, latent + rope] of all keys (`gather_keys`); d_v: channels of a latent.
+    q [T, heads, latent + rope] absorbed, kv [S, latent + rope] of all keys (`batch.gather`); d_v: channels of a latent.
     out [T, heads, d_v], once the loss is computed. A token that no key is selected for has the loss NaN: each sees
     itself, so that its scores are no numbers.
     """
@@ -113,7 +97,7 @@ class SparseAttention(_StageAttention):
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
         _visible(scores, self._batch)  # checks the shape
-        keyed = _keyed(self._batch)
+        keyed = self._batch.keyed
         starts, lengths = keyed.key_starts, keyed.visible_keys
         own = dsa.topk_indices(scores.detach().float().contiguous(), self._top_k, starts=starts, lengths=lengths)
         selected = own >= 0
@@ -132,30 +116,14 @@ class SparseAttention(_StageAttention):
         return lse.detach()
 
 
-def gather_keys(rows: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """rows [T, ...], of each token -> [S, ...], of each key that they see: the same where no other rank has some."""
-    return batch.gather(rows) if isinstance(batch, SharedTokens) else rows
-
-
-def weighed(kl: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """kl [T] with the weight of this rank's mean: the same for all tokens, and 1 where ranks have equally many."""
-    shared = isinstance(batch, SharedTokens) and batch.weight != 1
-    return kl * batch.weight if shared else kl
-
-
-def _keyed(batch: TokenBatch) -> TokenBatch:
-    """The tokens with all keys that they see."""
-    return batch.keyed if isinstance(batch, SharedTokens) else batch
-
-
 def _bounds(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    keyed = _keyed(batch)
+    keyed = batch.keyed
     return keyed.cu_query_lens, keyed.cu_key_lens, max(keyed.query_lens), keyed.max_key_len
 
 
 def _visible(scores: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """bool [T, S]: the keys that each token may see."""
-    keyed = _keyed(batch)
+    keyed = batch.keyed
     tokens, keys = sum(keyed.query_lens), sum(keyed.key_lens)
     if scores.shape != (tokens, keys):
         raise ValueError(f"scores: must be [{tokens}, {keys}], of each token and key, got {list(scores.shape)}")

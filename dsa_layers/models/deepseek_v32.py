@@ -22,7 +22,6 @@ from dsa_layers.layers.linear import Embedding, LanguageModelHead, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import yarn_mscale
-from dsa_layers.layers.trained_attention import SharedTokens
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
@@ -358,10 +357,6 @@ class DeepseekV32Drafter(nn.Module):
         """(y, the block's selection)."""
         (target,) = self._target
         check_states(states, tokens, target.config.hidden_size)
-        if cache is None and isinstance(batch, SharedTokens) and self.block.self_attn.indexer_stage is None:
-            raise ValueError(
-                "batch: a rank's share of tokens is for a drafter in its stage: IndexerStage(.., drafter=True)"
-            )
         cos, sin = target.model.rotary(batch.positions)
         # Training shifts the tokens by one, so that the first position has an embedding, too. (vLLM zeroes it.)
         e = self.enorm(target.model.embed_tokens(tokens))

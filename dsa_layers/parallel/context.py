@@ -1,6 +1,6 @@
 """Context parallelism: ranks share the tokens of packed sequences, and every rank has the keys of all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -128,7 +128,6 @@ class ContextBatch(SequenceBatch):
     query_lens,  of the rank's pieces of them, one after the other: what a pass has of each. Attention gathers the keys
     key_lens     that are elsewhere (`gather`), and sees them by `keyed`
     positions    int64 [own tokens]: in the whole sequences
-    in_stage     whether passes train indexers now: no other attention gathers
 
     `own` takes the share of what all ranks have, and `mean` and `over_ranks` make losses of it.
     """
@@ -136,12 +135,9 @@ class ContextBatch(SequenceBatch):
     lens: tuple[int, ...]
     shares: tuple[TokenShare, ...]
     ranks: Ranks
-    in_stage: Callable[[], bool]
 
     @classmethod
-    def of(
-        cls, lens: Sequence[int], ranks: Ranks, device: torch.device | str, in_stage: Callable[[], bool]
-    ) -> "ContextBatch":
+    def of(cls, lens: Sequence[int], ranks: Ranks, device: torch.device | str) -> "ContextBatch":
         """This rank's share. All ranks must call it: they make sure that their `lens` are the same, and raise the same
         ValueError or TypeError where one of them has lengths that cannot be shared."""
         if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
@@ -149,12 +145,10 @@ class ContextBatch(SequenceBatch):
         lens = _agreed(lens, ranks)
         shares = tuple(cut(lens, ranks.size))
         own = tuple(piece.end - piece.begin for piece in shares[ranks.rank].pieces)
-        return cls(own, own, torch.device(device), lens=lens, shares=shares, ranks=ranks, in_stage=in_stage)
+        return cls(own, own, torch.device(device), lens=lens, shares=shares, ranks=ranks)
 
     @property
     def max_key_len(self) -> int:
-        """RuntimeError outside of a stage, where attention would see pieces of sequences."""
-        self._check_stage()
         return self.keyed.max_key_len
 
     @cached_property
@@ -180,12 +174,7 @@ class ContextBatch(SequenceBatch):
             raise ValueError(
                 f"x: must have a row for each of this rank's {sum(self.query_lens)} tokens, got shape {list(x.shape)}"
             )
-        self._check_stage()
         return x if self.ranks.size == 1 else gather_rows(x, self._plan, self.ranks)
-
-    def _check_stage(self) -> None:
-        if not self.in_stage():
-            raise RuntimeError("batch: a rank's share of tokens is for passes within the IndexerStage that made it")
 
     def mean(self, values: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """values [own tokens] -> size / count * their sum, whose mean over the ranks is the mean over `count` tokens of

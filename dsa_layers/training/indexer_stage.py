@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dsa_layers.arguments import flag, instance
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import ALONE, Ranks
@@ -107,11 +108,13 @@ class IndexerStage:
         tokens than there are ranks. RuntimeError for ranks whose torch.distributed is not initialised.
         """
         instance("ranks", ranks, Ranks, "Ranks")
-        return ContextBatch.of(lens, ranks, device, lambda: bool(self._before))
+        return ContextBatch.of(lens, ranks, device)
 
-    def add(self, kl: torch.Tensor) -> None:
-        """kl fp32 [T]: a layer's loss of every token. It is ignored where a backward pass computes checkpointed
-        activations again."""
+    def add(self, kl: torch.Tensor, batch: TokenBatch) -> None:
+        """kl fp32 [T]: a layer's loss of every token of the batch. It is ignored where a backward pass computes
+        checkpointed activations again."""
+        if isinstance(batch, ContextBatch) and batch.weight != 1:
+            kl = kl * batch.weight
         if torch._C._current_graph_task_id() == -1:
             self._kls.append(kl)
             self._without_gradients |= not torch.is_grad_enabled()
