@@ -5,31 +5,18 @@ in the same kernels; and nothing that is dequantised has to be kept. A token's r
 batch-invariant passes have it for any number of them.
 """
 
-from typing import Protocol
-
 import torch
-from torch import nn
 
 import dsa.runtime.backends
 from dsa_layers.engine.batch_invariance import has_any_rows
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 
 MOST_TOKENS = 16  # with twice as many, bf16 products by head take as long
 NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32  # what the kernels take; ROWS: of a head, a multiple of it
 
 
-class Projections(Protocol):
-    """What is read of an attention layer."""
-
-    kv_b_proj: nn.Module
-    o_proj: nn.Module
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    kv_lora_rank: int
-
-
-def stored_up_projection(layer: Projections, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """kv_b's weight and scales, if a pass with queries like q [T, heads, nope + rope] multiplies with these and gives
     o_proj a cast of the values: few tokens in bf16, on a GPU with kernels for it. Else None."""
     few = len(q) <= MOST_TOKENS or has_any_rows()
@@ -38,7 +25,7 @@ def stored_up_projection(layer: Projections, q: torch.Tensor) -> tuple[torch.Ten
     return layer.kv_b_proj.weight, layer.kv_b_proj.weight_scale_inv
 
 
-def can_stay_stored(layer: Projections) -> bool:
+def can_stay_stored(layer: DSAAttention) -> bool:
     """Whether a layer is one whose kv_b the kernels read as it is stored."""
     kv_b = layer.kv_b_proj
     if any(type(linear) is not BlockFP8Linear for linear in (kv_b, layer.o_proj)):

@@ -15,7 +15,7 @@ from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
 from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor
 from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.engine.rank_part import make_parts
+from dsa_layers.engine.split import make_parts
 from dsa_layers.engine.split_deepseek_v4 import SplitDeepseekV4
 from dsa_layers.engine.vocabulary import FusedHead
 from dsa_layers.layers.attention import DSAAttention

@@ -5,7 +5,7 @@ import torch
 from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.engine.norm_and_cast import norm_and_cast
+from dsa_layers.engine.joint_linear import norm_and_cast
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks

@@ -8,8 +8,7 @@ import torch
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
-from dsa_layers.engine.joint_linear import Cast
-from dsa_layers.engine.norm_and_cast import norm_and_cast, scaling
+from dsa_layers.engine.joint_linear import Cast, norm_and_cast, norm_cast_scaling
 from dsa_layers.layers.compressed_attention import Angles
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, StreamMixing
 from dsa_layers.layers.norm import RMSNorm
@@ -89,7 +88,7 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
     ) -> tuple[torch.Tensor, Cast | None, Weights]:
         """-> (x = norm(collapse(X)) [T, D], the cast of it that `readers` share, post and comb)."""
         x, mix = mixed
-        use_ue8m0 = scaling(norm, x.shape[-1], readers)
+        use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], readers)
         if use_ue8m0 is None or x.dtype != torch.bfloat16:
             x, *weights = self.collapse(x, mix)
             _, x, cast = norm_and_cast(norm, x, readers)

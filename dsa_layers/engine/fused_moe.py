@@ -21,7 +21,7 @@ class FusedSwiGLU(SwiGLU):
 
     cast: x in FP8 with scales, for `joint_layers` (`norm_and_cast`). placement: of the rows of x, its cast, the
     residual and the result, if each of several ranks has a part of the channels.
-    part: this rank's channels, of a shared expert that has all of them (rank_part.py).
+    part: this rank's channels, of a shared expert that has all of them (`rank_part`).
     """
 
     part: Self | None = None

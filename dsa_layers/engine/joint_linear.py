@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, multiplied as one."""
+"""Linear layers that read the same input: their weights as one matrix, and one FP8 cast of the input for all."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,14 @@ import torch
 from torch import nn
 
 import dsa
+from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS
 from dsa_layers.batch.placement import Placement
 from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear
+from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
+MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # that the kernels of a norm with a cast take, whatever the dtype
 Cast = tuple[torch.Tensor, torch.Tensor]  # q e4m3 [..., I] and scales fp32 [..., I / 128], as `BlockFP8Linear.cast` has
 
 
@@ -53,9 +56,35 @@ def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placemen
     return layer.multiply(placement.all_gather(*cast), x.dtype)
 
 
-def scaling(layers: Sequence[nn.Module]) -> bool | None:
+def cast_scaling(layers: Sequence[nn.Module]) -> bool | None:
     """`use_ue8m0` of FP8 layers that share a cast of what they read; None of other layers, and of none."""
     return layers[0].use_ue8m0 if layers and type(layers[0]) is BlockFP8Linear and _are_alike(layers) else None
+
+
+def norm_and_cast(
+    norm: nn.Module, x: torch.Tensor, layers: Sequence[nn.Module], residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Cast | None]:
+    """h = residual + x, or x without a residual -> (h, y = norm(h), the cast of y that `layers` share).
+
+    x, residual [T, D]. The cast is None if the layers share none (`cast_scaling`). With a cast, one kernel on
+    the GPU computes h, y and the cast; they have the same bits as the sum, the norm and the cast by themselves
+    (`dsa.rms_norm_cast_to_fp8`).
+    """
+    use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], layers)
+    if use_ue8m0 is None:
+        h = x if residual is None else residual + x
+        return h, norm(h), None
+    rest = norm.weight.float(), norm.eps, use_ue8m0
+    if residual is None:
+        y, *cast = dsa.rms_norm_cast_to_fp8(x, *rest)
+        return x, y, tuple(cast)
+    h, y, *cast = dsa.add_rms_norm_cast_to_fp8(x, residual, *rest)
+    return h, y, tuple(cast)
+
+
+def norm_cast_scaling(norm: nn.Module, channels: int, layers: Sequence[nn.Module]) -> bool | None:
+    """`use_ue8m0` of the cast that `layers` share, if a kernel makes it together with the norm; else None."""
+    return cast_scaling(layers) if type(norm) is RMSNorm and channels <= MOST_CHANNELS else None
 
 
 def join(model: nn.Module) -> None:

@@ -18,9 +18,8 @@ from dsa_layers.engine import joint_linear
 from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.engine.fp8_up_projection import stored_up_projection
-from dsa_layers.engine.joint_linear import Cast, Layer
+from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
 from dsa_layers.engine.layer_pass import LayerPass
-from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.attention import DSAAttention
@@ -93,7 +92,7 @@ class PagedAttention(DSAAttention):
     ranks: if several compute the layer, x and the result have this rank's local rows (`placement_of`). A rank computes
     its heads for all rows, and the results are summed. With few heads and many rows it computes all heads for its local
     rows.
-    part: this rank's heads, of a layer that has all of them (rank_part.py). part_of_ranks: those that have parts.
+    part: this rank's heads, of a layer that has all of them (`rank_part`). part_of_ranks: those that have parts.
     """
 
     ranks: Ranks = ALONE

@@ -15,9 +15,8 @@ from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCach
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.engine.grouped_product import grouped_products, grouped_products_of_cast
-from dsa_layers.engine.joint_linear import Cast, Layer
+from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
 from dsa_layers.engine.layer_pass import EntryPass
-from dsa_layers.engine.norm_and_cast import norm_and_cast
 from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor, Products
 from dsa_layers.engine.side_stream import side_stream
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention

@@ -4,6 +4,7 @@ A sharded parameter is cut into as many equal parts as there are ranks, and rank
 along dimension 1 follows one that is cut along dimension 0, and gives a partial sum of the result.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -12,11 +13,12 @@ from torch import nn
 
 from dsa_layers.engine.fused_block import FusedDecoderBlock
 from dsa_layers.engine.fused_hyper_block import FusedHyperBlock
+from dsa_layers.engine.joint_linear import join_layers
 from dsa_layers.engine.vocabulary import SplitEmbedding
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import BLOCK, Embedding, LanguageModelHead
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Embedding, LanguageModelHead
 from dsa_layers.layers.moe import SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 
@@ -35,7 +37,7 @@ class ShardingPlan:
     counts      attributes that count what is cut: {"n_heads": "attention heads"}
     blocks      whether FP8 checkpoints store the matrices in blocks of 128 x 128, which are not cut
     replicated  whether each rank has the whole layer, and computes it for its local rows in prompts of many tokens. In
-                other passes it computes its part (rank_part.py)
+                other passes it computes its part (`rank_part`)
     """
 
     dim0: tuple[str, ...] = ()
@@ -177,3 +179,56 @@ def _planned_parameters(module: nn.Module, plan: ShardingPlan) -> Iterator[tuple
 
 def _does_not_divide(ranks: int, what: str, name: str) -> DoesNotDivide:
     return DoesNotDivide(f"gpus: {ranks} do not evenly share the {what} of {name}")
+
+
+def make_parts(model: nn.Module) -> None:
+    """Give every replicated layer its `part`. Call it after the weights are loaded and on their device, and before a
+    CUDA graph is captured; call it again after they are loaded or moved again."""
+    for layer in model.modules():
+        ranks = getattr(layer, "part_of_ranks", None)
+        if ranks is not None:
+            # Not as a submodule, whose parameters the model would have twice.
+            vars(layer)["part"] = rank_part(layer, ranks.rank, ranks.size)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
+    """The layer with one rank's part of the parameters. It computes a partial sum.
+
+    The parameters are views of the layer's, except those of FP8 layers that lie side by side for one product.
+    """
+    part, plan = copy.copy(layer), plan_of(layer)
+    part._modules, part._parameters = dict(layer._modules), dict(layer._parameters)
+    for name, count in {name: getattr(layer, name) for name in plan.counts}.items():
+        setattr(part, name, count // size)
+    for dim, names in enumerate((plan.dim0, plan.dim1)):
+        for name in names:
+            if name in layer._modules:
+                part._modules[name] = _cut_module(layer._modules[name], dim, rank, size)
+            else:
+                part._parameters[name] = _cut(layer._parameters[name], dim, rank, size)
+    join_layers(part.joint_layers())
+    return part
+
+
+def copied(part: nn.Module) -> list[torch.Tensor]:
+    """The parameters of a part that are no views of the layer's, given that a part of the joint layers is cut."""
+    layers = [layer for layer in part.joint_layers() if type(layer) is BlockFP8Linear and layer.part_of is not None]
+    return [parameter for layer in layers for parameter in layer._parameters.values()]
+
+
+def _cut_module(module: nn.Module, dim: int, rank: int, size: int) -> nn.Module:
+    part = copy.copy(module)
+    part._modules = {name: _cut_module(child, dim, rank, size) for name, child in module._modules.items()}
+    parameters = module._parameters.items()
+    part._parameters = {name: None if x is None else _cut(x, dim, rank, size) for name, x in parameters}
+    if isinstance(module, BlockFP8Linear) and dim == 0:
+        rows = len(module.weight) // size
+        part.part_of, part._dequantised = (module, slice(rank * rows, (rank + 1) * rows)), None
+    return part
+
+
+def _cut(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    length = x.shape[dim] // size
+    return x.detach().narrow(dim, rank * length, length)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from dsa_layers.cache.cache import CacheSizes
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.rank_part import copied, rank_part
-from dsa_layers.engine.split import DoesNotDivide, cuts_of, planned_layers
+from dsa_layers.engine.split import DoesNotDivide, copied, cuts_of, planned_layers, rank_part
 from dsa_layers.io.directory import Checkpoint
 from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.io.memory import SHARE
@@ -22,7 +21,7 @@ class GpuPlan:
     """Bytes on each of `gpus` GPUs, with a drafter's weights and cache. Every GPU has all of the caches, because
     latents and index keys belong to no head.
 
-    weights  of weights, with the copies of the GPU's part of layers that it also has whole (rank_part.py)
+    weights  of weights, with the copies of the GPU's part of layers that it also has whole (`rank_part`)
     whole    of the weights on a single GPU
     slot     of a sequence's state slot in the caches
     page     of a page of `page_size` tokens in the caches

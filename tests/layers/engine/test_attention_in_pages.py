@@ -5,7 +5,7 @@ import torch
 
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
-from dsa_layers.engine.rank_part import rank_part
+from dsa_layers.engine.split import rank_part
 from dsa_layers.io.loading import load_model
 from tests.layers.layers.calls import record
 

@@ -9,7 +9,7 @@ from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine import fp8_up_projection
 from dsa_layers.engine.fp8_up_projection import MOST_TOKENS, stored_up_projection
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.rank_part import rank_part
+from dsa_layers.engine.split import rank_part
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear

@@ -5,7 +5,7 @@ import torch
 
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.fused_block import FusedDecoderBlock
-from dsa_layers.engine.norm_and_cast import norm_and_cast
+from dsa_layers.engine.joint_linear import norm_and_cast
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
 from dsa_layers.layers.norm import RMSNorm
 from tests.layers.layers import small_layers

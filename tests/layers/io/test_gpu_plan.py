@@ -13,7 +13,7 @@ from dsa_layers import Generator, load_model
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import generate, model
 from dsa_layers.command.main import main
-from dsa_layers.engine.rank_part import copied
+from dsa_layers.engine.split import copied
 from dsa_layers.io.gpu_plan import check_fits, plan, plans, precision_of
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.registry import FAMILIES, family
