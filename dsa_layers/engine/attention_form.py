@@ -1,30 +1,31 @@
-"""Which form a prefill's attention over selected keys takes: multi-head, over every head's keys and values with a mask,
-or absorbed, over the latents that all heads share, of the selected keys alone. Results are the same up to rounding.
+"""The choice between two forms of a prefill's attention to selected keys, which are equal up to rounding.
 
-Multi-head attention visits every visible key, but has 320 multiply-adds a query, key and head where absorbed attention
-has 1088 (DeepSeek-V3.2); so it is the faster one while a sequence has few times top_k keys. Only lengths decide.
+The multi-head form reads every head's keys and values of all visible tokens, with a mask. The absorbed form reads the
+latents, which all heads share, of the selected keys. The multi-head form visits more keys, but needs 320 multiply-adds
+per query, key and head instead of 1088 (DeepSeek-V3.2). So it is faster while a sequence has at most a few times top_k
+keys. The choice depends on the lengths only.
 
-Where several processes have few heads each (`splits_tokens`), they split the multi-head form by heads and the absorbed
-one by queries. What a process computes is the same part of either. But by heads it needs the others' queries and what
-these selected, and adds up results (`Communication`): of V3.2 on 8 GPUs that takes 0.1 microseconds a token, and the
-whole absorbed form 0.13. So the absorbed form is the faster one for more lengths, and of many processes for all.
+Ranks with few heads each split the multi-head form by heads and the absorbed form by queries. A rank computes the same
+fraction of either form. But the split by heads exchanges queries, selections and results (`Communication`): for V3.2 on
+8 GPUs this takes 0.1 microseconds per token, and the whole absorbed form takes 0.13. So with many ranks the absorbed
+form is always faster.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Multiply-adds a microsecond, measured on an H200: of multi-head attention with a mask, of absorbed attention, and of
-# the products that make keys and values of latents (FP8) and that absorb projections (16 bits).
+# Multiply-adds per microsecond, measured on an H200: masked multi-head attention, absorbed attention, the FP8 products
+# that expand latents to keys and values, and the 16-bit products that absorb the projections.
 MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
-# Of what several processes say to each other, on two H200s with NVLink: microseconds of a collective of few bytes, and
-# bytes a microsecond that a process gets of many, the copies around included.
+# Collectives on two H200s with NVLink: microseconds for few bytes, and bytes per microsecond that a rank receives,
+# including the copies around them.
 LATENCY, BANDWIDTH = 20.0, 210e3
-EXPANDED_BYTES = 2 << 30  # that keys and values of 16 bits, made of latents, take at most where the other form is there
+EXPANDED_BYTES = 2 << 30  # limit for the keys and values of all heads in 16 bits; above it the form is absorbed
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """heads; channels of a head's keys without and with rope, of its values, and of a latent."""
+    """heads, and channels: of a head's keys without and with rope, of its values, and of a latent."""
 
     heads: int
     nope: int
@@ -35,12 +36,11 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class Communication:
-    """What the multi-head form, split by heads, says that the absorbed form, split by queries, does not.
+    """What ranks exchange for the multi-head form, split by heads, and not for the absorbed form, split by queries.
 
-    token_bytes  of a new token: the latents of its queries and the numbers of the keys that it selects, which go to all
-                 of the `processes`, and its result, of which all have a part that goes to one. So of either a process
-                 gets what (processes - 1) / processes of all tokens have
-    collectives  how many there are
+    token_bytes  bytes of a new token's query latents and selected keys, which go to all ranks, and of its result, whose
+                 parts go to one rank. Of each a rank receives (processes - 1) / processes
+    collectives  their number
     """
 
     processes: int
@@ -48,7 +48,7 @@ class Communication:
     collectives: int
 
     def microseconds(self, tokens: int) -> float:
-        """Of a pass of so many new tokens."""
+        """The time in a pass over this many new tokens."""
         from_others = tokens * self.token_bytes * (self.processes - 1) / self.processes
         return self.collectives * LATENCY + from_others / BANDWIDTH
 
@@ -60,10 +60,10 @@ def multi_head_is_faster(
     sizes: HeadSizes,
     communication: Communication | None = None,
 ) -> bool:
-    """And has memory for all heads' keys and values: of a few new tokens of many sequences each they may be many.
+    """Whether the multi-head form is faster and the keys and values of all heads have room in memory.
 
-    query_lens, key_lens: new tokens of each sequence, and all of its tokens, of which the new ones are the last.
-    sizes: of several processes with the heads of one. communication: None where both forms say the same, or nothing.
+    query_lens, key_lens: new tokens of each sequence, and all its tokens. sizes: with the heads of one rank.
+    communication: None if both forms exchange the same.
     """
     if 2 * sum(key_lens) * sizes.heads * (sizes.nope + sizes.value) > EXPANDED_BYTES:
         return False
@@ -73,17 +73,17 @@ def multi_head_is_faster(
     multi_head = visible * sizes.heads * (sizes.nope + sizes.rope + sizes.value) / MULTI_HEAD
     absorbed = selected * sizes.heads * (2 * sizes.latent + sizes.rope) / ABSORBED
     expanding, absorbing = sum(key_lens) * projected / EXPANDING, sum(query_lens) * projected / ABSORBING
-    saying = 0.0 if communication is None else communication.microseconds(sum(query_lens))
-    return multi_head + expanding + saying < absorbed + absorbing
+    exchanging = 0.0 if communication is None else communication.microseconds(sum(query_lens))
+    return multi_head + expanding + exchanging < absorbed + absorbing
 
 
 def visible_keys(new: int, total: int) -> int:
-    """Of all new tokens together: the first sees total - new + 1, the last one all."""
+    """The number of pairs of a new token and a key that it sees, for the last `new` of `total` tokens."""
     return new * (total - new) + new * (new + 1) // 2
 
 
 def _beyond(new: int, total: int, top_k: int) -> int:
-    """Those of them that a token sees beyond top_k: 1, 2, ... of the tokens behind the first top_k."""
+    """The number of these pairs that selection leaves out. The token at position p leaves out p + 1 - top_k keys."""
     last = max(total - top_k, 0)
     first = max(total - new - top_k, 0)
     return last * (last + 1) // 2 - first * (first + 1) // 2

@@ -1,12 +1,13 @@
-"""Passes in which what a token gets depends on no other sequence, bit for bit, nor on how many tokens there are.
+"""Batch invariance: a token's results have the same bits whatever other sequences are in the pass.
 
-Kernels of products give a row the same bits whatever is multiplied beside it. Four things do not: PyTorch's libraries,
-which choose the order of a sum by the number of rows; routing of few tokens in one op, which sums logits otherwise than
-the product for many; sparse attention, which splits queries' keys where there are few queries, and shares keys between
-queries by the slots that they have; and the choice between dense and sparse attention, which goes by the longest
-sequence. In decoding passes within `batch_invariant` layers take the ways that there are for any number of tokens. A
-pass over one prompt alone has as many tokens as ever, and only its keys' places may differ.
-`dsa_layers/generation/invariant_models.py` says of which models.
+In a product of `dsa`, the bits of a row do not depend on other rows. Four other things depend on the number of tokens:
+- PyTorch's libraries choose the order of a sum by the number of rows;
+- routing of few tokens in one op sums the logits in another order than the product for many tokens;
+- sparse attention splits the keys of few queries, and shares keys between queries that have neighbouring slots;
+- the choice between dense and sparse attention depends on the longest sequence.
+In decoding passes within `batch_invariant`, layers take the variants that work for any number of tokens. A pass over
+one prompt always has the same tokens, and only the slots of its keys may differ.
+`dsa_layers/generation/invariant_models.py` lists the models.
 """
 
 from collections.abc import Iterator
@@ -19,8 +20,7 @@ _PASS: ContextVar[str | None] = ContextVar("batch_invariant", default=None)
 
 @contextmanager
 def batch_invariant(kind: Literal["decoding", "prompt"] | None) -> Iterator[None]:
-    """What the pass inside is: over the last tokens of any sequences, or of one prompt alone; None: any, and not
-    batch-invariant."""
+    """Passes inside are batch-invariant: decoding passes, or passes over one prompt. None: they are not."""
     token = _PASS.set(kind)
     try:
         yield
@@ -29,15 +29,15 @@ def batch_invariant(kind: Literal["decoding", "prompt"] | None) -> Iterator[None
 
 
 def is_batch_invariant() -> bool:
-    """Whether the pass is batch-invariant, of either kind."""
+    """Whether this pass is batch-invariant."""
     return _PASS.get() is not None
 
 
 def of_attention() -> dict[str, bool]:
-    """What attention is told of it: nothing where it is as ever, so that what others put in its place need not know."""
+    """The arguments for attention ops. Empty without batch invariance, so that replaced ops need not know them."""
     return {"enable_batch_invariant": True} if is_batch_invariant() else {}
 
 
 def has_any_rows() -> bool:
-    """Whether it is one in which rows may have any others beside them."""
+    """Whether this is a batch-invariant decoding pass, in which a row may be among any number of other rows."""
     return _PASS.get() == "decoding"

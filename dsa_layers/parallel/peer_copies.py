@@ -1,4 +1,4 @@
-"""Bytes from each GPU of a machine to all others by their copy engines, beside what multiprocessors compute."""
+"""Messages between the GPUs of a machine by their copy engines, while the SMs compute."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from dsa.runtime import backends
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, meet, share
 
-HALVES = 2  # of a lane's memory, which messages take in turn
-UNIT = 2 << 20  # bytes that a half has a multiple of: memory is shared in pages
+HALVES = 2  # a lane's memory has two halves, which messages use in turn
+UNIT = 2 << 20  # the size of a half is a multiple of this many bytes, because memory is shared in pages
 
 
 class CopyStream:
@@ -33,29 +33,28 @@ class CopyStream:
             self._begun, self._ended = (self._call("cuEventCreate", flags) for _ in range(2))
 
     def begin(self) -> None:
-        """What follows waits for what the current stream has to do."""
+        """Make later copies wait for the current stream."""
         self._call("cuEventRecord", self._begun, self._current())
         self._call("cuStreamWaitEvent", self._stream, self._begun, 0)
 
     def copy(self, x: torch.Tensor, address: int) -> None:
-        """The bytes of x, which is contiguous and is to stay until `join`, to an address of any GPU."""
+        """Copy x, which is contiguous, to an address of any GPU. x must not be freed before `join`."""
         if x.nbytes:
             self._call("cuMemcpyAsync", address, x.data_ptr(), x.nbytes, self._stream)
 
     def set_flag(self, address: int, value: int) -> None:
-        """The int32 at an address of any GPU gets this value when the copies have arrived: by the stream itself, for
-        which no multiprocessor has to be free."""
+        """Write an int32 to an address of any GPU after the copies. The stream does this itself, without an SM."""
         self._call("cuStreamWriteValue32", self._stream, address, value, 0)
 
     def end(self) -> None:
         self._call("cuEventRecord", self._ended, self._stream)
 
     def join(self) -> None:
-        """The current stream waits for what there was to do up to the end."""
+        """Make the current stream wait for everything up to `end`."""
         self._call("cuStreamWaitEvent", self._current(), self._ended, 0)
 
     def _current(self) -> int:
-        # 1: the default stream of all threads, which 0 need not be.
+        # 1 is the legacy default stream in the driver's calls; 0 may mean another one.
         return torch.cuda.current_stream(self._device).cuda_stream or 1
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -66,12 +65,12 @@ class CopyStream:
 
 
 class PeerCopies:
-    """Messages between the ranks of a group: each sends bytes to each, into torch's symmetric memory.
+    """Messages between the ranks of a group: each rank sends bytes to every other, into torch's symmetric memory.
 
-    They go by copies from GPU to GPU, and a flag behind, for which no multiprocessor is needed: products that have all
-    of them lose none, as they do to NCCL's kernels. Several messages may be on their way, each in a lane of its own.
-    All ranks begin and end them in one order, and a rank where it computes: in one stream, without a CUDA graph. A rank
-    waits for the others' messages without an end. What is begun and never ended keeps its lane.
+    A message is copies from GPU to GPU and a flag after them. It needs no SM, while NCCL's kernels take SMs from the
+    products that run at the same time. Several messages may be under way, each in a lane of its own. All ranks begin
+    and end them in the same order, in the stream in which they compute, and not in a CUDA graph. A rank waits for the
+    others' messages without a limit. A message that never ends keeps its lane.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
@@ -80,11 +79,14 @@ class PeerCopies:
         self._lanes[0].try_out()
 
     def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """sent: of every rank what it gets from this one, contiguous tensors, whose bytes lie one behind the other
-        there; places: of every rank the most bytes that it gets from one, the same on all ranks. The function that this
-        gives makes the current stream wait for what the others have sent, and gives uint8 [ranks * places[rank]] of
-        this rank: the places of all, one behind the other, for what is launched before this rank begins anything
-        else."""
+        """Begin a message.
+
+        sent    for each rank, the contiguous tensors that go to it; their bytes arrive one after the other
+        places  for each rank, the most bytes that it gets from one rank; the same on all ranks
+
+        Return a function that makes the current stream wait for the other ranks' tensors. It returns what this rank has
+        received, uint8 [ranks * places[rank]], which is valid until this rank begins another message.
+        """
         lane, most = next((lane for lane in self._lanes if not lane.busy), None), max(places)
         if lane is None:
             lane = _Lane(self._group, lane_memory(most, self._ranks, self._device))
@@ -96,28 +98,30 @@ class PeerCopies:
 
 
 class _Lane:
-    """A message begins when the one before has ended, whose data say that all ranks had ended the one before that: so
-    halves of the memory in turn are free when they are written."""
+    """Memory for one message at a time. A message begins after the previous one has ended. Then all ranks have ended
+    the message before that one, so the other half of the memory is free."""
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self._others = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]  # no two ranks to one
+        self._others = [
+            (self._rank + step) % self._ranks for step in range(1, self._ranks)
+        ]  # at each step, every rank sends to another one
         self.busy, self._half = False, 0
         self.place(memory)
-        # What a rank gives itself is copied meanwhile.
+        # A rank's copies to itself run in their own stream.
         self._to_others, self._to_itself = CopyStream(memory.device), CopyStream(memory.device)
 
     def drop_memory(self) -> None:
-        """Frees the memory of a lane in which this rank has ended all messages; all ranks free theirs."""
+        """Free the memory, after all messages have ended. All ranks call this together."""
         device = self._memory.own.device
-        torch.cuda.synchronize(device)  # nothing is on its way to others' memory when what maps it here goes
+        torch.cuda.synchronize(device)  # no copy may be under way when the mapping goes
         self._memory = None
-        torch.cuda.empty_cache()  # what comes in its place is not of PyTorch's cache
-        meet(self._group, device)  # a GPU has its memory back when the last rank that mapped it is here
+        torch.cuda.empty_cache()  # the next memory does not come from PyTorch's cache
+        meet(self._group, device)  # a GPU's memory is free after all ranks have unmapped it
 
     def place(self, memory: torch.Tensor) -> None:
-        """Messages go to this memory from now on; all ranks share theirs."""
-        torch.cuda.synchronize(memory.device)  # PyTorch may fill it with zeros, which must not come behind a message
+        """Use this memory for the next messages. All ranks call this together."""
+        torch.cuda.synchronize(memory.device)  # PyTorch may still be filling it with zeros
         self._memory = share(self._group, memory)
         rows, bytes_of_half = range(self._ranks), memory.shape[1]
         self._begins = [
@@ -126,7 +130,7 @@ class _Lane:
         self._flags = [[self._memory.flag(rank, half) for rank in rows] for half in range(HALVES)]
 
     def try_out(self) -> None:
-        """What messages are made of, without one: an error of it is then known before the ranks choose this way."""
+        """Make the calls that a message makes. An error shows before the ranks choose to send messages."""
         with backends.on_device(self._memory.own):
             self._to_others.begin()
             for rank in self._others:
@@ -137,7 +141,7 @@ class _Lane:
         torch.cuda.synchronize(self._memory.own.device)
 
     def takes(self, most: int) -> bool:
-        """Whether the memory has a place of so many bytes for each rank."""
+        """Whether the memory has room for this many bytes from each rank."""
         return self._ranks * most <= self._memory.own.shape[1]
 
     def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -161,7 +165,7 @@ class _Lane:
                 self._to_others.join()
                 if gives_itself:
                     self._to_itself.join()
-            held.clear()  # whose memory others may get from here on
+            held.clear()  # the sent tensors may be freed now
             self.busy = False
             return self._memory.own[half, : self._ranks * places[self._rank]]
 
@@ -175,13 +179,13 @@ class _Lane:
 
 
 def lane_memory(most: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """Memory for messages of up to so many bytes from each rank."""
+    """Allocate memory for messages of up to `most` bytes from each rank."""
     return allocate((HALVES, -(-ranks * most // UNIT) * UNIT), torch.uint8, device)
 
 
 @functools.cache
 def peer_copies(group: dist.ProcessGroup, device: torch.device) -> PeerCopies | None:
-    """Those of a group of ranks, all of which ask for them at the same time; None where there are none: without NCCL,
-    on several machines, and of GPUs that cannot write to each other's memory."""
+    """The messages of a group of ranks, all of which call this together. None without NCCL, on several machines, and
+    if GPUs cannot write to each other's memory."""
     memory = functools.partial(lane_memory, 1, dist.get_world_size(group), device)
     return made_by_all(group, device, "rows go", memory, lambda memory: PeerCopies(group, memory))

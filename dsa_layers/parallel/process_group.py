@@ -1,4 +1,4 @@
-"""This process as one of the ranks that torchrun, or `launch`, has started."""
+"""This process as one of the ranks that torchrun or `launch` has started, and agreements between ranks."""
 
 import atexit
 import gc
@@ -13,19 +13,21 @@ import torch.distributed as dist
 from dsa_layers.parallel.ranks import Ranks
 
 Value = TypeVar("Value")
-# Of the wait for other ranks: they read their parts of large files, and compile. Those of a rank that ends are ended.
+# How long ranks wait for each other. Others may be reading large files or compiling; the launcher ends ranks whose
+# peer has failed.
 TIMEOUT = timedelta(hours=2)
 
 
 def join(device: str) -> tuple[Ranks, torch.device]:
-    """This rank, once all ranks are there, and its device: of "cuda" the GPU of its number on this node, with NCCL
-    between the ranks; of "cpu" the CPU, with gloo. ValueError for a GPU that is not there, and for another `device`
-    than the first rank's. NCCL's group is left to the process's end: it would wait for CUDA graphs that hold its
+    """Wait for all ranks, and return this rank and its device. "cuda" is the GPU with this rank's local number, with
+    NCCL; "cpu" is the CPU, with gloo. Raises ValueError for a missing GPU, and for another `device` than rank 0's.
+
+    NCCL's group is not destroyed before the process ends, because that would wait for CUDA graphs with its
     collectives."""
     local = int(os.environ["LOCAL_RANK"])
     if device == "cpu":
         dist.init_process_group("gloo", **_meeting_place(device))
-        # A thread of gloo that still asks for the interpreter while that ends, however it ends, aborts the process.
+        # A thread of gloo that needs the interpreter while it shuts down would abort the process.
         atexit.register(_leave)
         return Ranks.of(), torch.device("cpu")
     if local >= torch.cuda.device_count():
@@ -39,7 +41,8 @@ def join(device: str) -> tuple[Ranks, torch.device]:
 
 
 def _meeting_place(device: str) -> dict[str, Any]:
-    """How `init_process_group` finds the other ranks. Gloo and NCCL would wait for each other."""
+    """The arguments by which `init_process_group` finds the other ranks. Ranks with gloo and with NCCL would wait for
+    each other, so devices are compared first."""
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     store.set(f"device of rank {rank}", device)
     first = store.get("device of rank 0").decode()
@@ -49,14 +52,14 @@ def _meeting_place(device: str) -> dict[str, Any]:
 
 
 def _leave() -> None:
-    """Its threads end with the last reference to the group, and an exception's frames may hold some in a cycle."""
+    """Destroy the group. Its threads end with the last reference to it, and an exception's frames may hold one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
 
 
 def least(ranks: Ranks, value: int) -> int:
-    """The least of the ranks' values. Ranks that are alone, or of which no process group tells, have nobody to ask."""
+    """The least of the ranks' values; `value` for one rank, or without a process group."""
     if ranks.size == 1 or not dist.is_initialized():
         return value
     values = [value] * ranks.size
@@ -65,7 +68,7 @@ def least(ranks: Ranks, value: int) -> int:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
-    """What the first rank makes, on all ranks; and where that is a ValueError, which it raises, they raise it too."""
+    """Return on all ranks what `make` returns on rank 0. If it raises ValueError there, all ranks raise it."""
     made: list[tuple[Value | None, str | None]] = [(None, None)]
     if ranks.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""The ranks that a model is split over, and what they say to each other: sums and pieces, through torch.distributed."""
+"""The ranks that a model is split over, and their collectives, through torch.distributed."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -15,9 +15,9 @@ from dsa_layers.parallel.peer_copies import PeerCopies, peer_copies
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Since torch 2.13 the same has another name.
+# torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Rows a rank from which on each rank sums its own share of them: all parts of all rows would be more to send.
+# From this many rows per rank on, each rank sums some of the rows: sending all parts to all ranks would be more bytes.
 SHARED_SUM_ROWS = 16
 
 
@@ -40,16 +40,16 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
-        """Those of a process group, or of the default one. RuntimeError where torch.distributed has none."""
+        """The ranks of a process group, or of the default group. RuntimeError if torch.distributed is not initialised."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
         group = group or dist.group.WORLD
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """sum_r x_r over the ranks' x [T, ...], each of which is rounded to its dtype, added in fp32 (fp64 for fp64) in
-        the order of the ranks and rounded: the same bits on every rank and in every run, and a row's do not depend on
-        the other rows. ValueError where x needs gradients, as for all that parts of a model say to each other."""
+        """sum_r x_r over the ranks' x [T, ...], added in fp32 (fp64 for fp64) in the order of the ranks and rounded once.
+        The result has the same bits on every rank and in every run, and a row does not depend on other rows. Raises
+        ValueError if x requires gradients, as all collectives between the parts of a model do."""
         if self.size == 1:
             return x
         check_no_gradient(x)
@@ -83,10 +83,10 @@ class Ranks:
     def sum_parts(
         self, parts: torch.Tensor, shared: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same of all parts [size, T, ...], where one rank has them: [T, ...]. shared, residual: like a part;
-        shared is added before the sum is rounded, as the last, and residual + the rounded sum is the result."""
+        """The sum of parts [size, T, ...], all on this rank -> [T, ...]. shared [T, ...] is the last summand, added before
+        rounding. The result is residual + the rounded sum."""
         size, rows = parts.shape[:2]
-        if size == 2 and shared is None and residual is None:  # is computed in fp32
+        if size == 2 and shared is None and residual is None:  # PyTorch adds in fp32
             return parts[0] + parts[1]
         columns = parts[0, 0].numel() if rows else 0
         if parts.dtype == torch.float64 or columns % CHANNEL_MULTIPLE or torch.is_grad_enabled():
@@ -95,21 +95,21 @@ class Ranks:
                 total = total + part
             total = total.to(parts.dtype)
             return total if residual is None else residual + total
-        # The sum of a token's experts is this sum, too: their outputs are rows t, rows + t, 2 rows + t, ... here.
+        # `combine_experts` computes the same sum: token t's experts are rows t, rows + t, 2 rows + t, ... here.
         of_ranks = torch.arange(size * rows, dtype=torch.int32, device=parts.device).view(size, rows).T
         own = (x if x is None else x.reshape(rows, columns) for x in (shared, residual))
         return dsa.combine_experts(parts.reshape(size * rows, columns), of_ranks, None, *own).view(parts.shape[1:])
 
     def join_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' x [..., C] beside each other, in their order: [..., size * C]."""
+        """The ranks' x [..., C], joined along the last dimension in the order of the ranks: [..., size * C]."""
         if self.size == 1:
             return x
         check_no_gradient(x)
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
 
     def copies(self, x: torch.Tensor) -> PeerCopies | None:
-        """The way from GPU to GPU that leaves multiprocessors alone, for what is where x is; None where there is none,
-        and in a CUDA graph, which cannot hold it."""
+        """Messages by copy engines for x's device. None if there are none, and while a CUDA graph is captured, because it
+        cannot contain them."""
         if self.group is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         return peer_copies(self.group, x.device)
@@ -134,8 +134,8 @@ class Ranks:
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """received: what the ranks have sent to this one, in their order; sent: what goes to each. So many rows of each
-        rank, or of all as many."""
+        """Send rows of `sent` to each rank, and receive rows from each in `received`, in the order of the ranks. The lists
+        have the numbers of rows per rank; None: equally many."""
         return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=async_op)
 
 
@@ -143,7 +143,7 @@ ALONE = Ranks(0, 1)
 
 
 def check_no_gradient(*sent: torch.Tensor) -> None:
-    """ValueError where what goes from rank to rank needs gradients: it would lose them."""
+    """Raise ValueError if a tensor that goes to other ranks requires gradients: they would be lost."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
         raise ValueError(
             "requires_grad: a part of a model takes no gradient; accepted: False of all of its parameters, or a pass "
@@ -152,8 +152,8 @@ def check_no_gradient(*sent: torch.Tensor) -> None:
 
 
 def ranks_of(mesh: "DeviceMesh | Ranks | None") -> Ranks:
-    """Those of a mesh of one dimension; ALONE without one. TypeError for anything else, ValueError for more dimensions
-    and for ranks of which this process is none."""
+    """The ranks of a mesh with one dimension; ALONE for None. Raises TypeError for anything else, and ValueError for more
+    dimensions or if this process is not one of the ranks."""
     ranks = mesh or ALONE if mesh is None or isinstance(mesh, Ranks) else _of_mesh(mesh)
     if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
         raise ValueError(f"mesh: this process must be one of its ranks, got rank {ranks.rank} of {ranks.size}")

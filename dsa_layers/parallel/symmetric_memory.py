@@ -1,4 +1,4 @@
-"""Memory of each GPU of a machine that all the others can write to: torch's symmetric memory."""
+"""torch's symmetric memory: memory of each GPU of a machine that all other GPUs can write to."""
 
 import os
 import socket
@@ -15,31 +15,31 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """own: this rank's; of: every rank's, in their order; handle: torch's, with flags beside the memory."""
+    """own: this rank's memory; of: the memory of every rank; handle: torch's handle, which has flags too."""
 
     own: torch.Tensor
     of: list[torch.Tensor]
     handle: Any
 
     def flag(self, rank: int, number: int) -> int:
-        """The address of this rank's flag of a number at another rank, an int32."""
+        """The address of this rank's int32 flag with a number, in another rank's memory."""
         return self.handle.signal_pad_ptrs[rank] + 4 * (number * len(self.of) + self.handle.rank)
 
     def await_flag(self, rank: int, number: int) -> None:
-        """The current stream waits until another rank's is 1 here, without an end, and makes it 0."""
+        """Make the current stream wait, without a limit, until another rank's flag is 1 here. Then it is 0 again."""
         self.handle.wait_signal(rank, number)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that can be shared, filled with anything. Where there is none it raises what torch raises."""
+    """Allocate memory that can be shared. Its contents are undefined. Raises torch's errors."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.empty(shape, dtype=dtype, device=device)
 
 
 def share(group: dist.ProcessGroup, memory: torch.Tensor) -> SharedMemory:
-    """What all ranks of a group have allocated alike, which all ask for at the same time. RuntimeError where it is not
-    memory of its own, and whatever torch raises where GPUs cannot write to each other's."""
+    """Share memory that all ranks of a group have allocated in the same way; all call this together. Raises
+    RuntimeError for a part of a larger memory, and torch's errors if GPUs cannot write to each other's memory."""
     from torch.distributed import _symmetric_memory
 
     handle = _symmetric_memory.rendezvous(memory, group)
@@ -57,18 +57,20 @@ def made_by_all(
     make: Callable[[torch.Tensor], Made],
     problem: str | None = None,
 ) -> Made | None:
-    """make(memory()) on every rank of a group, all of which ask for it at the same time, or None on all: without NCCL,
-    on several machines, and with a warning where a rank has a problem or finds one. `make` begins when all have their
-    memory."""
-    # A group of several kinds of devices has a backend for each.
+    """Return make(memory()) on every rank of a group, or None on all ranks. All ranks call this together.
+
+    The result is None without NCCL, on several machines, and, with a warning, if a rank has a `problem` or fails.
+    `make` begins after all ranks have their memory. what: the subject of the warning
+    """
+    # A group may have a backend for each kind of device.
     if "cuda:nccl" not in dist.get_backend_config(group).split(",") or not _on_one_machine(group):
         return None
-    # Multicast objects of NVLink are not used here, and to make them may hang.
+    # Creating NVLink multicast objects may hang, and they are not used here.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     made, fault = None, problem
     try:
         own = memory()
-    except Exception as error:  # whatever it is, the others are not to wait
+    except Exception as error:  # any error: the other ranks must not wait
         fault = fault or error
     if _all(fault is None, group, device):
         try:
@@ -84,7 +86,7 @@ def made_by_all(
 
 
 def meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """The host waits until all ranks of a group are here, and their GPUs."""
+    """Make the host wait until all ranks of a group and their GPUs have come here."""
     _all(True, group, device)
 
 
