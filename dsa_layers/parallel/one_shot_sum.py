@@ -59,8 +59,8 @@ def compiled_sums(ranks: int) -> dict[tuple, Callable[..., None]]:
 
 @functools.cache
 def _lost() -> torch.Tensor:
-    """Pinned memory to which kernels write 1 + the rank that they have stopped waiting for; 0 if there is none. The host
-    reads it without a synchronisation."""
+    """Pinned memory to which kernels write 1 + the rank that they have stopped waiting for; 0 if there is none. The
+    host reads it without a synchronisation."""
     return torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
 

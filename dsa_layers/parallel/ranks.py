@@ -40,16 +40,17 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
-        """The ranks of a process group, or of the default group. RuntimeError if torch.distributed is not initialised."""
+        """The ranks of a process group, or of the default group. RuntimeError if torch.distributed is not
+        initialised."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
         group = group or dist.group.WORLD
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """sum_r x_r over the ranks' x [T, ...], added in fp32 (fp64 for fp64) in the order of the ranks and rounded once.
-        The result has the same bits on every rank and in every run, and a row does not depend on other rows. Raises
-        ValueError if x requires gradients, as all collectives between the parts of a model do."""
+        """sum_r x_r over the ranks' x [T, ...], added in fp32 (fp64 for fp64) in the order of the ranks and rounded
+        once. The result has the same bits on every rank and in every run, and a row does not depend on other rows.
+        Raises ValueError if x requires gradients, as all collectives between the parts of a model do."""
         if self.size == 1:
             return x
         check_no_gradient(x)
@@ -83,8 +84,8 @@ class Ranks:
     def sum_parts(
         self, parts: torch.Tensor, shared: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The sum of parts [size, T, ...], all on this rank -> [T, ...]. shared [T, ...] is the last summand, added before
-        rounding. The result is residual + the rounded sum."""
+        """The sum of parts [size, T, ...], all on this rank -> [T, ...]. shared [T, ...] is the last summand, added
+        before rounding. The result is residual + the rounded sum."""
         size, rows = parts.shape[:2]
         if size == 2 and shared is None and residual is None:  # PyTorch adds in fp32
             return parts[0] + parts[1]
@@ -108,8 +109,8 @@ class Ranks:
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
 
     def copies(self, x: torch.Tensor) -> PeerCopies | None:
-        """Messages by copy engines for x's device. None if there are none, and while a CUDA graph is captured, because it
-        cannot contain them."""
+        """Messages by copy engines for x's device. None if there are none, and while a CUDA graph is captured, because
+        it cannot contain them."""
         if self.group is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         return peer_copies(self.group, x.device)
@@ -134,8 +135,8 @@ class Ranks:
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send rows of `sent` to each rank, and receive rows from each in `received`, in the order of the ranks. The lists
-        have the numbers of rows per rank; None: equally many."""
+        """Send rows of `sent` to each rank, and receive rows from each in `received`, in the order of the ranks. The
+        lists have the numbers of rows per rank; None: equally many."""
         return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=async_op)
 
 
@@ -152,8 +153,8 @@ def check_no_gradient(*sent: torch.Tensor) -> None:
 
 
 def ranks_of(mesh: "DeviceMesh | Ranks | None") -> Ranks:
-    """The ranks of a mesh with one dimension; ALONE for None. Raises TypeError for anything else, and ValueError for more
-    dimensions or if this process is not one of the ranks."""
+    """The ranks of a mesh with one dimension; ALONE for None. Raises TypeError for anything else, and ValueError for
+    more dimensions or if this process is not one of the ranks."""
     ranks = mesh or ALONE if mesh is None or isinstance(mesh, Ranks) else _of_mesh(mesh)
     if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
         raise ValueError(f"mesh: this process must be one of its ranks, got rank {ranks.rank} of {ranks.size}")
