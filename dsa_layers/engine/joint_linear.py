@@ -18,12 +18,12 @@ Cast = tuple[torch.Tensor, torch.Tensor]  # q e4m3 [..., I] and scales fp32 [...
 
 
 def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> tuple[torch.Tensor, ...]:
-    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor. cast: of x, as the layers cast it,
-    if the caller has it.
+    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor. cast: x in FP8 with scales, if the
+    caller has it.
 
-    FP8 layers that scale x in one way share a cast of it. Layers whose weights lie side by side (`join`) are one
-    product with all columns: FP8 layers, and `FP32Linear`s of which only the last may have a scale. FP8 layers give the
-    same bits as by themselves; `FP32Linear`s may be summed in another order. All other layers are called.
+    FP8 layers with the same scaling share a cast of x. Layers with adjacent weights (`join`) are one product: FP8
+    layers, and `FP32Linear`s of which only the last has a scale. For FP8 layers the bits are those of separate
+    products; for `FP32Linear`s the order of the sums may differ. Other layers are called one by one.
     """
     if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
@@ -42,7 +42,7 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
 
 
 def multiply_as_one(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...] | None:
-    """`multiply` if it has one product with all columns, else None."""
+    """`multiply` if it is a single product, else None."""
     if not layers or not _are_alike(layers) or _whole(layers) is None:
         return None
     return multiply(x, *layers)
@@ -57,7 +57,7 @@ def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placemen
 
 
 def cast_scaling(layers: Sequence[nn.Module]) -> bool | None:
-    """`use_ue8m0` of FP8 layers that share a cast of what they read; None of other layers, and of none."""
+    """`use_ue8m0` of FP8 layers that share a cast of their input. None if they share none."""
     return layers[0].use_ue8m0 if layers and type(layers[0]) is BlockFP8Linear and _are_alike(layers) else None
 
 
@@ -88,10 +88,10 @@ def norm_cast_scaling(norm: nn.Module, channels: int, layers: Sequence[nn.Module
 
 
 def join(model: nn.Module) -> None:
-    """Lays weights side by side that read the same input: those that modules name in `joint_layers()` and
-    `joint_fp32_layers()`. The layers' parameters become views of one tensor; nothing else about them changes. If
-    `.to()` moves them apart, the products are done one by one. Call it after the weights are loaded, and before a CUDA
-    graph is captured."""
+    """Make the weights of layers that read the same input adjacent: the layers in a module's `joint_layers()` and
+    `joint_fp32_layers()`. Their parameters become views of one tensor, and nothing else changes. After `.to()` they may
+    be apart again, and the products are separate. Call this after the weights are loaded and before a CUDA graph is
+    captured."""
     # A module comes before its parts, which may name some of its layers, too.
     for module in model.modules():
         for name in ("joint_layers", "joint_fp32_layers"):
@@ -101,7 +101,7 @@ def join(model: nn.Module) -> None:
 
 @torch.no_grad()
 def join_layers(layers: Sequence[Layer]) -> None:
-    """Lays the weights of these layers side by side, if they can be joined and are not yet."""
+    """Make the weights of these layers adjacent, if they can be joined and are not yet."""
     if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
         for parameters in _parameters(layers):
             parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])

@@ -1,4 +1,4 @@
-"""What a fused layer reads of a pass: its tokens, their angles, the cache, and the placement of their rows."""
+"""The inputs of a fused layer in a pass, apart from x: tokens, rope angles, cache, and the placement of rows."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks share the tokens of packed sequences, and every rank has the keys of all of them."""
+"""Context parallelism in training: ranks share the tokens of packed sequences, and gather the keys of all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from dsa_layers.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of `sequence` from position `begin` up to `end`, without it. Their last one sees `end` keys."""
+    """The tokens of `sequence` at positions begin, ..., end - 1. The last one sees `end` keys."""
 
     sequence: int
     begin: int
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """A rank's tokens: the early pieces of all sequences, then the late ones. None of either kind share a sequence."""
+    """A rank's tokens: its early pieces, then its late ones, at most one of each kind per sequence."""
 
     early: tuple[Piece, ...]
     late: tuple[Piece, ...]
@@ -41,12 +41,12 @@ class TokenShare:
 
 
 def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
-    """The shares of `size` ranks, which have the tokens of sequences of these lengths, each exactly once.
+    """Distribute the tokens of sequences of these lengths over `size` ranks, each token to one rank.
 
-    A sequence comes apart into 2 size chunks, and rank r has chunk r and chunk 2 size - 1 - r. A causal token sees all
-    tokens before it, so that contiguous shares of one sequence would differ in work by a factor of up to 2 size - 1.
-    Early and late chunks together see the same number of keys on every rank, in each sequence, wherever it lies.
-    Numbers of tokens differ by at most one: what is left of a sequence goes to the ranks that have the fewest by then.
+    A sequence is cut into 2 size chunks, and rank r gets chunks r and 2 size - 1 - r. A causal token sees all tokens
+    before it, so the work of contiguous shares would differ by a factor of up to 2 size - 1. With an early and a late
+    chunk, every rank has the same number of pairs of a query and a key. The ranks' numbers of tokens differ by at most
+    one: the remainder of a sequence goes to the ranks with the fewest tokens so far.
     """
     early: list[list[Piece]] = [[] for _ in range(size)]
     late: list[list[Piece]] = [[] for _ in range(size)]
@@ -63,7 +63,7 @@ def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
             a, b = Piece(sequence, begin, begin + first[rank]), Piece(sequence, end - second[rank], end)
             begin, end = a.end, b.begin
             tokens[rank] += first[rank] + second[rank]
-            if a.end == b.begin:  # nothing lies between them
+            if a.end == b.begin:  # adjacent pieces are one
                 a, b = Piece(sequence, a.begin, b.end), Piece(sequence, b.end, b.end)
             early[rank] += [a] if a.begin < a.end else []
             late[rank] += [b] if b.begin < b.end else []
@@ -72,11 +72,10 @@ def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows a rank wants. Every rank brings up to `most` rows, and what it lacks is padding: row i of rank r is
-    r * most + i among those of all.
+    """The rows that a rank gathers. Each rank's rows are padded to `most`: row i of rank r is row r * most + i of all.
 
-    rows   int64 [N], on the device: the wanted ones
-    first  so many of them, and likewise those behind them, are different rows: a row is wanted at most twice
+    rows   int64 [N], on the device: the rows to gather, each at most twice
+    first  the first `first` rows are different ones, and so are the remaining rows
     """
 
     rows: torch.Tensor
@@ -85,11 +84,11 @@ class RowPlan:
 
 
 def gather_rows(x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
-    """x [own, ...] of each rank -> this rank's wanted rows [N, ...] of all of them.
+    """x [own, ...] of each rank -> the rows [N, ...] of this rank's plan.
 
-    A row's gradient is the sum over the ranks of their gradients of it, each of which is rounded to x's dtype, added in
-    fp32 (fp64 for fp64) in the order of the ranks and rounded: the same bits in every run. All ranks must call this,
-    and run backward, in one order.
+    A row's gradient is the sum of all ranks' gradients, which are rounded to x's dtype and added in fp32 (fp64 for
+    fp64) in the order of the ranks: the same bits in every run. All ranks must call this, and run backward, in the same
+    order.
     """
     return _GatherRows.apply(x, plan, ranks)
 
@@ -107,7 +106,7 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         plan, ranks = ctx.plan, ctx.ranks
         sent = grad.new_zeros(ranks.size * plan.most, *grad.shape[1:])
-        # Rows of one call are different ones, so that their order does not matter.
+        # The rows of one call are different ones, so the order of the additions does not matter.
         for part in (slice(0, plan.first), slice(plan.first, None)):
             sent.index_add_(0, plan.rows[part], grad[part])
         parts = torch.empty_like(sent)
@@ -121,15 +120,15 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextBatch(SequenceBatch):
-    """A rank's share of the T tokens of packed sequences, as a pass takes it within an `IndexerStage`, which makes it
-    (`IndexerStage.share`): the first and the mirrored last of 2 size chunks of each sequence.
+    """A rank's share of the T tokens of packed sequences, for passes within the `IndexerStage` that made it
+    (`IndexerStage.share`). It has the chunks that `cut` gives to the rank.
 
-    lens         of the whole sequences
-    query_lens,  of the rank's pieces of them, one after the other: what a pass has of each. Attention gathers the keys
-    key_lens     that are elsewhere (`gather`), and sees them by `keyed`
-    positions    int64 [own tokens]: in the whole sequences
+    lens         the lengths of the whole sequences
+    query_lens,  the lengths of this rank's pieces. Attention gathers the other keys (`gather`) and sees them by `keyed`
+    key_lens
+    positions    int64 [own tokens]: positions in the whole sequences
 
-    `own` takes the share of what all ranks have, and `mean` and `over_ranks` make losses of it.
+    `own` selects this rank's rows of a tensor for all tokens. `mean` and `over_ranks` compute losses.
     """
 
     lens: tuple[int, ...]
@@ -138,8 +137,8 @@ class ContextBatch(SequenceBatch):
 
     @classmethod
     def of(cls, lens: Sequence[int], ranks: Ranks, device: torch.device | str) -> "ContextBatch":
-        """This rank's share. All ranks must call it: they make sure that their `lens` are the same, and raise the same
-        ValueError or TypeError where one of them has lengths that cannot be shared."""
+        """Return this rank's share. All ranks must call this: they compare their `lens`, and all raise the same
+        ValueError or TypeError if one of them has other or unsuitable lengths."""
         if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
             raise ValueError(f"ranks: this process must be one of its {ranks.size} ranks, got rank {ranks.rank}")
         lens = _agreed(lens, ranks)
@@ -153,8 +152,8 @@ class ContextBatch(SequenceBatch):
 
     @cached_property
     def keyed(self) -> SequenceBatch:
-        """The same tokens with the keys that they see: `key_lens` reach from a whole sequence's first token to a
-        piece's last, in the rows that `gather` gives."""
+        """The same tokens with all keys that they see. The keys of a piece are the tokens of its sequence up to the
+        piece's end, in the rows that `gather` returns."""
         return SequenceBatch(self.query_lens, tuple(piece.end for piece in self._share.pieces), self.device)
 
     @cached_property
@@ -162,14 +161,14 @@ class ContextBatch(SequenceBatch):
         return self.keyed.positions
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, ...] of all tokens, sequence after sequence -> this rank's rows of it, in the order of its pieces."""
+        """x [T, ...] of all tokens, sequence after sequence -> this rank's rows, in the order of its pieces."""
         if x.dim() == 0 or len(x) != sum(self.lens):
             raise ValueError(f"x: must have a row for each of {sum(self.lens)} tokens, got shape {list(x.shape)}")
         return x[self._own_tokens]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [own tokens, ...] of each rank -> [sum(keyed.key_lens), ...], for each piece those of its sequence up to
-        the piece's end. A row's gradient is the sum over all ranks (`gather_rows`)."""
+        """x [own tokens, ...] of each rank -> [sum(keyed.key_lens), ...]: for each piece, the rows of its sequence up
+        to the piece's end. A row's gradient is the sum over all ranks (`gather_rows`)."""
         if len(x) != sum(self.query_lens):
             raise ValueError(
                 f"x: must have a row for each of this rank's {sum(self.query_lens)} tokens, got shape {list(x.shape)}"
@@ -177,9 +176,9 @@ class ContextBatch(SequenceBatch):
         return x if self.ranks.size == 1 else gather_rows(x, self._plan, self.ranks)
 
     def mean(self, values: torch.Tensor, count: int | None = None) -> torch.Tensor:
-        """values [own tokens] -> size / count * their sum, whose mean over the ranks is the mean over `count` tokens of
-        all ranks: those whose values are not 0 by definition, as they are without a target; all T tokens if None. So
-        its gradients, averaged over the ranks as DDP and FSDP2 do, are those of one rank that has all tokens."""
+        """values [own tokens] -> size / count * their sum. The mean of this over the ranks is the mean over `count`
+        tokens, or over all T for None. count: the tokens of all ranks that have a target, if the others' values are 0.
+        Its gradients, averaged over the ranks as DDP and FSDP2 do, are those of one rank that has all tokens."""
         count = sum(self.lens) if count is None else integer("count", count, at_least=1, at_most=sum(self.lens))
         if values.shape != (sum(self.query_lens),):
             raise ValueError(
@@ -188,12 +187,13 @@ class ContextBatch(SequenceBatch):
         return values.sum() * (self.ranks.size / count)
 
     def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean of the ranks' losses, the same on all of them, without gradients: what to print."""
+        """The mean of the ranks' losses, the same on all ranks, without gradients: for printing."""
         return self.ranks.sum(loss.detach()[None])[0] / self.ranks.size
 
     @property
     def weight(self) -> float:
-        """Of the mean over this rank's tokens: size / T * own tokens, 1 where all ranks have equally many."""
+        """The weight of the mean over this rank's tokens: size / T * own tokens. It is 1 if all ranks have equally
+        many."""
         return self.ranks.size * sum(self.query_lens) / sum(self.lens)
 
     @property
