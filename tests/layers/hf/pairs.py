@@ -5,18 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import transformers
 from torch import nn
 
 from dsa_layers.hf import accelerate
 from tests.layers.models import hf_models
 
-MINOR = int(transformers.__version__.split(".")[1])  # of the version, which is 5.MINOR
-load_model_reads_it = pytest.mark.skipif(
-    MINOR < 18, reason="5.17 writes names of layer types that no other version has"
-)
 TOLERANCE = 2e-5
 SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
 # name -> (function of hf_models, changes of its configuration). Selections are of 8 tokens, in V4 of 4 entries.

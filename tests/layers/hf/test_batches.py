@@ -7,7 +7,6 @@ import torch
 from transformers import DynamicCache
 
 from dsa_layers.hf.lengths import Pass
-from dsa_layers.hf.paged_layer import CACHE
 from tests.layers.hf.pairs import assert_same, padded
 
 LENS = [48, 5, 23]
@@ -34,9 +33,9 @@ def test_a_sequence_may_be_missing(models, tokens):
     ids, mask = padded(tokens, LENS, "left")
     mask[1] = 0
     cache = DynamicCache(config=models.ours.config)
-    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: cache})
+    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), cache=cache)
     mask = torch.cat((mask, torch.tensor([[0], [1], [1]])), 1)
-    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -1:], CACHE: cache}
+    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -1:], "cache": cache}
     got = models.ours(tokens[:, 60:61], **new).logits
     assert_same(got[1], models.alone(tokens[1, 60:61]))
     assert_same(got[2], models.alone(torch.cat((tokens[2, :23], tokens[2, 60:61])))[-1:])
@@ -49,9 +48,9 @@ def test_padding_between_tokens(models, tokens):
     """As after a right-padded prompt: the next token stands behind the padding."""
     ids, mask = padded(tokens, LENS, "right")
     cache = DynamicCache(config=models.ours.config)
-    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: cache})
+    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), cache=cache)
     mask = torch.cat((mask, torch.ones(3, 2, dtype=torch.int64)), 1)
-    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -2:], CACHE: cache}
+    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -2:], "cache": cache}
     got = models.ours(torch.stack([tokens[b, n : n + 2] for b, n in enumerate(LENS)]), **new).logits
     for b, n in enumerate(LENS):
         assert_same(got[b], models.alone(tokens[b, : n + 2])[-2:])
@@ -99,7 +98,7 @@ def test_angles_in_a_compiled_pass():
         return position_ids[..., None].cos(), position_ids[..., None].sin()
 
     def angles(rope):
-        tokens = Pass(None, torch.arange(5), None, (1, 5), [0])
+        tokens = Pass(None, torch.arange(5), None, (1, 5))
         found = tokens.angles(rope, 8), tokens.entry_angles(rotary, 4, rope[0])
         torch._dynamo.graph_break()
         return [part for cos, sin in found for part in (cos, sin)]

@@ -9,10 +9,9 @@ from transformers import DynamicCache
 from dsa.testing import calc_diff
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import accelerate
-from dsa_layers.hf.paged_layer import CACHE
 from dsa_layers.io.loading import load_model
 from dsa_layers.training.indexer_stage import IndexerStage
-from tests.layers.hf.pairs import KINDS, Adapter, load_model_reads_it, padded, pair
+from tests.layers.hf.pairs import KINDS, Adapter, padded, pair
 
 CLOSE = 1e-4  # of the largest gradient of a parameter: fp32 sums, in an order that the CPU's instructions decide
 
@@ -120,18 +119,17 @@ def test_autocast(models, tokens):
 def test_a_cache_of_a_pass_with_gradients(models, tokens):
     """It has no tokens, and says so where they would be read; and gradients do not go through a cache."""
     cache = DynamicCache(config=models.ours.config)
-    models.ours(tokens[:, :20], **{CACHE: cache})
+    models.ours(tokens[:, :20], cache=cache)
     assert cache.get_seq_length() == 20
-    with torch.no_grad(), pytest.raises(ValueError, match=rf"{CACHE}: comes from a pass with gradients"):
-        models.ours(tokens[:, 20:21], **{CACHE: cache})
+    with torch.no_grad(), pytest.raises(ValueError, match=r"cache: comes from a pass with gradients"):
+        models.ours(tokens[:, 20:21], cache=cache)
     cache = DynamicCache(config=models.ours.config)
     with torch.no_grad():
-        models.ours(tokens[:, :20], **{CACHE: cache})
-    with pytest.raises(ValueError, match=rf"{CACHE}: gradients do not reach earlier tokens"):
-        models.ours(tokens[:, 20:21], **{CACHE: cache})
+        models.ours(tokens[:, :20], cache=cache)
+    with pytest.raises(ValueError, match=r"cache: gradients do not reach earlier tokens"):
+        models.ours(tokens[:, 20:21], cache=cache)
 
 
-@load_model_reads_it
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_an_indexer_stage(name, tokens, tmp_path):
     """The indexers of transformers' V3.2 learn as those of our own model do, from the same checkpoint."""
