@@ -6,7 +6,7 @@ the product for many; sparse attention, which splits queries' keys where there a
 queries by the slots that they have; and the choice between dense and sparse attention, which goes by the longest
 sequence. In decoding passes within `batch_invariant` layers take the ways that there are for any number of tokens. A
 pass over one prompt alone has as many tokens as ever, and only its keys' places may differ.
-`dsa_layers/generation/invariant_models.py` says of which models.
+`dsa_layers/generation/engine_options.py` says of which models.
 """
 
 from collections.abc import Iterator

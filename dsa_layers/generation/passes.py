@@ -9,8 +9,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.generation.engine_options import EngineOptions
-from dsa_layers.generation.results import Throughput, TokenEvent
-from dsa_layers.generation.running_sequence import RunningSequence
+from dsa_layers.generation.requests import RunningSequence, Throughput, TokenEvent
 from dsa_layers.generation.sampler import logprobs_of, penalised, sample
 from dsa_layers.generation.steps import DecodeStep, DraftStep
 from dsa_layers.models.protocols import Model
@@ -22,24 +21,14 @@ class Passes:
     def __init__(self, model: Model, cache: Cache, options: EngineOptions) -> None:
         self._model, self._cache, self._options = model, cache, options
         self._device = next(model.parameters()).device
-        drafts, graphs = options.draft_tokens, options.max_graphs
-        capture = options.cuda_graphs and model.captures_decode
-        invariant = options.batch_invariant
-        self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture, invariant=invariant, graphs=graphs)
+        drafts, capture = options.draft_tokens, options.cuda_graphs and model.captures_decode
+        self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture, invariant=options.batch_invariant)
         self._draft: DraftStep | None = None
         self.caches = [cache]
         if drafts:
             of_model = model.drafter, cache, drafts, self._decode.padding, self._device
-            self._draft = DraftStep(*of_model, capture=capture, graphs=graphs)
+            self._draft = DraftStep(*of_model, capture=capture)
             self.caches.append(self._draft.cache)
-
-    def warm_up(self, count: int, pages: int) -> None:
-        """Capture the passes of this many sequences of this many pages, if passes are captured."""
-        if self._decode.captures:
-            sequences = [self._decode.padding.longer(pages * self._cache.page_size)] * count
-            _, states = self._decode(sequences)
-            if self._draft is not None:
-                self._draft(sequences, [[0]] * count, states)
 
     def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
         """Compute the given number of next tokens of each prompt. Return the first new token of each sequence whose

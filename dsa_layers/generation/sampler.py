@@ -12,8 +12,7 @@ import numpy
 import torch
 
 from dsa_layers.batch import packing
-from dsa_layers.generation.results import Logprob
-from dsa_layers.generation.running_sequence import RunningSequence
+from dsa_layers.generation.requests import Logprob, RunningSequence
 
 # Sequences on a GPU: a draw takes ten times the memory of their logits. On a CPU one sequence fits into the caches.
 _AT_ONCE = 8

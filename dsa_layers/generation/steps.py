@@ -1,7 +1,6 @@
 """Passes over running sequences. On a GPU they are captured as CUDA graphs, one per size."""
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,23 +13,20 @@ from dsa_layers.models.protocols import Drafter, Model
 from dsa_layers.parallel.one_shot_sum import check_ranks
 
 Inputs = TypeVar("Inputs", bound=DecodeInputs)
-GRAPHS = 96  # kept by default: 64 sequences and a context of 4096 pages have 91 sizes
 
 
 class CapturedStep(Generic[Inputs]):
     """A pass over running sequences. Its size, the numbers of sequences and of pages of the longest one, is rounded up
     to powers of two. On a GPU the first pass of a size is captured as a CUDA graph, which later passes replay: one
     launch instead of thousands. The first pass runs twice, which changes nothing, because it writes the same numbers to
-    the same places.
+    the same places. The next step overwrites the results.
 
-    The next step overwrites the results. graphs: the number of graphs to keep; the least recently used one is dropped.
     A subclass has `_inputs(count, pages)`, which makes the input tensors of a size, and `_run(inputs)`, the pass.
     """
 
-    def __init__(self, device: torch.device, captures: bool, graphs: int) -> None:
+    def __init__(self, device: torch.device, captures: bool) -> None:
         self._device, self.captures = device, captures and device.type == "cuda"
-        self._most = graphs
-        self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}  # the latest used last
+        self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}
 
     def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
         """Return the results of a pass of at least this size. fill: writes to the input tensors."""
@@ -39,15 +35,11 @@ class CapturedStep(Generic[Inputs]):
             fill(inputs)
             return self._run(inputs)
         size = power_of_two(count), power_of_two(pages)
-        captured = self._graphs.pop(size, None)
-        if captured is None:
+        if size not in self._graphs:
             inputs = self._inputs(*size)
             fill(inputs)
-            captured = (inputs, *self._capture(inputs))
-            if len(self._graphs) == self._most:
-                del self._graphs[next(iter(self._graphs))]
-        self._graphs[size] = captured
-        inputs, graph, results = captured
+            self._graphs[size] = (inputs, *self._capture(inputs))
+        inputs, graph, results = self._graphs[size]
         check_ranks()  # a replay calls no sum that could raise
         fill(inputs)
         graph.replay()
@@ -82,13 +74,6 @@ class Padding:
         self.pages = cache.allocator.allocate(-(-(1 + drafts) // cache.page_size))
         (self.state_slot,) = cache.state_slots.allocate(1)
 
-    def longer(self, tokens: int) -> "Padding":
-        """Return a sequence of this many tokens, including drafts, which are all in the first page of this one."""
-        longer = copy(self)
-        longer.tokens = [0] * (tokens - len(self.drafts))
-        longer.pages = self.pages[:1] * tokens
-        return longer
-
 
 class DecodeStep(CapturedStep[DecodeInputs]):
     """The model's pass over the last token and the drafts of each of B sequences.
@@ -109,9 +94,8 @@ class DecodeStep(CapturedStep[DecodeInputs]):
         drafts: int = 0,
         capture: bool = True,
         invariant: bool = False,
-        graphs: int = GRAPHS,
     ) -> None:
-        super().__init__(next(model.parameters()).device, capture and model.captures_decode, graphs)
+        super().__init__(next(model.parameters()).device, capture and model.captures_decode)
         self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
         self.padding = Padding(cache, drafts)
 
@@ -181,9 +165,8 @@ class DraftStep(CapturedStep[DraftInputs]):
         device: torch.device,
         *,
         capture: bool = True,
-        graphs: int = GRAPHS,
     ) -> None:
-        super().__init__(device, capture, graphs)
+        super().__init__(device, capture)
         self._drafter, self._drafts, self._padding, self._page_size = drafter, drafts, padding, cache.page_size
         pages, state_slots = cache.allocator.num_pages, cache.state_slots.num_pages
         self.cache = drafter.make_cache(pages, cache.page_size, device, state_slots=state_slots)

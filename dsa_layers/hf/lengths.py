@@ -57,30 +57,31 @@ class TokenLengths:
         return self._passes[key]
 
     def counts(self, layer: PagedLayer | None) -> list[int]:
-        """Return the number of new tokens in each row of the batch."""
-        if self._counts is None:
-            self._counts = self._count(layer)
-        return self._counts
-
-    def _count(self, layer: PagedLayer | None) -> list[int]:
+        """Return the number of new tokens in each row of the batch, the same for all layers."""
+        if self._counts is not None:
+            return self._counts
         held = [0] * self.batch_size if layer is None else layer.lens
         seen = 0 if layer is None else layer.seen
         if self.mask is None:
             if any(n != seen for n in held):
-                raise ValueError("attention_mask: is needed after a pass with padding, got None")
-            return [self.new] * self.batch_size
+                raise ValueError(
+                    "attention_mask: is needed after a pass with padding, got None; after a pass with gradients the "
+                    "cache holds no tokens: make the first pass, too, under torch.no_grad()"
+                )
+            self._counts = [self.new] * self.batch_size
+            return self._counts
         if self.mask.shape[1] != seen + self.new:
             raise ValueError(
                 f"attention_mask: must have a column for each of {seen} earlier and {self.new} new tokens, got shape "
                 f"{list(self.mask.shape)}"
             )
-        new, earlier = torch.stack((self.mask[:, seen:].sum(1), self.mask[:, :seen].sum(1))).tolist()
+        self._counts, earlier = torch.stack((self.mask[:, seen:].sum(1), self.mask[:, :seen].sum(1))).tolist()
         if earlier != held:
             raise ValueError(
                 f"attention_mask: must show the earlier tokens that the cache holds, {held} of each sequence, "
                 f"got {earlier}"
             )
-        return new
+        return self._counts
 
     def _pack(self, position_ids: torch.Tensor, layer: PagedLayer | None, consecutive: bool) -> "Pass | None":
         new, device = self.counts(layer), position_ids.device

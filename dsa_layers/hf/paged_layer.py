@@ -41,7 +41,7 @@ class PagedLayer(CacheLayerMixin):
         self._begin(batch_size)
 
     def _begin(self, batch_size: int) -> None:
-        self.lens, self.seen, self.pages_each, self.without_tokens = [0] * batch_size, 0, 0, False
+        self.lens, self.seen, self.pages_each = [0] * batch_size, 0, 0
         self._tensors = {
             name: torch.empty(batch_size, *shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in self._storage.by_sequence.items()
@@ -86,7 +86,6 @@ class PagedLayer(CacheLayerMixin):
             raise ValueError(
                 "cache: gradients do not reach earlier tokens; pass use_cache=False, or generate under torch.no_grad()"
             )
-        self.without_tokens = True
         self.seen += rows
 
     def get_seq_length(self) -> int:
@@ -134,9 +133,4 @@ def layer_of(cache: Any, index: int, storage: Storage, x: torch.Tensor) -> Paged
         layer = layers[index] = PagedLayer(storage, len(x), x.device)
     if len(layer.lens) != len(x):
         raise ValueError(f"cache: holds {len(layer.lens)} sequences, got a batch of {len(x)}")
-    if layer.without_tokens:
-        raise ValueError(
-            "cache: comes from a pass with gradients, which keeps no tokens; make the first pass, too, under "
-            "torch.no_grad()"
-        )
     return layer

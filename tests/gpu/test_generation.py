@@ -145,7 +145,7 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     model = load_tiny(family)
     generator = Generator(model, cache_tokens=1024)
     generator.generate(PROMPTS, SamplingParams(8))
-    ((_, graph, _),) = generator.engine.passes._decode._graphs.values()
+    ((_, graph, _),) = generator.passes._decode._graphs.values()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()

@@ -81,26 +81,7 @@ def test_sequences_of_a_request_have_numbers_and_seeds_of_their_own():
     assert [found[0], found[1]] == [done.tokens for done in engine_of(Generator).generate([[1, 2]], params)]
 
 
-def test_a_pass_over_prompts_alternates_with_one_that_extends():
-    engine = engine_of(prefill_chunk=4)
-    seen = note_passes(engine)
-    engine.add_request([1] * 3, SamplingParams(5))
-    engine.step()
-    engine.add_request([2] * 6, SamplingParams(2))
-    for _ in range(5):
-        engine.step()
-    assert seen == [
-        ("prompt", [(0, 3)]),
-        ("extend", [0]),
-        ("prompt", [(1, 4)]),
-        ("extend", [0]),
-        ("prompt", [(1, 2)]),
-        ("extend", [0, 1]),
-    ]
-
-
 def test_a_running_sequence_waits_for_at_most_one_chunk_of_prompts():
-    """More prompts than run at a time."""
     engine = engine_of(cache_tokens=400)
     seen = note_passes(engine)
     prompts = [[i % 7] * n for i, n in enumerate((3, 20, 9, 14, 1, 30, 2))]
@@ -128,7 +109,7 @@ def test_prompts_start_while_nothing_can_be_extended():
 def test_streams_share_the_passes():
     engine = engine_of()
     prompts = [[1, 2, 3], [4, 5], [6], [1, 1]]
-    streams = [engine.stream(engine.add_request(prompt, SamplingParams(6))) for prompt in prompts]
+    streams = [engine.add_stream(prompt, SamplingParams(6)) for prompt in prompts]
     found = [[next(stream).token] for stream in reversed(streams)][::-1]
     for tokens, stream in zip(found, streams, strict=True):
         tokens += [event.token for event in stream]
@@ -136,34 +117,21 @@ def test_streams_share_the_passes():
     assert engine.throughput.decode_tokens == 4 * 5
 
 
-def test_a_late_stream_has_all_events():
-    engine = engine_of()
-    request = engine.add_request([1, 2], SamplingParams(4))
-    engine.step()
-    assert [event.token for event in engine.stream(request)] == continued([1, 2], 4)
-
-
-def test_a_stream_that_is_closed_ends_its_request():
-    engine = engine_of()
-    request, other = (engine.add_request(prompt, SamplingParams(9)) for prompt in ([1], [2]))
-    stream = engine.stream(request)
-    next(stream)
-    stream.close()
-    assert engine.unfinished == 1 and list(stream) == []
-    assert run(engine)[other][-1:] == continued([2], 9)[-1:] and is_free(engine)
-    for ended in (request, other, 99, "a request"):
-        with pytest.raises(ValueError, match="request: must be unfinished, got"):
-            engine.stream(ended)
-        engine.abort(ended)
-
-
-def test_a_request_that_is_aborted_ends_its_stream():
-    """Events that are computed and not read yet are dropped."""
+@pytest.mark.parametrize("by_stream", [False, True])
+def test_an_aborted_request_has_no_further_events(by_stream):
+    """Also none of those that are computed and not read yet."""
     engine = engine_of()
     stream = engine.add_stream([1], SamplingParams(9, temperature=1.0, n=3))
+    other = engine.add_request([2], SamplingParams(9))
     next(stream)
-    engine.abort(stream.request)
-    assert list(stream) == [] and is_free(engine)
+    if by_stream:
+        stream.close()
+    else:
+        engine.abort(stream.request)
+    assert engine.unfinished == 1 and list(stream) == []
+    assert run(engine)[other][-1:] == continued([2], 9)[-1:] and is_free(engine)
+    for ended in (stream.request, other, 99, "a request"):
+        engine.abort(ended)
 
 
 def test_a_stream_that_is_dropped_ends_its_request():
@@ -288,20 +256,6 @@ def test_all_sequences_of_a_request_end_with_it(monkeypatch):
         next(stream)
     assert list(stream) == [] and engine.unfinished == 1
     assert run(engine) == {other: continued([3], 2)} and is_free(engine)
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_pages_that_others_have_taken(prefix_cache):
-    engine = engine_of(prefix_cache=prefix_cache)
-    taken = engine.cache.allocator.allocate(14)
-    request = engine.add_request([1] * 9, SamplingParams(3))
-    with pytest.raises(OutOfPages, match="request 0: needs 3 pages, and 2 of the cache's 16 are free"):
-        engine.step()
-    assert engine.unfinished == 0 and engine.step() == []
-    engine.abort(request)
-    request = engine.add_request([1] * 9, SamplingParams(3))
-    engine.cache.allocator.release(taken)
-    assert run(engine) == {request: continued([1] * 9, 3)}
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_streams_that_end_early_make_room():
 def test_a_pass_that_fails_gives_everything_back(monkeypatch):
     generator = engine_of(Generator)
     with monkeypatch.context() as patch:
-        patch.setattr(generator.engine.passes, "_decode", lambda sequences: 1 / 0)
+        patch.setattr(generator.passes, "_decode", lambda sequences: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generator.generate([[1], [2]], SamplingParams(10))
     assert is_free(generator)
@@ -127,7 +127,7 @@ def test_a_pass_that_fails_gives_everything_back(monkeypatch):
 def test_end_of_sequence(model, tokenizer, greedy, monkeypatch):
     generator = Generator(model, tokenizer, cache_tokens=256)
     third = greedy[0].tokens[2]
-    monkeypatch.setattr(generator.engine, "eos", {third})
+    monkeypatch.setattr(generator, "eos", {third})
     (got,) = generator.generate([PROMPTS[0]], SamplingParams(max_tokens=10))
     first = greedy[0].tokens.index(third)
     assert got.finish_reason == "eos" and got.tokens == greedy[0].tokens[: first + 1]
@@ -194,9 +194,9 @@ def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
 def test_what_came_before_a_nan_is_kept(model, tokenizer, monkeypatch, temperature):
     params = SamplingParams(8, temperature=temperature, seed=3, top_k=8, stop="never there")
     generator = Generator(model, tokenizer, cache_tokens=512)
-    monkeypatch.setattr(generator.engine, "eos", set())  # the tiny tokenizer, and so a token, follows from this text
+    monkeypatch.setattr(generator, "eos", set())  # the tiny tokenizer, and so a token, follows from this text
     expected = generator.generate(PROMPTS, params)
-    decode, calls = generator.engine.passes._decode, []
+    decode, calls = generator.passes._decode, []
 
     def broken(sequences):
         calls.append(len(sequences))
@@ -206,7 +206,7 @@ def test_what_came_before_a_nan_is_kept(model, tokenizer, monkeypatch, temperatu
                 logits[row, 0, 5] = torch.nan
         return logits, states
 
-    monkeypatch.setattr(generator.engine.passes, "_decode", broken)
+    monkeypatch.setattr(generator.passes, "_decode", broken)
     events = list(generator.stream(PROMPTS, params))
     (end,) = (e for e in events if e.sequence == 1 and e.finish_reason)
     assert end.token is None and end.finish_reason == "error" and "prompts[1]: its logits after" in end.error

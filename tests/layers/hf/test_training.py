@@ -121,7 +121,7 @@ def test_a_cache_of_a_pass_with_gradients(models, tokens):
     cache = DynamicCache(config=models.ours.config)
     models.ours(tokens[:, :20], cache=cache)
     assert cache.get_seq_length() == 20
-    with torch.no_grad(), pytest.raises(ValueError, match=r"cache: comes from a pass with gradients"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"after a pass with gradients the cache holds no tokens"):
         models.ours(tokens[:, 20:21], cache=cache)
     cache = DynamicCache(config=models.ours.config)
     with torch.no_grad():
