@@ -15,7 +15,6 @@ import torch
 from dsa_layers.arguments import shown
 from dsa_layers.cache.cache import Cache, OutOfPages
 from dsa_layers.generation.engine_options import checked_options
-from dsa_layers.generation.passes import Passes
 from dsa_layers.generation.requests import (
     Request,
     RunningSequence,
@@ -27,6 +26,7 @@ from dsa_layers.generation.requests import (
 )
 from dsa_layers.generation.sampling import SamplingParams, with_seed
 from dsa_layers.generation.sequence_memory import Capacity, SequenceMemory
+from dsa_layers.generation.steps import Passes
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.models.protocols import Model
 from dsa_layers.parallel.process_group import agreed, least

@@ -106,7 +106,12 @@ class TokenLengths:
                 "checkpointed ones, have none; got others. Several sequences in a row need use_cache=False"
             )
         if consecutive:
-            _check_consecutive(positions, batch)
+            offsets = positions - batch.positions
+            if not (offsets == offsets[batch.last_tokens][batch.sequences.long()]).all():
+                raise ValueError(
+                    "position_ids: must be consecutive within a sequence for models that compress tokens; got others. "
+                    "Several sequences in a row need use_cache=False and no attention_mask"
+                )
         return Pass(batch, positions, rows, (self.batch_size, self.new))
 
 
@@ -170,13 +175,3 @@ def _runs(positions: torch.Tensor, batch_size: int) -> tuple[int, ...]:
     breaks[each - 1 :: each] = True
     ends = [*(breaks.nonzero().squeeze(1) + 1).tolist(), len(positions)]
     return tuple(end - begin for begin, end in zip([0, *ends], ends))
-
-
-def _check_consecutive(positions: torch.Tensor, batch: SequenceBatch) -> None:
-    """Raise ValueError unless each sequence's positions are consecutive. Entries of compressed tokens depend on it."""
-    offsets = positions - batch.positions
-    if not (offsets == offsets[batch.last_tokens][batch.sequences.long()]).all():
-        raise ValueError(
-            "position_ids: must be consecutive within a sequence for models that compress tokens; got others. Several "
-            "sequences in a row need use_cache=False and no attention_mask"
-        )

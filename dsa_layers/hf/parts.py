@@ -10,8 +10,8 @@ from transformers import AttentionMaskInterface
 import dsa
 from dsa.runtime.checks import FLOATS
 from dsa_layers.batch.selected import Selected
-from dsa_layers.hf.lengths import Pass, TokenLengths
-from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
+from dsa_layers.hf.lengths import TokenLengths
+from dsa_layers.hf.paged_layer import layer_of
 
 IMPLEMENTATION = "dsa"  # the attn_implementation whose masks are `TokenLengths`
 
@@ -114,14 +114,6 @@ class AttentionInPlace:
             raise ValueError(f"attention_dropout: must be 0 in training, got {self.attention_dropout}")
         if options.get("output_attentions") or self.config.output_attentions:
             raise ValueError("output_attentions: must be False; weights of attention are never made, got True")
-
-    def _storage(self, x: torch.Tensor) -> Storage:
-        raise NotImplementedError
-
-    def attend_packed(
-        self, x: torch.Tensor, rope: Any, tokens: Pass, layer: PagedLayer | None, selected: Selected | None
-    ) -> tuple[torch.Tensor, Selected | None]:
-        raise NotImplementedError
 
 
 def computes_product_alone(linear: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine import paged_attention, side_stream
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.generation import passes as generation
+from dsa_layers.generation import steps as generation
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampler import sample
 from dsa_layers.generation.sampling import SamplingParams

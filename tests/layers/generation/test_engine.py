@@ -4,12 +4,10 @@ import gc
 import random
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 
 from dsa_layers.cache.cache import OutOfPages
-from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.generation.remembering_model import continued, engine_of, is_free
 
@@ -21,16 +19,6 @@ def run(engine, tokens=None):
         for event in engine.step():
             tokens.setdefault(event.sequence, []).append(event.token)
     return tokens
-
-
-def note_passes(engine):
-    """Return [(kind, [(sequence, number of tokens)])] of the passes, a list that grows."""
-    seen, prefill, extend = [], engine.passes.prefill, engine.passes.extend
-    engine.passes.prefill = lambda work: seen.append(("prompt", [(s.index, n) for s, n in work])) or prefill(work)
-    engine.passes.extend = lambda ready, *rest: (
-        seen.append(("extend", [s.index for s in ready])) or extend(ready, *rest)
-    )
-    return seen
 
 
 def fail(engine, monkeypatch, name):
@@ -71,28 +59,6 @@ def test_requests_that_join_and_leave_at_any_time(stateful, options, seed):
         else:
             assert found[request] == expected
     assert is_free(engine) and engine.step() == []
-
-
-def test_sequences_of_a_request_have_numbers_and_seeds_of_their_own():
-    engine, params = engine_of(), SamplingParams(3, temperature=0.7, seed=5, n=2)
-    first, second = engine.add_request([1, 2], params), engine.add_request([4], SamplingParams(2))
-    found = run(engine)
-    assert (first, second) == (0, 2) and {*found} == {0, 1, 2} and found[2] == continued([4], 2)
-    assert [found[0], found[1]] == [done.tokens for done in engine_of(Generator).generate([[1, 2]], params)]
-
-
-def test_a_running_sequence_waits_for_at_most_one_chunk_of_prompts():
-    engine = engine_of(cache_tokens=400)
-    seen = note_passes(engine)
-    prompts = [[i % 7] * n for i, n in enumerate((3, 20, 9, 14, 1, 30, 2))]
-    counts = (40, 5, 1, 30, 9, 12, 3)
-    for prompt, count in zip(prompts, counts):
-        engine.add_request(prompt, SamplingParams(count))
-    assert run(engine) == {i: continued(*each) for i, each in enumerate(zip(prompts, counts))}
-    assert all(sum(n for _, n in own) <= 5 for kind, own in seen if kind == "prompt")
-    for sequence, count in enumerate(counts):
-        own = [i for i, (kind, decoded) in enumerate(seen) if kind == "extend" and sequence in decoded]
-        assert len(own) == count - 1 and all(after - before <= 2 for before, after in pairwise(own))
 
 
 def test_prompts_start_while_nothing_can_be_extended():
@@ -244,18 +210,6 @@ def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch
         engine.step()
     assert engine.unfinished == 0 and is_free(engine) and run(engine) == {}
     engine.abort(request)
-
-
-def test_all_sequences_of_a_request_end_with_it(monkeypatch):
-    """The second sequence's prompt is not computed yet when the first one's fails."""
-    engine = engine_of(prefill_chunk=2)
-    stream = engine.add_stream([1, 2], SamplingParams(4, temperature=1.0, n=2))
-    other = engine.add_request([3], SamplingParams(2))
-    fail(engine, monkeypatch, "prefill")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        next(stream)
-    assert list(stream) == [] and engine.unfinished == 1
-    assert run(engine) == {other: continued([3], 2)} and is_free(engine)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,13 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.std() > 0.3  # else agreement means little
 
 
+def assert_close_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare by the largest gradient of a parameter: fp32 sums, in an order that the CPU's instructions decide."""
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-9, name
+
+
 class Adapter(nn.Module):
     """y = x W^T + x A^T B^T, as adapters of low rank have it; its weight is W."""
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from dsa_layers.hf.lengths import Pass
 from tests.layers.hf.pairs import assert_same, padded
 
 LENS = [48, 5, 23]
@@ -89,28 +88,3 @@ def test_positions_that_begin_again_separate_sequences_without_a_cache(models, t
                 for n in (1, 2, 3):
                     assert (together - separated)[:n].abs().max() > 0.05
                     assert_same(ours(ids[:n], position_ids=positions).logits.detach(), together[:n])
-
-
-def test_angles_in_a_compiled_pass():
-    """torch.compile hands them from one graph to the next."""
-
-    def rotary(x, position_ids, layer_type):
-        return position_ids[..., None].cos(), position_ids[..., None].sin()
-
-    def angles(rope):
-        tokens = Pass(None, torch.arange(5), None, (1, 5))
-        found = tokens.angles(rope, 8), tokens.entry_angles(rotary, 4, rope[0])
-        torch._dynamo.graph_break()
-        return [part for cos, sin in found for part in (cos, sin)]
-
-    rope = torch.randn(2, 1, 5, 8).unbind()
-    for got, expected in zip(torch.compile(angles, backend="eager")(rope), angles(rope), strict=True):
-        assert torch.equal(got, expected)
-
-
-@torch.no_grad()
-def test_positions_with_an_offset(models, tokens):
-    """Only distances count."""
-    expected = models.theirs(tokens[:, :48]).logits
-    got = models.ours(tokens[:, :48], position_ids=torch.arange(100, 148)[None], use_cache=False).logits
-    assert_same(got, expected)

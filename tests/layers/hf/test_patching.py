@@ -91,14 +91,6 @@ def test_prompts_are_scored_with_the_same_accumulators_either_way(family, tmp_pa
     assert_refused("accumulators: must be float32 or", set_score_accumulators, own, torch.bfloat16)
 
 
-def test_a_part_of_a_model(models, tokens):
-    """Layers that are accelerated one by one, as in a model of somebody's own around them."""
-    model = copy.deepcopy(models.theirs)
-    accelerate(model.model.layers)
-    with torch.no_grad():
-        assert_same(model(tokens).logits, models.theirs(tokens).logits)
-
-
 @torch.no_grad()
 def test_a_model_that_is_spread_over_devices(models, tokens):
     """By the `accelerate` library, whose hooks call the forward that a module had before them."""
