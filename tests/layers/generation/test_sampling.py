@@ -35,36 +35,18 @@ def sequences(params, drafts=(), tokens=(1,), prompt_len=1):
     ]
 
 
-def draw_often(logits, n, **params):
-    """How often each token is drawn."""
-    drawn = sample(logits.expand(n, 1, -1), sequences([SamplingParams(**params)] * n))
-    return torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(logits)) / n
-
-
-def test_min_p_keeps_what_is_likely_beside_the_likeliest():
-    """At temperature 1 the others have 0.14, 0.37 and 0.05 of its probability; top_p is of those that are kept."""
-    logits, p = torch.tensor([2.0, 0.0, 1.0, -1.0]), {"temperature": 1.0}
-    expected = torch.tensor([1.0, 0, torch.e**-1, 0]) / (1 + torch.e**-1)
-    torch.testing.assert_close(draw_often(logits, 500, min_p=0.3, **p), expected, atol=0.08, rtol=0)
-    for kept, params in (
-        ([1, 1, 1, 0], p | {"min_p": 0.1}),
-        ([1, 0, 0, 0], p | {"min_p": 1.0}),
-        ([1, 1, 1, 0], {"min_p": 0.3, "temperature": 2.0}),
-        ([1, 0, 0, 0], p | {"min_p": 0.3, "top_p": 0.7}),
-    ):
-        assert (draw_often(logits, 200, **params) > 0).tolist() == kept
-
-
-def arguments(logits, temperature, top_k, top_p):
+def arguments(logits, temperature, top_k, top_p, min_p):
     """The arguments of `draw_of_likeliest`, of which `draw` takes the first four."""
-    each = [torch.full((COUNT, 1), value, dtype=torch.float64) for value in (temperature, top_k, top_p, 0)]
+    each = [torch.full((COUNT, 1), value, dtype=torch.float64) for value in (temperature, top_k, top_p, min_p)]
     rows = logits.repeat(COUNT, 1)
     return rows, rows.amax(-1, keepdim=True), each[0], NUMBERS, each[1].long(), *each[2:], top_k
 
 
-def probabilities(logits, temperature, top_k, top_p):
+def probabilities(logits, temperature, top_k, top_p, min_p):
     """By the definition: of equals the lowest token id comes first."""
     order = sorted(range(len(logits)), key=lambda token: -logits[token])[:top_k]
+    likely = torch.softmax(logits[order].double() / temperature, 0)
+    order = [token for token, p in zip(order, likely) if p >= min_p * likely[0]]
     likely = torch.softmax(logits[order].double() / temperature, 0)
     kept = [i for i in range(len(order)) if likely[:i].sum() < top_p]
     result = torch.zeros(len(logits), dtype=torch.float64)
@@ -74,16 +56,20 @@ def probabilities(logits, temperature, top_k, top_p):
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(40, 1.0), (40, 0.9), (40, 0.33), (7, 1.0), (7, 0.8), (1, 1.0), (40, 1e-9)]
+    ("top_k", "top_p", "min_p"),
+    [
+        *((40, 1.0, 0), (40, 0.9, 0), (40, 0.33, 0), (7, 1.0, 0), (7, 0.8, 0), (1, 1.0, 0), (40, 1e-9, 0)),
+        *((40, 1.0, 0.3), (40, 0.7, 0.05), (7, 0.9, 0.3), (40, 1.0, 1)),
+    ],
 )
-def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_p):
+def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_p, min_p):
     """Of logits that are often equal, also at the end of what is kept, and one of minus infinity."""
     logits = (torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2).round()
     logits[3] = -torch.inf
-    given = arguments(logits, temperature, top_k, top_p)
-    expected = probabilities(logits, temperature, top_k, top_p)
+    given = arguments(logits, temperature, top_k, top_p, min_p)
+    expected = probabilities(logits, temperature, top_k, top_p, min_p)
     drawn = [draw_of_likeliest(*given)]
-    if (top_k, top_p) == (40, 1.0):
+    if (top_k, top_p, min_p) == (40, 1.0, 0):
         drawn.append(draw(*given[:4]))
     for tokens in drawn:
         often = torch.bincount(tokens[:, 0], minlength=40)
