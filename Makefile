@@ -50,16 +50,14 @@ ON_ANY_MACHINE := tests/test_conftest.py tests/test_training_example_in_ranks.py
 test-machine: .venv/installed
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow" $(ON_ANY_MACHINE)
 
-# The DSL that vLLM and SGLang pin, for machine code and the compile cache, and the oldest transformers, for dsa_layers.hf.
-# The extra `test` pins the newest transformers, so the oldest is installed after it.
+# The DSL that vLLM and SGLang pin, for machine code and the compile cache.
 $(OLDEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP_INSTALL) torch==2.13.0
 	$(OLDEST)/bin/python $(PIP_INSTALL) --editable ".[test]" "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
-	$(OLDEST)/bin/python $(PIP_INSTALL) transformers==5.17.0
 	touch $@
 
-ON_OLDEST := tests/kernels tests/runtime tests/layers/hf
+ON_OLDEST := tests/kernels tests/runtime
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all $(ON_OLDEST)
 

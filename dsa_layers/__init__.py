@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dsa_layers.engine.fuse import fuse, fused
     from dsa_layers.generation.engine import Engine
     from dsa_layers.generation.generator import Generator
-    from dsa_layers.generation.results import Completion, TokenEvent
+    from dsa_layers.generation.requests import Completion, TokenEvent
     from dsa_layers.generation.sampling import SamplingParams
     from dsa_layers.io.loading import load_model
     from dsa_layers.io.save import convert_checkpoint, save_model
@@ -65,7 +65,7 @@ __all__ = [
 SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
 
 _MODULES = {
-    "Completion": "dsa_layers.generation.results",
+    "Completion": "dsa_layers.generation.requests",
     "ContextBatch": "dsa_layers.parallel.context",
     "DSAAttention": "dsa_layers.layers.attention",
     "DecodeBatch": "dsa_layers.batch.decode_batch",
@@ -79,7 +79,7 @@ _MODULES = {
     "RotaryEmbedding": "dsa_layers.layers.rope",
     "SamplingParams": "dsa_layers.generation.sampling",
     "SequenceBatch": "dsa_layers.batch.sequence_batch",
-    "TokenEvent": "dsa_layers.generation.results",
+    "TokenEvent": "dsa_layers.generation.requests",
     "Tokenizer": "dsa_layers.io.tokenizer",
     "TrainedAttention": "dsa_layers.layers.trained_attention",
     "convert_checkpoint": "dsa_layers.io.save",

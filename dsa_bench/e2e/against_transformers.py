@@ -106,13 +106,11 @@ def _prompt(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[floa
 
 
 def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float]:
-    from dsa_layers.hf.paged_layer import CACHE
-
     cache = None
     for chunk in ids[:, :tokens].split(CHUNK, dim=1):
-        cache = getattr(model(chunk, **{CACHE: cache}, use_cache=True), CACHE)
+        cache = model(chunk, cache=cache, use_cache=True).cache
     columns = ids[:, tokens : tokens + 1 + STEPS].split(1, dim=1)
-    return [_ms(partial(model, token, **{CACHE: cache}), ids.device) for token in columns][1:]
+    return [_ms(partial(model, token, cache=cache), ids.device) for token in columns][1:]
 
 
 def _measured(times: Callable[[], list[float]], clock: Clock) -> tuple[float | None, float]:

@@ -13,7 +13,7 @@ from dsa_layers.command.generate import DIM, events_of, has_chat_format, samplin
 from dsa_layers.command.messages import by_options, say
 from dsa_layers.command.model import load, read_files, start_ranks
 from dsa_layers.command.parser import CHAT_COMMANDS
-from dsa_layers.generation.running_sequence import check_stop_strings
+from dsa_layers.generation.requests import check_stop_strings
 from dsa_layers.generation.sampling import with_seed
 
 BEGIN_REASONING, END_REASONING = "<think>", "</think>"

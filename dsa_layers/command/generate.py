@@ -18,8 +18,7 @@ from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.model import join_ranks, load, read_files, start_ranks
 from dsa_layers.command.parser import DEFAULT_CACHE, PromptSource
 from dsa_layers.evaluation.keys_read import KeysRead
-from dsa_layers.generation.prompts import encode_prompts
-from dsa_layers.generation.running_sequence import check_stop_strings
+from dsa_layers.generation.requests import check_stop_strings, encode_prompts
 from dsa_layers.generation.sampling import sampling_defaults
 from dsa_layers.models.precision import check_device
 from dsa_layers.parallel.process_group import agreed

@@ -7,7 +7,7 @@ In a product of `dsa`, the bits of a row do not depend on other rows. Four other
 - the choice between dense and sparse attention depends on the longest sequence.
 In decoding passes within `batch_invariant`, layers take the variants that work for any number of tokens. A pass over
 one prompt always has the same tokens, and only the slots of its keys may differ.
-`dsa_layers/generation/invariant_models.py` lists the models.
+`dsa_layers/generation/engine_options.py` lists the models.
 """
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,15 +15,19 @@ import torch
 
 from dsa_layers.arguments import integer, shown
 from dsa_layers.cache.cache import Cache, OutOfPages
-from dsa_layers.generation.capacity import Capacity
 from dsa_layers.generation.engine_options import checked_options
-from dsa_layers.generation.passes import Passes
-from dsa_layers.generation.prompts import encode_prompt
-from dsa_layers.generation.results import Throughput, TokenEvent
-from dsa_layers.generation.running_sequence import Request, RunningSequence, StopStrings, check_stop_strings
+from dsa_layers.generation.requests import (
+    Request,
+    RunningSequence,
+    StopStrings,
+    Throughput,
+    TokenEvent,
+    check_stop_strings,
+    encode_prompt,
+)
 from dsa_layers.generation.sampling import SamplingParams, with_seed
-from dsa_layers.generation.sequence_memory import SequenceMemory
-from dsa_layers.generation.steps import power_of_two
+from dsa_layers.generation.sequence_memory import Capacity, SequenceMemory
+from dsa_layers.generation.steps import Passes, powers_of_two
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.models.protocols import Model
 from dsa_layers.parallel.process_group import agreed, least
@@ -34,14 +39,8 @@ GREEDY = SamplingParams()
 Prompt = tuple[str, list[int], SamplingParams]  # name in errors, tokens, how it is continued
 
 
-class Engine:
-    """Generate text for requests that come and go.
-
-        engine = Engine(load_model(checkpoint), Tokenizer(checkpoint))
-        first = engine.add_request("def merge(left, right):", SamplingParams(max_tokens=64))
-        while engine.unfinished:
-            for event in engine.step():
-                print(event.sequence == first, event.text)
+class Scheduler:
+    """Passes of a model for requests that come and go: what `Engine` and `Generator` have in common.
 
     model      on the device to run on: what load_model returns, or another Model
     tokenizer  for text prompts, text in events and stop strings; None: token ids only
@@ -69,6 +68,7 @@ class Engine:
             if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
                 raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
             self.options = checked_options(model, options)
+            self.prefill_chunk = self.options.prefill_chunk
             if tokenizer is not None and tokenizer.eos_token_id is not None:
                 self.eos.add(tokenizer.eos_token_id)
             facts |= {name: str(value) for name, value in asdict(self.options).items()}
@@ -77,9 +77,8 @@ class Engine:
             self.capacity = Capacity(model, self.options, self.device)
         self.capacity.pages = least(self.ranks, self.capacity.pages)
         # Callers may write to the cache outside of inference mode.
-        with together(self.ranks), self.capacity.allocating(), torch.inference_mode(False):
-            sizes = {"page_size": self.options.page_size, "state_slots": self.capacity.state_slots}
-            self.cache: Cache = model.make_cache(self.capacity.total_pages, device=self.device, **sizes)
+        with together(self.ranks), torch.inference_mode(False):
+            self.cache: Cache = self.capacity.make_cache(model, self.device)
             self.passes = Passes(model, self.cache, self.options)
         if self.options.cache_tokens is None and self.device.type == "cuda" and self.ranks.rank == 0:
             _LOGGER.info("The cache holds %d tokens.", self.capacity.pages * self.options.page_size)
@@ -87,6 +86,7 @@ class Engine:
         self.throughput = Throughput()
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
+        self._ended: deque[Request] = deque(maxlen=self.options.max_sequences)  # for `Engine.stream`
         self._numbers = 0
         self._full = False  # whether the first waiting sequence had no room, and no memory was released since
         self._extends_next = False
@@ -108,97 +108,62 @@ class Engine:
         vocabulary, text that is not Unicode, and a prompt that leaves no room for a token in the model's context.
         Raises OutOfPages for a sequence that the whole cache cannot hold.
         """
-        return self.submit(lambda: [self._checked(prompt, params)]).number
-
-    def add_stream(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> "EventStream":
-        """Return the stream of a new request, with all its events. Raises as `add_request` does."""
-        return EventStream(self, self.submit(lambda: [self._checked(prompt, params)]))
-
-    def stream(self, request: int) -> "EventStream":
-        """Return the stream of an unfinished request, with all its events. A request has one stream at most.
-
-        Raises ValueError if the request is not known or has ended.
-        """
-        found = self._unfinished_request(request)
-        if found is None:
-            raise ValueError(f"request: must be unfinished, got {shown(request)}")
-        return EventStream(self, found)
+        return self._submit(lambda: [self._checked(prompt, params)]).number
 
     def abort(self, request: int) -> None:
         """End a request. It has no further events, not even one with a finish_reason. Its memory is free as soon as no
         pass is running. Nothing happens if the request has ended."""
         with self._changed:
-            found = self._unfinished_request(request)
+            found = self._known_request(request)
             if found is not None:
                 found.end()
                 found.events.clear()
-                if self._worker is None:
-                    self._release_ended()
-                self._changed.notify_all()
+            if self._worker is None:
+                self._release_ended()
+            self._changed.notify_all()
 
     def step(self) -> list[TokenEvent]:
         """Run a pass and return its events, in the order in which the sequences started; [] if nothing is unfinished.
 
-        A sequence whose logits are not finite ends with finish_reason "error"; the others go on. Raises OutOfPages if
-        nothing runs and the first sequence has no room, because others than this engine have taken pages of the cache;
-        its request then ends.
+        A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
         """
         with self._turn():
             return self._step()
 
-    def warm_up(self, batch_sizes: Sequence[int] | None = None, *, max_tokens: int | None = None) -> None:
-        """Capture the CUDA graphs of decoding passes before requests come, so that no sequence waits for a capture.
+    def warm_up(self, max_tokens: int | None = None) -> None:
+        """Capture the CUDA graphs of decoding passes before requests come. Otherwise the first pass of each size is
+        captured while its sequences wait.
 
-        batch_sizes  numbers of sequences, up to max_sequences; each is rounded up to a power of two. None: all powers
-                     of two up to max_sequences
-        max_tokens   tokens of the longest sequence; there is a graph for each power of two of pages up to its pages.
-                     None: the model's context, or what the cache holds if that is less
-
-        Does nothing if passes are not captured: on a CPU, with cuda_graphs=False, and for models whose passes cannot
-        be captured. Raises TypeError or ValueError that names the argument, also for more graphs than max_graphs, and
-        RuntimeError if a request is unfinished.
+        There is a graph for each power of two of sequences, up to max_sequences, and of pages, up to those of
+        `max_tokens` tokens; None: the model's context, or what the cache holds if that is less. Does nothing if passes
+        are not captured. Raises TypeError or ValueError for max_tokens, and RuntimeError if a request is unfinished.
         """
-        with together(self.ranks) as facts:
-            sizes = self._graph_sizes(batch_sizes, max_tokens)
-            facts["graphs"] = str(sizes)
+        room = self.capacity.pages * self.options.page_size - self.options.draft_tokens
+        tokens = min(self.capacity.context, room)
+        if max_tokens is not None:
+            tokens = integer("max_tokens", max_tokens, at_least=1, at_most=tokens)
         with self._turn():
             if self.unfinished:
                 raise RuntimeError(f"warm_up: must be called while no request runs, got {self.unfinished} unfinished")
-            for count, pages in sizes:
-                self.passes.warm_up(count, pages)
-
-    def _graph_sizes(self, batch_sizes: Sequence[int] | None, max_tokens: int | None) -> list[tuple[int, int]]:
-        """Return (sequences, pages) of the graphs of `warm_up`, the largest first: the others fit into its memory."""
-        options, capacity = self.options, self.capacity
-        if batch_sizes is None:
-            batch_sizes = [1 << i for i in range((capacity.sequences - 1).bit_length() + 1)]
-        elif not isinstance(batch_sizes, Sequence) or isinstance(batch_sizes, str | bytes):
-            raise TypeError(f"batch_sizes: must be a list of integers or None, got {shown(batch_sizes)}")
-        else:
-            bounds = {"at_least": 1, "at_most": options.max_sequences}
-            batch_sizes = [integer(f"batch_sizes[{i}]", n, **bounds) for i, n in enumerate(batch_sizes)]
-        if max_tokens is None:
-            max_tokens = min(capacity.context, capacity.pages * options.page_size - options.draft_tokens)
-        else:
-            max_tokens = integer("max_tokens", max_tokens, at_least=1, at_most=capacity.context)
-        widths = range((capacity.of(max_tokens) - 1).bit_length() + 1)
-        sizes = {(power_of_two(count), 1 << width) for count in batch_sizes for width in widths}
-        if len(sizes) > options.max_graphs:
-            raise ValueError(
-                f"batch_sizes: with sequences of up to {max_tokens} tokens (max_tokens) they need {len(sizes)} graphs; "
-                f"accepted: at most {options.max_graphs} (max_graphs)"
-            )
-        return sorted(sizes, reverse=True)
+            # The largest first: the others fit into its memory.
+            for pages in powers_of_two(self.capacity.of(tokens)):
+                for count in powers_of_two(self.capacity.sequences):
+                    self.passes.warm_up(count, pages)
 
     # Requests.
+
+    def _known_request(self, number: int) -> Request | None:
+        """Return a request that is unfinished or among the last ones that have ended."""
+        unfinished = [s.request for s in [*self._waiting, *self._running]]
+        return next((request for request in [*unfinished, *self._ended] if request.number == number), None)
 
     def _checked(self, prompt: Any, params: Any) -> Prompt:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
         return "prompt", encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size), params
 
-    def submit(self, make: Callable[[], Iterable[Prompt]]) -> Request:
-        """Add the sequences of one or more prompts as one request. `add_request` and `Generator` call this.
+    def _submit(self, make: Callable[[], Iterable[Prompt]]) -> Request:
+        """Add the sequences of one or more prompts as one request.
 
         make: returns the prompts. If it raises on one rank, all ranks raise
         """
@@ -216,7 +181,6 @@ class Engine:
             for k, (s, seed) in enumerate(zip(sequences, seeds)):
                 s.request, s.index = request, request.number + k
                 s.seed = seed if s.params.seed is None else s.params.seed
-                s.name = f"request {request.number}" if s.name == "prompt" else s.name
             self._waiting += sequences
         return request
 
@@ -227,38 +191,33 @@ class Engine:
             raise ValueError(f"{name}: has {len(tokens)} tokens; the model's context holds {capacity.context}")
         if (params.logprobs or 0) > vocab_size:
             raise ValueError(f"logprobs: must be at most the vocabulary of {vocab_size}, got {params.logprobs}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("params: stop strings need a tokenizer")
-        if params.stop:
-            check_stop_strings(params.stop, self.tokenizer)
+        check_stop_strings(params.stop, self.tokenizer)
         limit = min(len(tokens) + params.max_tokens, capacity.context)
         if capacity.of(limit) > capacity.pages:
-            drafts = self.options.draft_tokens
-            and_drafts = f" and {drafts} draft{'s' * (drafts > 1)}" if drafts else ""
             raise OutOfPages(
-                f"{name}: {len(tokens)} prompt tokens and {limit - len(tokens)} new ones{and_drafts} need "
-                f"{capacity.of(limit)} pages of {self.options.page_size} tokens; the cache has {capacity.pages} "
-                "(cache_tokens)"
+                f"{name}: {len(tokens)} prompt tokens and {limit - len(tokens)} new ones need {capacity.of(limit)} "
+                f"pages of {self.options.page_size} tokens with {self.options.draft_tokens} drafts; the cache has "
+                f"{capacity.pages} (cache_tokens)"
             )
         for k in range(params.n):
             text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, params.stop)
             yield RunningSequence(name, index, list(tokens), with_seed(params, k), limit, text, self.eos)
 
-    def _unfinished_request(self, number: int) -> Request | None:
-        sequences = [*self._waiting, *self._running]
-        return next((s.request for s in sequences if s.request.number == number and not s.request.ended), None)
-
     # Passes.
 
     @contextlib.contextmanager
     def _turn(self, request: Request | None = None) -> Iterator[bool]:
-        """Wait until no other thread runs a pass, and give True. With a request, give False as soon as its stream has
-        an event or it has ended, so that it needs no pass."""
+        """Wait until no other thread runs a pass, and give True. With a request, give False as soon as it needs no
+        pass, because its stream has an event or it has ended."""
+
+        def needs_a_pass() -> bool:
+            return request is None or not (request.events or request.ended)
+
         with self._changed:
             if self._worker == threading.get_ident():  # it would wait for itself
                 raise RuntimeError("step: was called by the pass of another step, as a hook may do")
-            self._changed.wait_for(lambda: self._worker is None or _needs_no_pass(request))
-            mine = not _needs_no_pass(request)
+            self._changed.wait_for(lambda: self._worker is None or not needs_a_pass())
+            mine = needs_a_pass()
             if mine:
                 self._worker = threading.get_ident()
                 self._release_ended()
@@ -271,28 +230,6 @@ class Engine:
                     self._worker = None
                     self._changed.notify_all()
 
-    def next_event(self, request: Request, before_pass: Callable[[], None] | None = None) -> TokenEvent | None:
-        """Return the next event of a request with a stream, None after its last one. Run passes, or wait for those of
-        other threads, until there is one."""
-        while True:
-            with self._turn(request) as mine:
-                if mine:
-                    if before_pass is not None:
-                        before_pass()
-                    try:
-                        self._step()
-                    except Exception as error:
-                        if request.error is not error:
-                            _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
-            with self._changed:
-                if request.events:
-                    return request.events.popleft()
-                if request.error is not None:
-                    error, request.error = request.error, None
-                    raise error
-                if request.ended:
-                    return None
-
     @torch.inference_mode()
     def _step(self) -> list[TokenEvent]:
         ready = [s for s in self._running if not s.prefilling]
@@ -302,10 +239,7 @@ class Engine:
             work = self._prefill_work()
         self._extends_next = bool(work)
         try:
-            if work:
-                events = self._prefill(work)
-            else:
-                events = self._extend(ready) if ready else []
+            events = self._prefill(work) if work else self._extend(ready)
         except BaseException as error:  # the pass may have taken tokens, whose events are lost
             self._fail({s.request for s in [s for s, _ in work] or ready}, error)
             raise
@@ -313,24 +247,15 @@ class Engine:
 
     def _start_waiting(self) -> None:
         """Start waiting sequences, first come first served, while there is room for them."""
-        while self._waiting and not (self._full and self._running):
+        while self._waiting and not self._full:
             first = self._waiting[0]
-            if first.ended:
-                self._waiting.pop(0)
-                continue
-            if not self.memory.start(first, self._running):
-                if self._running:
+            if not first.ended:
+                if not self.memory.start(first, self._running):
                     self._full = True
                     return
-                error = OutOfPages(
-                    f"{first.name}: needs {self.capacity.of(first.limit)} pages, and {self.memory.free} of the cache's "
-                    f"{self.capacity.pages} are free: others than this engine have taken some, for which it cannot wait"
-                )
-                self._fail({first.request}, error)
-                raise error
-            self._running.append(first)
+                self._running.append(first)
+                self.throughput.reused_tokens += first.cached
             self._waiting.pop(0)
-            self.throughput.reused_tokens += first.cached
 
     def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
         """Return the next tokens of prompts, first come first served, up to `prefill_chunk` of them all. In a
@@ -357,6 +282,8 @@ class Engine:
         return events
 
     def _extend(self, ready: Sequence[RunningSequence]) -> list[TokenEvent]:
+        if not ready:
+            return []
         started = time.perf_counter()
         events = self.passes.extend(ready, self.throughput)
         self.throughput.decode_tokens += sum(event.token is not None for event in events)
@@ -380,14 +307,42 @@ class Engine:
         with self._changed:
             for request in requests:
                 request.end()
-                request.error = error if isinstance(error, Exception) else None
+                if isinstance(error, Exception):
+                    request.events.append(error)
 
     def _release_ended(self) -> None:
         """Release the memory of sequences that have ended. No pass runs."""
         for s in [s for s in self._running if s.ended]:
             self._running.remove(s)
             self.memory.release(s)
+            if s.request.ended:
+                self._ended.append(s.request)
             self._full = False
+
+
+class Engine(Scheduler):
+    """Generate text for requests that come and go.
+
+        engine = Engine(load_model(checkpoint), Tokenizer(checkpoint))
+        first = engine.add_request("def merge(left, right):", SamplingParams(max_tokens=64))
+        while engine.unfinished:
+            for event in engine.step():
+                print(event.sequence == first, event.text)
+
+    `Scheduler` says what the arguments are and how requests share passes.
+    """
+
+    def stream(self, request: int) -> "EventStream":
+        """Return the stream of a request, with all its events. A request has one stream at most.
+
+        The request is unfinished, or one of the last `max_sequences` that have ended, because another thread may run it
+        to its end before this call. Raises ValueError for any other.
+        """
+        with self._changed:
+            found = self._known_request(request)
+        if found is None:
+            raise ValueError(f"request: must be unfinished or have ended lately, got {shown(request)}")
+        return EventStream(self, found)
 
 
 class EventStream(Iterator[TokenEvent]):
@@ -398,17 +353,35 @@ class EventStream(Iterator[TokenEvent]):
     """
 
     def __init__(
-        self, engine: Engine, request: Request, before_pass: Callable[[], None] | None = None, first: int = 0
+        self, engine: Scheduler, request: Request, before_pass: Callable[[], None] | None = None, first: int = 0
     ) -> None:
         """before_pass: called before each pass that this stream runs; first: subtracted from the events' numbers."""
         self._engine, self._request, self._before_pass, self._first = engine, request, before_pass, first
         self.request = request.number
 
     def __next__(self) -> TokenEvent:
-        event = self._engine.next_event(self._request, self._before_pass)
-        if event is None:
-            raise StopIteration
-        return replace(event, sequence=event.sequence - self._first) if self._first else event
+        engine, request = self._engine, self._request
+        while True:
+            with engine._turn(request) as mine:
+                if mine:
+                    self._run_pass()
+            with engine._changed:
+                if request.events:
+                    event = request.events.popleft()
+                    if isinstance(event, Exception):
+                        raise event
+                    return replace(event, sequence=event.sequence - self._first)
+                if request.ended:
+                    raise StopIteration
+
+    def _run_pass(self) -> None:
+        if self._before_pass is not None:
+            self._before_pass()
+        try:
+            self._engine._step()
+        except Exception as error:
+            if not self._request.ended:
+                _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
 
     def close(self) -> None:
         """End the request. Dropping the last reference to the stream also ends it; the engine then releases its memory
@@ -418,10 +391,6 @@ class EventStream(Iterator[TokenEvent]):
     def __del__(self) -> None:
         # The garbage collector may call this at any point, so it takes no lock.
         self._request.end()
-
-
-def _needs_no_pass(request: Request | None) -> bool:
-    return request is not None and bool(request.events or request.error or request.ended)
 
 
 def _digest(values: list) -> str:

@@ -1,15 +1,19 @@
-"""The options of an engine: their meaning, defaults and limits."""
+"""The options of an engine: their meaning, defaults and limits, and the models that they accept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
+from dsa.runtime import backends
 from dsa.runtime.checks import MOST_SLOTS
 from dsa_layers.arguments import flag, integer
 from dsa_layers.cache.cache import most_tokens
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.generation.invariant_models import check_invariant
-from dsa_layers.generation.steps import GRAPHS
+from dsa_layers.engine.fp8_up_projection import can_stay_stored
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.models.protocols import Model
 
 
@@ -25,9 +29,8 @@ class EngineOptions:
     page_size      tokens per page; None: the model's own choice
     max_sequences  sequences that run at a time; others wait (64)
     prefill_chunk  prompt tokens per pass, over all sequences, and so between two tokens of a sequence (2048)
-    cuda_graphs    on a GPU, capture and replay decoding passes (True)
-    max_graphs     CUDA graphs to keep, and as many of the drafter's. There is one per power of two of sequences and of
-                   pages of the longest one. The least recently used one is dropped (96)
+    cuda_graphs    on a GPU, capture and replay decoding passes. There is one graph per power of two of sequences and of
+                   pages of the longest one (True)
     draft_tokens   tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True) drafts
                    after each sequence. The next pass computes the model's tokens after each of them. A draft that the
                    model chooses itself saves a pass. Tokens are those without drafts, except where rounding decides
@@ -46,7 +49,6 @@ class EngineOptions:
     max_sequences: int = 64
     prefill_chunk: int = 2048
     cuda_graphs: bool = True
-    max_graphs: int = GRAPHS
     draft_tokens: int = 0
     prefix_cache: bool = False
     batch_invariant: bool = False
@@ -57,15 +59,14 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
     options = EngineOptions(**given)
     if options.page_size is None:
         options.page_size = model.page_size
-    options.page_size = integer("page_size", options.page_size, at_least=1, at_most=MOST_SLOTS // 4)
+    bounds = {"max_sequences": (1, None), "prefill_chunk": (1, None), "draft_tokens": (0, DRAFTS)}
+    for name, (least, most) in ({"page_size": (1, MOST_SLOTS // 4)} | bounds).items():
+        setattr(options, name, integer(name, getattr(options, name), at_least=least, at_most=most))
     if options.cache_tokens is not None:
         most = most_tokens(options.page_size)
         options.cache_tokens = integer("cache_tokens", options.cache_tokens, at_least=1, at_most=most)
-    for name in ("max_sequences", "prefill_chunk", "max_graphs"):
-        setattr(options, name, integer(name, getattr(options, name), at_least=1))
     for name in ("cuda_graphs", "prefix_cache", "batch_invariant"):
         flag(name, getattr(options, name))
-    options.draft_tokens = integer("draft_tokens", options.draft_tokens, at_least=0, at_most=DRAFTS)
     if options.draft_tokens and getattr(model, "drafter", None) is None:
         raise ValueError(
             "draft_tokens: must be 0 for a model without a drafter (load_model's drafter=True), "
@@ -76,3 +77,27 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
         if options.prefix_cache:  # other sequences' prompts would decide where a prompt is cut
             raise ValueError("prefix_cache: must be False with batch_invariant=True, got True")
     return options
+
+
+def check_invariant(model: Model) -> None:
+    """Raise ValueError for a model whose passes would depend on their number of tokens: one that is not on a GPU with
+    kernels, or that has no FP8 weights and activations in bfloat16. Several GPUs add their parts in the order of the
+    ranks, whichever way the parts take (`Ranks.sum`), and in decoding each GPU has all rows (`rows_of`)."""
+    weight, precision = next(model.parameters()), getattr(model, "precision", None)
+    if not backends.runs_kernel("linear_fp32", weight):
+        where = "the references" if weight.is_cuda else f"a model on {weight.device}"
+        raise ValueError(f"batch_invariant: takes a model on a GPU that runs the kernels, got {where}")
+    if precision is None or not precision.fp8_linear or not precision.fp8_indexer or precision.dtype != torch.bfloat16:
+        raise ValueError(
+            f"batch_invariant: takes a model with FP8 weights, FP8 indexers and torch.bfloat16, got {precision}"
+        )
+    for name, layer in model.named_modules() if isinstance(model, nn.Module) else ():
+        if layer._compiled_call_impl is not None:
+            raise ValueError(f"batch_invariant: takes a model that is not compiled, got {name or 'one that is'}")
+        if isinstance(layer, DSAAttention) and not can_stay_stored(layer):
+            sizes = f"nope_dim={layer.nope_dim}, rope_dim={layer.rope_dim}, v_dim={layer.v_dim}"
+            raise ValueError(
+                f"batch_invariant: takes attention whose kv_b kernels read as it is stored (128 or 192 nope_dim, 64 "
+                f"rope_dim, 512 kv_lora_rank, a multiple of 128 v_dim), got {sizes}, "
+                f"kv_lora_rank={layer.kv_lora_rank} in {name}"
+            )

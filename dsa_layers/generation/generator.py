@@ -2,61 +2,41 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dsa_layers.arguments import shown
-from dsa_layers.cache.cache import Cache
-from dsa_layers.generation.engine import GREEDY, Engine, EventStream, Prompt
-from dsa_layers.generation.prompts import encode_prompts
-from dsa_layers.generation.results import Completion, Throughput, TokenEvent
-from dsa_layers.generation.running_sequence import Request
+from dsa_layers.generation.engine import GREEDY, EventStream, Prompt, Scheduler
+from dsa_layers.generation.requests import Completion, Request, Throughput, TokenEvent, encode_prompts
 from dsa_layers.generation.sampling import SamplingParams, with_seed
-from dsa_layers.io.tokenizer import Tokenizer
-from dsa_layers.models.protocols import Model
+
+Prompts = str | Sequence[str | Sequence[int]]
 
 
-class Generator:
-    """Continue prompts with a model. A client of an `Engine`, whose attribute `engine` it is.
+class Generator(Scheduler):
+    """Continue lists of prompts with a model. `generate` returns the completions; `stream` returns an
+    iterator over events.
 
-    model      on the device to run on: what load_model returns, or another Model
-    tokenizer  for text prompts, streamed text and stop strings; None: token ids only
-    options    fields of `EngineOptions`
+    model       on the device to run on: what load_model returns, or another Model
+    tokenizer   for text prompts, streamed text and stop strings; None: token ids only
+    options     fields of `EngineOptions`
+    throughput  of all passes since the last call of `generate` or `stream`
 
-    Calls of several threads, and a call while a stream is open, share the engine's passes.
+    Calls of several threads, and a call while a stream is open, share the passes.
 
-    If a model is split over ranks (load_model's mesh), all ranks make the same calls (`Engine`).
+    If a model is split over ranks (load_model's mesh), all ranks make the same calls (`Scheduler`).
     """
-
-    def __init__(self, model: Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
-        self.engine = Engine(model, tokenizer, **options)
-        self.model, self.tokenizer, self.device = model, tokenizer, self.engine.device
-        self.prefill_chunk = self.engine.options.prefill_chunk
-
-    @property
-    def cache(self) -> Cache:
-        return self.engine.cache
-
-    @property
-    def throughput(self) -> Throughput:
-        """Of all passes since the last call began."""
-        return self.engine.throughput
-
-    def warm_up(self, batch_sizes: Sequence[int] | None = None, *, max_tokens: int | None = None) -> None:
-        """`Engine.warm_up`."""
-        self.engine.warm_up(batch_sizes, max_tokens=max_tokens)
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         *,
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
         """Return the completions of all prompts in their order, SamplingParams.n for each. prompts, params: as for
         `stream`."""
-        request = self._submit(prompts, params)
+        request = self._call(prompts, params)
         completions = [Completion(s.prompt_len, prompt=s.prompt) for s in request.sequences]
-        with contextlib.closing(EventStream(self.engine, request, first=request.number)) as events:
+        with contextlib.closing(EventStream(self, request, first=request.number)) as events:
             for event in events:
                 completions[event.sequence].add(event)
                 if on_event is not None:
@@ -65,7 +45,7 @@ class Generator:
 
     def stream(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         *,
         on_prefill: Callable[[int, int], None] | None = None,
@@ -81,7 +61,7 @@ class Generator:
         A sequence whose logits are not finite ends with finish_reason "error"; the others go on. Raises what
         `Engine.add_request` raises, for any of the prompts, before it returns.
         """
-        request = self._submit(prompts, params)
+        request = self._call(prompts, params)
         total = sum(s.prompt_len for s in request.sequences)
 
         def tell() -> None:
@@ -89,18 +69,14 @@ class Generator:
             if done < total:
                 on_prefill(done, total)
 
-        return EventStream(self.engine, request, tell if on_prefill is not None else None, first=request.number)
+        return EventStream(self, request, tell if on_prefill is not None else None, first=request.number)
 
-    def _submit(
-        self, prompts: str | Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Request:
-        request = self.engine.submit(lambda: self._checked(prompts, params))
-        self.engine.throughput = Throughput()
+    def _call(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams]) -> Request:
+        request = self._submit(lambda: self._all_checked(prompts, params))
+        self.throughput = Throughput()
         return request
 
-    def _checked(
-        self, prompts: str | Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Prompt]:
+    def _all_checked(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams]) -> list[Prompt]:
         encoded = encode_prompts(prompts, self.tokenizer, self.model.config.vocab_size)
         if isinstance(params, SamplingParams):
             params = [with_seed(params, i * params.n) for i in range(len(encoded))]

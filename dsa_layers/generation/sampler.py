@@ -12,8 +12,7 @@ import numpy
 import torch
 
 from dsa_layers.batch import packing
-from dsa_layers.generation.results import Logprob
-from dsa_layers.generation.running_sequence import RunningSequence
+from dsa_layers.generation.requests import Logprob, RunningSequence
 
 # Sequences on a GPU: a draw takes ten times the memory of their logits. On a CPU one sequence fits into the caches.
 _AT_ONCE = 8
@@ -56,7 +55,9 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[Runni
     for s in sequences:
         top_k = min(s.params.top_k or vocab_size, vocab_size)
         most = max(most, top_k)
-        for drawn in random_numbers(s.seed, range(len(s.tokens), len(s.tokens) + n)):
+        for position in range(len(s.tokens), len(s.tokens) + n):
+            # Made on the host, so that all devices draw by the same numbers.
+            drawn = random.Random((s.seed << 40) + position).random()
             settings.append((drawn, s.params.temperature, top_k, s.params.top_p, s.params.min_p))
     drawn, temperature, k, p, min_p = packing.to_device(list(zip(*settings)), torch.float64, logits.device)[..., None]
     rows = logits.flatten(0, 1), largest.reshape(-1, 1), temperature, drawn
@@ -65,12 +66,6 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[Runni
     else:
         tokens = draw(*rows)
     return tokens.view(largest.shape)
-
-
-def random_numbers(seed: int, positions: Sequence[int]) -> list[float]:
-    """Return the random numbers in [0, 1) of a sequence's tokens at these positions. They depend on nothing else, and
-    are made on the host, so that all devices draw by the same numbers."""
-    return [random.Random((seed << 40) + position).random() for position in positions]
 
 
 def draw(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,69 @@
-"""The pages and the state slot of each running sequence."""
+"""The sizes of an engine's cache, and the pages and the state slot of each running sequence."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from dsa_layers.cache.cache import Cache
+import torch
+
+from dsa.runtime.checks import MOST_SLOTS
+from dsa_layers.cache.cache import Cache, CacheSizes
 from dsa_layers.cache.prefix_pages import PrefixPages, StateCopies
-from dsa_layers.generation.capacity import Capacity
 from dsa_layers.generation.engine_options import EngineOptions
-from dsa_layers.generation.running_sequence import RunningSequence
+from dsa_layers.generation.requests import RunningSequence
+from dsa_layers.io.memory import room_for_caches
+from dsa_layers.models.protocols import Model
+
+CPU_CACHE_TOKENS = 65536
+
+
+class Capacity:
+    """The sizes of an engine's cache.
+
+    context  tokens of the model's context
+    pages    pages for sequences. Without cache_tokens they are what the free memory of a GPU allows, at most the
+             context for each of max_sequences. On a CPU, which only commits pages that are written, they hold at least
+             one sequence of the whole context, if there is memory for it
+
+    The cache has further pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). Raises
+    ValueError if a GPU has no room for a cache.
+    """
+
+    def __init__(self, model: Model, options: EngineOptions, device: torch.device) -> None:
+        self._options = options
+        self.context = model.config.max_position_embeddings
+        self.pages = -(-(options.cache_tokens or 0) // options.page_size) or self._default_pages(model, device)
+
+    def of(self, tokens: int) -> int:
+        """Return the pages of a sequence with this many tokens and its drafts."""
+        return -(-(tokens + self._options.draft_tokens) // self._options.page_size)
+
+    @property
+    def sequences(self) -> int:
+        """The most sequences that run at a time. Each has at least one page."""
+        return min(self._options.max_sequences, self.pages)
+
+    def make_cache(self, model: Model, device: torch.device) -> Cache:
+        """Return the model's cache. With a prefix cache it has a state slot per sequence for copies."""
+        state_slots = self.sequences * (1 + self._options.prefix_cache) + 1
+        pages = self.pages + self.of(1)
+        return model.make_cache(pages, page_size=self._options.page_size, device=device, state_slots=state_slots)
+
+    def _default_pages(self, model: Model, device: torch.device) -> int:
+        options = self._options
+        modules = (model, model.drafter) if options.draft_tokens else (model,)
+        sizes = CacheSizes.of(modules, options.page_size)
+        pages = most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
+        room = room_for_caches(device)
+        if room is not None:
+            with_copies = replace(sizes, slot=sizes.slot * (1 + options.prefix_cache))
+            reserved = self.of(1) * sizes.page + sizes.slot
+            pages = min(most, with_copies.pages(room - reserved, options.max_sequences))
+        if device.type == "cpu":
+            few = -(-CPU_CACHE_TOKENS // options.page_size)
+            return min(most, max(few, min(pages, self.of(self.context))))
+        if pages < 1:
+            raise ValueError(f"cache_tokens: the memory of {device} has no room for the model and a cache")
+        return pages
 
 
 class SequenceMemory:
@@ -28,15 +85,9 @@ class SequenceMemory:
         self._cache, self._capacity, self._shares = caches[0], capacity, options.prefix_cache
         look_ahead = min(options.draft_tokens, 1)
         self._prefixes = PrefixPages(self._cache.allocator, self._cache.page_size, look_ahead)
-        self._copies: StateCopies | None = None
-        if capacity.copies:
-            tensors = [tensor for cache in caches for tensor in cache.state_tensors()]
-            self._copies = StateCopies(tensors, self._cache.state_slots.allocate(capacity.copies))
-
-    @property
-    def free(self) -> int:
-        """The pages that a sequence can get."""
-        return self._cache.allocator.free + len(self._prefixes.unused)
+        slots = self._cache.state_slots.allocate(capacity.sequences if self._shares else 0)
+        tensors = [tensor for cache in caches for tensor in cache.state_tensors()]
+        self._copies = StateCopies(tensors, slots) if slots and tensors else None
 
     def start(self, s: RunningSequence, running: Sequence[RunningSequence]) -> bool:
         """Give a sequence its memory, in addition to the running ones. Return False if it has to wait."""
@@ -47,7 +98,8 @@ class SequenceMemory:
         while have and self._copies is not None and found[have - 1] not in self._copies:
             have -= 1
         shared, count = found[:have], self._capacity.of(s.limit) - have
-        room = self.free - sum(page in self._prefixes.unused for page in shared)
+        unused = self._prefixes.unused
+        room = self._cache.allocator.free + len(unused) - sum(page in unused for page in shared)
         if count > room or (self._shares and self._more_is_computed(s, have, running)):
             return False
         self._prefixes.use(shared)

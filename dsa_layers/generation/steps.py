@@ -1,4 +1,5 @@
-"""Passes over running sequences. On a GPU they are captured as CUDA graphs, one per size."""
+"""The passes of an engine, over chunks of prompts and over running sequences. On a GPU the latter are captured as CUDA
+graphs, one per size."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -8,29 +9,30 @@ import torch
 
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeInputs, Running
+from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.engine.batch_invariance import batch_invariant
+from dsa_layers.generation.engine_options import EngineOptions
+from dsa_layers.generation.requests import RunningSequence, Throughput, TokenEvent
+from dsa_layers.generation.sampler import logprobs_of, penalised, sample
 from dsa_layers.models.protocols import Drafter, Model
 from dsa_layers.parallel.one_shot_sum import check_ranks
 
 Inputs = TypeVar("Inputs", bound=DecodeInputs)
-GRAPHS = 96  # kept by default: 64 sequences and a context of 4096 pages have 91 sizes
 
 
 class CapturedStep(Generic[Inputs]):
     """A pass over running sequences. Its size, the numbers of sequences and of pages of the longest one, is rounded up
     to powers of two. On a GPU the first pass of a size is captured as a CUDA graph, which later passes replay: one
     launch instead of thousands. The first pass runs twice, which changes nothing, because it writes the same numbers to
-    the same places.
+    the same places. The next step overwrites the results.
 
-    The next step overwrites the results. graphs: the number of graphs to keep; the least recently used one is dropped.
     A subclass has `_inputs(count, pages)`, which makes the input tensors of a size, and `_run(inputs)`, the pass.
     """
 
-    def __init__(self, device: torch.device, captures: bool, graphs: int) -> None:
+    def __init__(self, device: torch.device, captures: bool) -> None:
         self._device, self.captures = device, captures and device.type == "cuda"
-        self._most = graphs
-        self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}  # the latest used last
+        self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}
 
     def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
         """Return the results of a pass of at least this size. fill: writes to the input tensors."""
@@ -39,15 +41,11 @@ class CapturedStep(Generic[Inputs]):
             fill(inputs)
             return self._run(inputs)
         size = power_of_two(count), power_of_two(pages)
-        captured = self._graphs.pop(size, None)
-        if captured is None:
+        if size not in self._graphs:
             inputs = self._inputs(*size)
             fill(inputs)
-            captured = (inputs, *self._capture(inputs))
-            if len(self._graphs) == self._most:
-                del self._graphs[next(iter(self._graphs))]
-        self._graphs[size] = captured
-        inputs, graph, results = captured
+            self._graphs[size] = (inputs, *self._capture(inputs))
+        inputs, graph, results = self._graphs[size]
         check_ranks()  # a replay calls no sum that could raise
         fill(inputs)
         graph.replay()
@@ -72,6 +70,11 @@ class CapturedStep(Generic[Inputs]):
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return the powers of two up to `power_of_two(most)`, the largest first."""
+    return [1 << i for i in reversed(range((most - 1).bit_length() + 1))]
 
 
 class Padding:
@@ -109,9 +112,8 @@ class DecodeStep(CapturedStep[DecodeInputs]):
         drafts: int = 0,
         capture: bool = True,
         invariant: bool = False,
-        graphs: int = GRAPHS,
     ) -> None:
-        super().__init__(next(model.parameters()).device, capture and model.captures_decode, graphs)
+        super().__init__(next(model.parameters()).device, capture and model.captures_decode)
         self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
         self.padding = Padding(cache, drafts)
 
@@ -181,9 +183,8 @@ class DraftStep(CapturedStep[DraftInputs]):
         device: torch.device,
         *,
         capture: bool = True,
-        graphs: int = GRAPHS,
     ) -> None:
-        super().__init__(device, capture, graphs)
+        super().__init__(device, capture)
         self._drafter, self._drafts, self._padding, self._page_size = drafter, drafts, padding, cache.page_size
         pages, state_slots = cache.allocator.num_pages, cache.state_slots.num_pages
         self.cache = drafter.make_cache(pages, cache.page_size, device, state_slots=state_slots)
@@ -227,3 +228,86 @@ class DraftStep(CapturedStep[DraftInputs]):
             states = self._drafter(found[-1], states, inputs.one_each(inputs.key_lens + i), self.cache)
             found.append(self._drafter.logits(states).argmax(-1))
         return torch.stack(found, 1)
+
+
+class Passes:
+    """caches: the model's, and the drafter's if there is one. They have the same pages and state slots."""
+
+    def __init__(self, model: Model, cache: Cache, options: EngineOptions) -> None:
+        self._model, self._cache, self._options = model, cache, options
+        self._device = next(model.parameters()).device
+        drafts, capture = options.draft_tokens, options.cuda_graphs and model.captures_decode
+        self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture, invariant=options.batch_invariant)
+        self._draft: DraftStep | None = None
+        self.caches = [cache]
+        if drafts:
+            of_model = model.drafter, cache, drafts, self._decode.padding, self._device
+            self._draft = DraftStep(*of_model, capture=capture)
+            self.caches.append(self._draft.cache)
+
+    def warm_up(self, count: int, pages: int) -> None:
+        """Capture the passes of this many sequences of this many pages, if passes are captured."""
+        if self._decode.captures:
+            sequences = [self._decode.padding.longer(pages * self._cache.page_size)] * count
+            _, states = self._decode(sequences)
+            if self._draft is not None:
+                self._draft(sequences, [[0]] * count, states)
+
+    def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
+        """Compute the given number of next tokens of each prompt. Return the first new token of each sequence whose
+        prompt ends in this pass."""
+        chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
+        batch = prefill_batch(chunks, self._cache.page_size, self._device)
+        tokens = self._packed([s.tokens[s.cached : s.cached + n] for s, n in work])
+        with batch_invariant("prompt" if self._options.batch_invariant else None):
+            if self._draft is None:
+                logits = self._model(tokens, batch, self._cache)
+            else:
+                states = self._model.states(tokens, batch, self._cache)
+                logits = self._model.logits(states[batch.last_tokens])
+        for s, n in work:
+            s.cached += n
+        rows = [row for row, (s, _) in enumerate(work) if not s.prefilling]
+        ready = [work[row][0] for row in rows]
+        events = []
+        if ready:
+            logits = logits if len(rows) == len(work) else logits[rows]
+            events = [event for own in _taken(ready, logits[:, None]) for event in own]
+        if self._draft is not None:
+            # The token after each of the pass's. A sequence that has ended has none after its last one, and gets 0.
+            after = self._packed([[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work])
+            states = self._model.drafter(after, states, batch, self._draft.cache)
+            if ready:
+                for s, drafts in zip(ready, self._draft.after_prompts(ready, states[batch.last_tokens[rows]])):
+                    s.drafts = drafts
+        return events
+
+    def extend(self, sequences: Sequence[RunningSequence], throughput: Throughput) -> list[TokenEvent]:
+        """Return a token of every sequence, and those of its drafts that the model chooses too. Count the drafts."""
+        logits, states = self._decode(sequences)
+        events = _taken(sequences, logits)
+        for s in sequences:
+            s.cached = len(s.tokens) - 1
+        if self._draft is not None:
+            taken = [[event.token for event in own if event.token is not None] for own in events]
+            throughput.drafted += self._options.draft_tokens * len(sequences)
+            throughput.taken += sum(max(len(own) - 1, 0) for own in taken)
+            if any(own[-1].finish_reason is None for own in events):
+                for s, drafts in zip(sequences, self._draft(sequences, taken, states)):
+                    s.drafts = drafts
+        return [event for own in events for event in own]
+
+    def _packed(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        return packing.to_device([token for own in tokens for token in own], torch.int64, self._device)
+
+
+def _taken(sequences: Sequence[RunningSequence], logits: torch.Tensor) -> list[list[TokenEvent]]:
+    """Return the events of the tokens that follow each sequence. logits [B, n, vocab_size]: as for `sample`."""
+    chosen = sample(penalised(logits, sequences), sequences)
+    events = []
+    for s, row, tokens in zip(sequences, logits, chosen):
+        logprobs = []
+        if s.params.logprobs is not None:
+            logprobs = logprobs_of(row, [token for token in tokens if token is not None], s.params.logprobs)
+        events.append(s.take(tokens, logprobs))
+    return events

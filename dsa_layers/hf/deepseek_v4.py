@@ -1,4 +1,4 @@
-"""DeepSeek-V4's classes in transformers, and ours in their places: `CompressedAttention` with their parameters."""
+"""Attention of transformers' DeepSeek-V4: `CompressedAttention` with the parameters of transformers' layers."""
 
 import math
 from typing import Any
@@ -11,74 +11,58 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
 from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor
-from dsa_layers.hf.lengths import TokenLengths
-from dsa_layers.hf.paged_layer import PagedLayer, Storage, cache_of, layer_of
-from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, RMSNormInPlace
+from dsa_layers.hf.lengths import Pass
+from dsa_layers.hf.paged_layer import PagedLayer, Storage
+from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.indexer import WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
-PAGE_SIZE = 256  # tokens: 64 entries of a layer with an indexer, 2 of the others, as the published model has them
+PAGE_SIZE = 256  # tokens: 64 entries of a layer with an indexer, 2 of other layers, as in the published model
 
 
 class SparseDeepseekV4RMSNorm(RMSNormInPlace, theirs.DeepseekV4RMSNorm):
-    original = theirs.DeepseekV4RMSNorm
+    """Replaces DeepseekV4RMSNorm."""
 
 
-class CompressorInPlace(InPlaceOf):
-    """Goes before transformers' compressor and `Compressor`, whose names it gives to what transformers has."""
+class CompressorInPlace:
+    """Base class of compressors, in front of transformers' class and `PagedCompressor`."""
 
-    @property
-    def dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def ratio(self) -> int:
-        return self.compress_rate
+    dim = alias("head_dim")
+    ratio = alias("compress_rate")
+    norm = alias("kv_norm")
 
     @property
     def ape(self) -> torch.Tensor:
         return self.position_bias.float()
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.kv_norm
 
     def joint_layers(self) -> tuple[nn.Module, ...]:
         return self.kv_proj, self.gate_proj
 
 
 class SparseDeepseekV4HCACompressor(CompressorInPlace, theirs.DeepseekV4HCACompressor, PagedCompressor):
-    original, overlap = theirs.DeepseekV4HCACompressor, False
+    """Replaces DeepseekV4HCACompressor."""
+
+    overlap = False
 
 
 class SparseDeepseekV4CSACompressor(CompressorInPlace, theirs.DeepseekV4CSACompressor, PagedCompressor):
-    original, overlap = theirs.DeepseekV4CSACompressor, True
+    """Replaces DeepseekV4CSACompressor."""
 
-
-COMPRESSORS = {kind.original: kind for kind in (SparseDeepseekV4HCACompressor, SparseDeepseekV4CSACompressor)}
+    overlap = True
 
 
 class SparseDeepseekV4Indexer(
     HeadWeightsInPlace, CompressorInPlace, theirs.DeepseekV4Indexer, PagedCompressedIndexer, PagedCompressor
 ):
-    """transformers' indexer, which is a compressor, too."""
+    """Replaces DeepseekV4Indexer, which is also its own compressor."""
 
-    original, overlap = theirs.DeepseekV4Indexer, True
-    quantize, workspace, accumulators = False, WORKSPACE, SCORE_ACCUMULATORS
-
-    @property
-    def n_heads(self) -> int:
-        return self.num_heads
-
-    @property
-    def top_k(self) -> int:
-        return self.index_topk
-
-    @property
-    def wq_b(self) -> nn.Module:
-        return self.q_b_proj
+    overlap, quantize = True, False
+    workspace, accumulators = WORKSPACE, SCORE_ACCUMULATORS
+    n_heads = alias("num_heads")
+    top_k = alias("index_topk")
+    wq_b = alias("q_b_proj")
 
     @property
     def weights_proj(self) -> nn.Module:
@@ -89,53 +73,22 @@ class SparseDeepseekV4Indexer(
         return self
 
 
-class FP8DeepseekV4Indexer(SparseDeepseekV4Indexer):
-    quantize = True
-
-
 class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, PagedCompressedAttention):
-    """A sequence's entries are made of its tokens, wherever padding is; transformers' are made of padding, too."""
+    """Replaces DeepseekV4Attention. Entries consist of a sequence's tokens only; transformers' entries also contain
+    padding."""
 
-    original = theirs.DeepseekV4Attention
-    key_counter = None
-
-    @property
-    def n_heads(self) -> int:
-        return self.num_heads
-
-    @property
-    def dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def window(self) -> int:
-        return self.sliding_window
+    consecutive = True
+    n_heads = alias("num_heads")
+    dim = alias("head_dim")
+    window = alias("sliding_window")
+    wq_a = alias("q_a_proj")
+    q_norm = alias("q_a_norm")
+    wq_b = alias("q_b_proj")
+    wkv = alias("kv_proj")
 
     @property
     def eps(self) -> float:
         return self.q_b_norm.eps
-
-    @property
-    def wq_a(self) -> nn.Module:
-        return self.q_a_proj
-
-    @property
-    def q_norm(self) -> nn.Module:
-        return self.q_a_norm
-
-    @property
-    def wq_b(self) -> nn.Module:
-        return self.q_b_proj
-
-    @property
-    def wkv(self) -> nn.Module:
-        return self.kv_proj
-
-    @property
-    def read_directly(self) -> tuple[torch.Tensor, ...]:
-        compressors = [one for one in (self.compressor, self.indexer) if one is not None]
-        of_compressors = [weight for one in compressors for weight in (one.position_bias, one.kv_norm.weight)]
-        return self.kv_norm.weight, *of_compressors
 
     @property
     def attn_sink(self) -> torch.Tensor:
@@ -145,59 +98,24 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Pa
     def indexer(self) -> SparseDeepseekV4Indexer | None:
         return getattr(self.compressor, "indexer", None)
 
-    def takes_lengths(self) -> None:
-        super().takes_lengths()
-        # transformers finds compressors in a table of its own, not by the names that `register` knows.
-        if type(self.compressor) in COMPRESSORS:
-            self.compressor.__class__ = COMPRESSORS[type(self.compressor)]
-
     def _casts_results(self, rope: Angles) -> bool:
-        return False  # transformers' grouped projection takes no cast
+        return False  # transformers' grouped projection accepts no cast
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
         out = self._rotate(out, RopeAngles.of(rope).back)
         groups = out.flatten(1).unflatten(-1, (self.config.o_groups, -1))
         return self.o_b_proj(self.o_a_proj(groups).flatten(1))
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        position_ids: torch.Tensor,
-        attention_mask: TokenLengths,
-        cache: Any = None,
-        **options: Any,
+    def attend_packed(
+        self, x: torch.Tensor, rope: Any, tokens: Pass, layer: PagedLayer | None, selected: None
     ) -> tuple[torch.Tensor, None]:
-        self.check(attention_mask, position_ids, options)
-        hidden_states = self.in_autocast(hidden_states)
-        lengths, layer = attention_mask, None
-        with_gradients = self.asks_for_gradients(hidden_states)
-        cache = cache_of(cache, options)
-        if cache is not None:
-            layer = layer_of(cache, self.layer_idx, self._storage(hidden_states), hidden_states)
-            if with_gradients:
-                layer = layer.leave_out(lengths.new)
-            else:
-                layer.reserve(lengths.counts(layer))
-        how = {"consecutive": True, "separate": cache is None}
-        packed = lengths.packed(position_ids, hidden_states.device, layer, **how)
-        if packed is None:
-            return torch.zeros_like(hidden_states), None
-        x, rope = packed.pack(hidden_states), packed.angles(position_embeddings[self.rope_layer_type], self._rope_dim)
-        entry_rope = None
+        angles = tokens.angles(rope[self.rope_layer_type], self.config.qk_rope_head_dim)
+        entry_angles = None
         if self.compressor is not None:
-            entry_rope = packed.entry_angles(self.compressor.rotary_emb, self.compressor.ratio, x)
-        layer_cache = None if layer is None or with_gradients else self._cache(layer)
-        with torch.set_grad_enabled(with_gradients):
-            forward = CompressedAttention.forward if with_gradients else PagedCompressedAttention.forward
-            y = forward(self, x, rope, entry_rope, packed.batch, layer_cache)
-        if layer is not None:
-            layer.advance(lengths.counts(layer), lengths.new, packed.offsets)
-        return packed.unpack(y), None
-
-    @property
-    def _rope_dim(self) -> int:
-        return self.config.qk_rope_head_dim
+            entry_angles = tokens.entry_angles(self.compressor.rotary_emb, self.compressor.ratio, x)
+        forward = CompressedAttention.forward if torch.is_grad_enabled() else PagedCompressedAttention.forward
+        cache = None if layer is None else self._cache(layer)
+        return forward(self, x, angles, entry_angles, tokens.batch, cache), None
 
     def _storage(self, x: torch.Tensor) -> Storage:
         page_size = math.lcm(PAGE_SIZE, *self.config.compress_rates.values())
@@ -213,18 +131,18 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Pa
         return Storage(page_size, pages, by_sequence)
 
     def _cache(self, layer: PagedLayer) -> CompressedLayerCache:
-        def entries(name: str, there: bool) -> EntryCache | None:
-            return EntryCache(layer[name], layer[f"{name}_state"]) if there else None
+        entries = index_entries = None
+        if self.compressor is not None:
+            entries = EntryCache(layer["entries"], layer["entries_state"])
+        if self.indexer is not None:
+            index_entries = EntryCache(layer["index_entries"], layer["index_entries_state"])
+        return CompressedLayerCache(layer["window"], entries, index_entries)
 
-        compressed = entries("entries", self.compressor is not None)
-        return CompressedLayerCache(layer["window"], compressed, entries("index_entries", self.indexer is not None))
 
-
-def classes(fp8_indexer: bool) -> dict[type, type]:
-    """{transformers' class: ours}."""
-    return {
-        theirs.DeepseekV4RMSNorm: SparseDeepseekV4RMSNorm,
-        **COMPRESSORS,
-        theirs.DeepseekV4Indexer: FP8DeepseekV4Indexer if fp8_indexer else SparseDeepseekV4Indexer,
-        theirs.DeepseekV4Attention: SparseDeepseekV4Attention,
-    }
+CLASSES: dict[type, type] = {
+    theirs.DeepseekV4RMSNorm: SparseDeepseekV4RMSNorm,
+    theirs.DeepseekV4HCACompressor: SparseDeepseekV4HCACompressor,
+    theirs.DeepseekV4CSACompressor: SparseDeepseekV4CSACompressor,
+    theirs.DeepseekV4Indexer: SparseDeepseekV4Indexer,
+    theirs.DeepseekV4Attention: SparseDeepseekV4Attention,
+}

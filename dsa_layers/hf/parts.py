@@ -1,91 +1,105 @@
-"""What the classes of all families have in common."""
+"""Base classes of the layers that replace transformers' layers. A replaced layer keeps transformers' attributes and
+parameters, and reads them by the names of dsa's layer (`alias`)."""
 
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionMaskInterface
 
 import dsa
 from dsa.runtime.checks import FLOATS
-from dsa_layers.hf.lengths import NOT_OURS, TokenLengths, lengths_mask
+from dsa_layers.batch.selected import Selected
+from dsa_layers.hf.lengths import TokenLengths
+from dsa_layers.hf.paged_layer import layer_of
 
-IMPLEMENTATION = "dsa"  # the name of what our layers take for a mask, and of nothing else
+IMPLEMENTATION = "dsa"  # the attn_implementation whose masks are `TokenLengths`
 
-
-def _no_attention_function(*arguments: Any, **options: Any) -> None:
-    raise ValueError(NOT_OURS)
-
-
-AttentionInterface.register(IMPLEMENTATION, _no_attention_function)
-AttentionMaskInterface.register(IMPLEMENTATION, lengths_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, TokenLengths)
 
 
-class InPlaceOf:
-    """A class that takes the place of transformers' class `original`, whose attributes and parameters it has."""
-
-    original: ClassVar[type[nn.Module]]
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        # transformers' constructor, and not that of our layer, which would have other names.
-        vars(self).update(vars(self.original(*arguments, **options)))
+def alias(name: str) -> property:
+    """Return a property that reads the attribute `name`."""
+    return property(lambda self: getattr(self, name))
 
 
-class RMSNormInPlace(InPlaceOf):
-    """transformers' RMSNorm, rounded once, in one kernel on a GPU."""
+class RMSNormInPlace:
+    """transformers' RMSNorm in one kernel on a GPU. The result is rounded once."""
 
-    @property
-    def eps(self) -> float:
-        return self.variance_epsilon
+    eps = alias("variance_epsilon")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return dsa.rms_norm(hidden_states, self.weight.float(), self.eps)
 
 
 class HeadWeightsInPlace:
-    """An indexer whose heads' weights are what its `weights_proj` computes, whatever stands in that one's place."""
+    """An indexer whose `weights_proj` may have an adapter or hooks, so that its heads' weights come from a call."""
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """w fp32 [T, n_heads]."""
+        """Return fp32 [T, n_heads]."""
         linear = self.weights_proj
         if computes_product_alone(linear):
             return super().head_weights(x)
-        # transformers keeps this weight in fp32 in models of other dtypes, and gives x in the weight's dtype.
+        # transformers keeps this weight in fp32 in models of other dtypes, and casts x to the weight's dtype.
         weight = getattr(linear, "weight", None)
         x = x.to(weight.dtype) if weight is not None and weight.dtype in FLOATS else x
         return linear(x).float() * (self.n_heads**-0.5 * self.head_dim**-0.5)
 
 
-class AttentionInPlace(InPlaceOf):
-    """An attention layer that gets lengths where transformers' would get a mask."""
+class AttentionInPlace:
+    """An attention layer of transformers that gets `TokenLengths` as its mask and computes packed tokens.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.takes_lengths()
+    A subclass has `_storage(x)`, which describes the tensors of its cache, and `attend_packed(x, rope, tokens, layer,
+    selected)`, the attention of packed tokens x [T, D]. `layer` is None if nothing is cached. Gradients are enabled in
+    `attend_packed` if and only if the layer has to give some.
+    """
 
-    def takes_lengths(self) -> None:
-        """The model, whose configuration this is, makes no masks from now on."""
-        self.config._attn_implementation = IMPLEMENTATION
+    key_counter: ClassVar[None] = None  # `KeysRead` sets it
+    consecutive: ClassVar[bool] = False  # whether the positions of a sequence's tokens must be consecutive
+    returns_selected: ClassVar[bool] = False  # whether the decoder layer passes the selected keys on
 
-    def in_autocast(self, x: torch.Tensor) -> torch.Tensor:
-        """x in the dtype that projections give, which autocast may have chosen."""
-        kind = x.device.type
-        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        attention_mask: TokenLengths,
+        position_ids: torch.Tensor,
+        cache: Any = None,
+        prev_topk_indices: Selected | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None] | tuple[torch.Tensor, None, Selected]:
+        """Return the result [B, S, hidden] as transformers' layer does, with `Selected` instead of top-k indices."""
+        self._check(attention_mask, options)
+        device, lengths = hidden_states.device.type, attention_mask
+        if torch.is_autocast_enabled(device):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
+        gradients = torch.is_grad_enabled() and (
+            hidden_states.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
+        )
+        layer = None
+        if cache is not None:
+            layer = layer_of(cache, self.layer_idx, self._storage(hidden_states), hidden_states)
+            if gradients:
+                layer = layer.leave_out(lengths.new)
+            else:
+                layer.reserve(lengths.counts(layer))
+        tokens = lengths.packed(
+            position_ids.to(hidden_states.device), layer, consecutive=self.consecutive, separate=cache is None
+        )
+        if tokens is None:
+            y, selected = torch.zeros_like(hidden_states), Selected(None, None)
+        else:
+            x, selected = tokens.pack(hidden_states), prev_topk_indices if self.indexer is None else None
+            with torch.set_grad_enabled(gradients):
+                y, selected = self.attend_packed(x, position_embeddings, tokens, layer, selected)
+            y = tokens.unpack(y)
+        if layer is not None:
+            layer.advance(lengths.counts(layer), lengths.new)
+        return (y, None, selected) if self.returns_selected else (y, None)
 
-    def asks_for_gradients(self, x: torch.Tensor) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        return x.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
-
-    @property
-    def read_directly(self) -> tuple[torch.Tensor, ...]:
-        """The parameters that are read without a call of the module that has them."""
-        raise NotImplementedError
-
-    def check(self, attention_mask: Any, position_ids: torch.Tensor | None, options: dict[str, Any]) -> None:
-        """Raises ValueError for what these layers do not take, by the argument's name."""
-        # A hook that has offloaded weights in memory during a call of their module does not help these.
-        if any(parameter.is_meta for parameter in self.read_directly):
+    def _check(self, attention_mask: Any, options: dict[str, Any]) -> None:
+        """Raise ValueError, which names the argument, for what these layers do not accept."""
+        if next(self.parameters()).is_meta:
             raise ValueError(
                 "device_map: weights that are offloaded to the CPU or a disk are not served; accepted: a device_map "
                 f"whose devices hold all weights of attention, got none of layer {self.layer_idx} in memory"
@@ -96,8 +110,6 @@ class AttentionInPlace(InPlaceOf):
                 "attention_mask: must be [batch, tokens], 0 for padding, or None, and the model's attn_implementation "
                 f"{IMPLEMENTATION!r}; got {got} with {self.config._attn_implementation!r}"
             )
-        if position_ids is None:
-            raise ValueError("position_ids: must be [batch or 1, tokens], got None")
         if self.training and self.attention_dropout:
             raise ValueError(f"attention_dropout: must be 0 in training, got {self.attention_dropout}")
         if options.get("output_attentions") or self.config.output_attentions:
@@ -105,15 +117,15 @@ class AttentionInPlace(InPlaceOf):
 
 
 def computes_product_alone(linear: nn.Module) -> bool:
-    """Whether y = x W^T with the layer's weight is all that a call of it does: no adapter, other form of the weight,
-    hook or offloading."""
+    """Return whether a call of the layer does nothing but multiply by its weight: it has no adapter, no hook, no other
+    form of the weight and no offloading."""
     hooks = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
 
 
 def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """W [O, I] of a layer y = x W^T, in `dtype`."""
+    """Return W [O, I] of a layer y = x W^T, in `dtype`."""
     if computes_product_alone(linear):
         return linear.weight.to(dtype)
-    # Quantised, offloaded and adapted layers have their weight in many ways; what they compute, they all say.
+    # Quantised, offloaded and adapted layers store their weight in many ways, but a call always applies it.
     return linear(torch.eye(in_features, dtype=dtype, device=device)).T

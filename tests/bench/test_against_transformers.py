@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsa_bench.e2e import against_transformers as comparison
-from dsa_layers.hf.paged_layer import CACHE
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench.parallel_ranks import HostClock
 
@@ -37,10 +36,9 @@ def test_all_tokens_of_a_prompt_and_single_tokens_after_it_are_timed():
     calls = []
 
     class Model(torch.nn.Module):
-        def forward(self, ids, use_cache=None, **arguments):
-            cache = arguments.get(CACHE)
+        def forward(self, ids, use_cache=None, cache=None):
             calls.append((ids.shape[1], cache, use_cache))
-            return SimpleNamespace(**{CACHE: (cache or 0) + ids.shape[1]})
+            return SimpleNamespace(cache=(cache or 0) + ids.shape[1])
 
     ids = torch.zeros(1, 2000, dtype=torch.int64)
     assert len(comparison._prompt(Model(), ids, 900)) == comparison.REPEATS

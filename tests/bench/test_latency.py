@@ -34,7 +34,7 @@ def test_figures_follow_from_the_passes(monkeypatch):
     now, chunks = 0.0, []
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now)
     generator, *call = latency._call(small_stack("V3.2"), 10, sizes := latency.Sizes(30, 2, 5, 3))
-    passes = generator.engine.passes
+    passes = generator.passes
 
     def prefill(run, work, *rest):
         nonlocal now

@@ -18,7 +18,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine import paged_attention, side_stream
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.generation import passes as generation
+from dsa_layers.generation import steps as generation
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampler import sample
 from dsa_layers.generation.sampling import SamplingParams
@@ -145,7 +145,7 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     model = load_tiny(family)
     generator = Generator(model, cache_tokens=1024)
     generator.generate(PROMPTS, SamplingParams(8))
-    ((_, graph, _),) = generator.engine.passes._decode._graphs.values()
+    ((_, graph, _),) = generator.passes._decode._graphs.values()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()

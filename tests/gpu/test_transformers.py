@@ -12,7 +12,6 @@ import dsa
 from dsa.runtime.op import forget_calls
 from dsa.testing import calc_diff
 from dsa_layers.hf import accelerate
-from dsa_layers.hf.paged_layer import CACHE
 from tests.gpu.launched_ops import launched_ops
 from tests.gpu.transformers_models import MODELS, make
 
@@ -68,7 +67,7 @@ def launched(monkeypatch):
 
 def in_chunks(model, tokens, chunks):
     cache = DynamicCache(config=model.config)
-    return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split(chunks, 1)], 1)
+    return torch.cat([model(part, cache=cache).logits for part in tokens.split(chunks, 1)], 1)
 
 
 def padded(tokens, lens):

@@ -23,7 +23,7 @@ from dsa.cases.attention import PREFILL_TOLERANCES, SPARSE_TOLERANCES
 from dsa.testing import assert_close, calc_diff
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.generation import passes
+from dsa_layers.generation import steps
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.fused_experts import split_experts
@@ -106,7 +106,7 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
     """
     run = Run()
     followed = given or run
-    sample = passes.sample
+    sample = steps.sample
 
     def sample_and_note(logits: torch.Tensor, *arguments: Any) -> list[list[int | None]]:
         run.logits.extend(logits[:, 0])
@@ -119,7 +119,7 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
         router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
         patch.setattr(GroupedSigmoidRouter, "forward", router)
-        patch.setattr(passes, "sample", _following(sample_and_note, run.tokens, followed.tokens))
+        patch.setattr(steps, "sample", _following(sample_and_note, run.tokens, followed.tokens))
         # Choices inside a graph cannot be replaced.
         generator = Generator(model, cache_tokens=1024, prefill_chunk=chunk, cuda_graphs=False)
         for layer in range(LAYERS):

@@ -95,7 +95,7 @@ def test_a_branch_and_the_kernels_beside_it_are_independent(family, drafts, tiny
     """In decoding passes of one token and of several, with more visible keys than selected ones."""
     model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
-    owner = generator.engine.passes
+    owner = generator.passes
     starts = record(monkeypatch, "_decode", seen=lambda *_: len(watched), owner=owner)
     generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
     assert starts and all(side.joined for side in watched)

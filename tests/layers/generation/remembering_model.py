@@ -7,7 +7,6 @@ import torch
 
 from dsa_layers.cache.cache import Cache
 from dsa_layers.generation.engine import Engine
-from dsa_layers.generation.generator import Generator
 
 VOCABULARY = 7
 RING = 4  # states of the last tokens, so that drafts can be rejected
@@ -128,7 +127,7 @@ def engine_of(kind=Engine, *, stateful=False, **options):
 
 def is_free(engine):
     """Whether no sequence has any memory."""
-    engine = engine.engine if isinstance(engine, Generator) else engine
     engine._release_ended()
     slots = engine.cache.state_slots.free == engine.capacity.sequences
-    return engine.memory.free == engine.capacity.pages and slots and not engine._running and not engine.unfinished
+    pages = engine.cache.allocator.free + len(engine.memory._prefixes.unused)
+    return pages == engine.capacity.pages and slots and not engine._running and not engine.unfinished

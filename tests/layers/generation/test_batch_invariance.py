@@ -1,18 +1,18 @@
-"""Generation of which a sequence's tokens depend on no other one: for which models, and what its passes are. That the
-bits are the same is shown on a GPU (tests/gpu/test_generation.py), and which ways the layers take in
-tests/layers/compilation/test_batch_invariant_passes.py."""
+"""Generation in which a sequence's tokens depend on no other sequence: the models that it takes, and its passes.
+
+tests/gpu/test_generation.py compares bits on a GPU; tests/layers/compilation/test_batch_invariant_passes.py tests which
+ways the layers take."""
 
 import pytest
 import torch
 
 from dsa.runtime import backends
 from dsa_layers.engine.batch_invariance import batch_invariant, has_any_rows, is_batch_invariant
-from dsa_layers.generation import engine_options as module
+from dsa_layers.generation import engine_options
+from dsa_layers.generation.engine_options import check_invariant
 from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers.linear import linear_fp32
 from tests.layers.command.calls import generate
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.remembering_model import RememberingModel, continued, engine_of
@@ -25,47 +25,39 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_every_family(family, tiny_checkpoint, kernels):
+def test_models_of_every_family_are_accepted(family, tiny_checkpoint, kernels):
     check_invariant(load_model(tiny_checkpoint(family), progress=False))
 
 
-@pytest.mark.parametrize(
-    ("options", "got"),
-    [
-        ({"dequantize": True}, "got other weights, other indexers and torch.bfloat16"),
-        ({"dtype": torch.float32}, "got FP8 weights, FP8 indexers and torch.float32"),
-    ],
-)
-def test_models_of_another_precision(options, got, checkpoint, kernels):
-    with pytest.raises(ValueError, match=f"^batch_invariant: takes a model with FP8 weights.*, {got}$"):
+@pytest.mark.parametrize("options", [{"dequantize": True}, {"dtype": torch.float32}])
+def test_models_of_another_precision_are_refused(options, checkpoint, kernels):
+    with pytest.raises(ValueError, match=r"^batch_invariant: takes a model with FP8 weights.*, got Precision\("):
         Generator(load_model(checkpoint, progress=False, **options), batch_invariant=True)
 
 
-def test_models_that_are_elsewhere(checkpoint, kernels):
+def test_models_with_other_passes_are_refused(checkpoint, kernels):
     model = load_model(checkpoint, progress=False)
     attention = model.model.layers[1].self_attn
     attention.compile()
-    told = r"^batch_invariant: takes a model that is not compiled, got model\.layers\.1\."
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r"takes a model that is not compiled, got model\.layers\.1\."):
         check_invariant(model)
     attention._compiled_call_impl = None
     attention.nope_dim = 64
     with pytest.raises(ValueError, match=r"got nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"):
         check_invariant(model)
-    with pytest.raises(ValueError, match=r"^batch_invariant: .*, got a RememberingModel without a precision$"):
+    with pytest.raises(ValueError, match=r"^batch_invariant: takes a model with FP8 weights.*, got None$"):
         check_invariant(RememberingModel())
 
 
 def test_a_prefix_cache_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "check_invariant", lambda _: None)
+    monkeypatch.setattr(engine_options, "check_invariant", lambda _: None)
     with pytest.raises(ValueError, match=r"^prefix_cache: must be False with batch_invariant=True, got True$"):
         Generator(RememberingModel(), batch_invariant=True, prefix_cache=True)
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_passes(drafts, monkeypatch):
-    """Of prompts one at a time, and of all sequences whose prompts are done; layers are told in the latter alone."""
-    monkeypatch.setattr(module, "check_invariant", lambda _: None)
+def test_a_pass_has_one_prompt_or_all_sequences_whose_prompts_are_done(drafts, monkeypatch):
+    monkeypatch.setattr(engine_options, "check_invariant", lambda _: None)
     told = []
     generator = engine_of(Generator, cache_tokens=400, max_sequences=64, draft_tokens=drafts, batch_invariant=True)
     model = generator.model
@@ -86,7 +78,7 @@ def test_passes(drafts, monkeypatch):
     assert told[:12] == [(True, False), (True, True)] * 6 and all(map(all, told[12:])) and not is_batch_invariant()
 
 
-def test_what_is_left_on_errors():
+def test_the_mode_ends_with_its_block_also_on_errors():
     with pytest.raises(KeyError), batch_invariant("decoding"):
         with batch_invariant(None):
             assert not is_batch_invariant() and not has_any_rows()
@@ -97,16 +89,8 @@ def test_what_is_left_on_errors():
     assert not is_batch_invariant() and not has_any_rows()
 
 
-def test_layers_are_traced_as_ever():
-    """By torch.compile, which does not know how to ask."""
-    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(5, 64).bfloat16()
-    with torch.inference_mode():
-        compiled = torch.compile(linear_fp32, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(x, weight), linear_fp32(x, weight))
-
-
 @pytest.mark.parametrize("options", [["--device", "cpu", "--gpus", "2"], ["--dequantize"], ["--prefix-cache"]])
-def test_the_command(checkpoint, capsys, options, monkeypatch):
+def test_the_command_refuses_what_excludes_batch_invariance(checkpoint, capsys, options, monkeypatch):
     monkeypatch.setattr("dsa_layers.command.generate.check_device", lambda device: torch.device(device or "cuda"))
     assert generate(checkpoint, "--batch-invariant", *options) == 2
     told = "--batch-invariant: takes a GPU and FP8 weights, without --dequantize and --prefix-cache"

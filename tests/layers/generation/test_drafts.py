@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.cache.cache import OutOfPages
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
@@ -86,11 +85,3 @@ def drafted(model, tokens, drafts):
         found.append(int(model.drafter.logits(last).argmax()))
         last = model.drafter(torch.tensor(found[-1:]), last, batch(1, known + i + 1), cache)
     return found
-
-
-def test_a_prompt_whose_drafts_have_no_room(model):
-    size = model.page_size
-    generator = Generator(model, cache_tokens=size, draft_tokens=2)
-    message = rf"prompts\[0\]: 3 prompt tokens and {size - 3} new ones and 2 drafts need 2 pages"
-    with pytest.raises(OutOfPages, match=message):
-        generator.generate([[1, 2, 3]], SamplingParams(size - 3))

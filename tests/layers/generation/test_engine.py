@@ -4,14 +4,16 @@ import gc
 import random
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 
 from dsa_layers.cache.cache import OutOfPages
-from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.generation.remembering_model import continued, engine_of, is_free
+
+
+def stream_of(engine, prompt, params):
+    return engine.stream(engine.add_request(prompt, params))
 
 
 def run(engine, tokens=None):
@@ -21,16 +23,6 @@ def run(engine, tokens=None):
         for event in engine.step():
             tokens.setdefault(event.sequence, []).append(event.token)
     return tokens
-
-
-def note_passes(engine):
-    """Return [(kind, [(sequence, number of tokens)])] of the passes, a list that grows."""
-    seen, prefill, extend = [], engine.passes.prefill, engine.passes.extend
-    engine.passes.prefill = lambda work: seen.append(("prompt", [(s.index, n) for s, n in work])) or prefill(work)
-    engine.passes.extend = lambda ready, *rest: (
-        seen.append(("extend", [s.index for s in ready])) or extend(ready, *rest)
-    )
-    return seen
 
 
 def fail(engine, monkeypatch, name):
@@ -73,47 +65,6 @@ def test_requests_that_join_and_leave_at_any_time(stateful, options, seed):
     assert is_free(engine) and engine.step() == []
 
 
-def test_sequences_of_a_request_have_numbers_and_seeds_of_their_own():
-    engine, params = engine_of(), SamplingParams(3, temperature=0.7, seed=5, n=2)
-    first, second = engine.add_request([1, 2], params), engine.add_request([4], SamplingParams(2))
-    found = run(engine)
-    assert (first, second) == (0, 2) and {*found} == {0, 1, 2} and found[2] == continued([4], 2)
-    assert [found[0], found[1]] == [done.tokens for done in engine_of(Generator).generate([[1, 2]], params)]
-
-
-def test_a_pass_over_prompts_alternates_with_one_that_extends():
-    engine = engine_of(prefill_chunk=4)
-    seen = note_passes(engine)
-    engine.add_request([1] * 3, SamplingParams(5))
-    engine.step()
-    engine.add_request([2] * 6, SamplingParams(2))
-    for _ in range(5):
-        engine.step()
-    assert seen == [
-        ("prompt", [(0, 3)]),
-        ("extend", [0]),
-        ("prompt", [(1, 4)]),
-        ("extend", [0]),
-        ("prompt", [(1, 2)]),
-        ("extend", [0, 1]),
-    ]
-
-
-def test_a_running_sequence_waits_for_at_most_one_chunk_of_prompts():
-    """More prompts than run at a time."""
-    engine = engine_of(cache_tokens=400)
-    seen = note_passes(engine)
-    prompts = [[i % 7] * n for i, n in enumerate((3, 20, 9, 14, 1, 30, 2))]
-    counts = (40, 5, 1, 30, 9, 12, 3)
-    for prompt, count in zip(prompts, counts):
-        engine.add_request(prompt, SamplingParams(count))
-    assert run(engine) == {i: continued(*each) for i, each in enumerate(zip(prompts, counts))}
-    assert all(sum(n for _, n in own) <= 5 for kind, own in seen if kind == "prompt")
-    for sequence, count in enumerate(counts):
-        own = [i for i, (kind, decoded) in enumerate(seen) if kind == "extend" and sequence in decoded]
-        assert len(own) == count - 1 and all(after - before <= 2 for before, after in pairwise(own))
-
-
 def test_prompts_start_while_nothing_can_be_extended():
     """All requests end with their prompts' passes, so no pass may wait for one that extends."""
     engine, steps = engine_of(prefill_chunk=8), 0
@@ -128,7 +79,7 @@ def test_prompts_start_while_nothing_can_be_extended():
 def test_streams_share_the_passes():
     engine = engine_of()
     prompts = [[1, 2, 3], [4, 5], [6], [1, 1]]
-    streams = [engine.stream(engine.add_request(prompt, SamplingParams(6))) for prompt in prompts]
+    streams = [stream_of(engine, prompt, SamplingParams(6)) for prompt in prompts]
     found = [[next(stream).token] for stream in reversed(streams)][::-1]
     for tokens, stream in zip(found, streams, strict=True):
         tokens += [event.token for event in stream]
@@ -136,41 +87,28 @@ def test_streams_share_the_passes():
     assert engine.throughput.decode_tokens == 4 * 5
 
 
-def test_a_late_stream_has_all_events():
+@pytest.mark.parametrize("by_stream", [False, True])
+def test_an_aborted_request_has_no_further_events(by_stream):
+    """Also none of those that are computed and not read yet."""
     engine = engine_of()
-    request = engine.add_request([1, 2], SamplingParams(4))
-    engine.step()
-    assert [event.token for event in engine.stream(request)] == continued([1, 2], 4)
-
-
-def test_a_stream_that_is_closed_ends_its_request():
-    engine = engine_of()
-    request, other = (engine.add_request(prompt, SamplingParams(9)) for prompt in ([1], [2]))
-    stream = engine.stream(request)
+    stream = stream_of(engine, [1], SamplingParams(9, temperature=1.0, n=3))
+    other = engine.add_request([2], SamplingParams(9))
     next(stream)
-    stream.close()
+    if by_stream:
+        stream.close()
+    else:
+        engine.abort(stream.request)
     assert engine.unfinished == 1 and list(stream) == []
     assert run(engine)[other][-1:] == continued([2], 9)[-1:] and is_free(engine)
-    for ended in (request, other, 99, "a request"):
-        with pytest.raises(ValueError, match="request: must be unfinished, got"):
-            engine.stream(ended)
+    for ended in (stream.request, other, 99, "a request"):
         engine.abort(ended)
-
-
-def test_a_request_that_is_aborted_ends_its_stream():
-    """Events that are computed and not read yet are dropped."""
-    engine = engine_of()
-    stream = engine.add_stream([1], SamplingParams(9, temperature=1.0, n=3))
-    next(stream)
-    engine.abort(stream.request)
-    assert list(stream) == [] and is_free(engine)
 
 
 def test_a_stream_that_is_dropped_ends_its_request():
     """Also one in a cycle, which the garbage collector drops while a thread holds the engine's lock."""
     engine = engine_of()
     for i in range(30):
-        stream = engine.add_stream([i % 5, 1], SamplingParams(9))
+        stream = stream_of(engine, [i % 5, 1], SamplingParams(9))
         if i % 2:
             next(stream)
         cycle = [stream]
@@ -190,7 +128,7 @@ def test_threads_share_an_engine():
     def client(prompt, count):
         try:
             for _ in range(5):
-                stream = engine.add_stream([*prompt], SamplingParams(count))
+                stream = stream_of(engine, [*prompt], SamplingParams(count))
                 found.setdefault(prompt, []).append([event.token for event in stream])
         except BaseException as error:
             failed.append(error)
@@ -207,7 +145,7 @@ def test_threads_share_an_engine():
 def test_a_reader_gets_an_event_that_another_threads_pass_has_computed():
     """The other thread runs one pass after another without a pause, so the reader never gets a turn."""
     engine = engine_of()
-    stream, extend = engine.add_stream([1], SamplingParams(3)), engine.passes.extend
+    stream, extend = stream_of(engine, [1], SamplingParams(3)), engine.passes.extend
     next(stream)
     engine.add_request([2], SamplingParams(50))
     found, reader = [], threading.Thread(target=lambda: found.append(next(stream).token))
@@ -234,7 +172,10 @@ def test_a_reader_gets_an_event_that_another_threads_pass_has_computed():
 def test_an_abort_by_another_thread_during_a_pass(by_stream):
     """The pass's event is dropped. Another pass within the pass is refused."""
     engine = engine_of()
-    stream, other = engine.add_stream([1], SamplingParams(4)), engine.add_request([2], SamplingParams(4))
+    stream, other = (
+        stream_of(engine, [1], SamplingParams(4)),
+        engine.add_request([2], SamplingParams(4)),
+    )
     engine.step()
     extend = engine.passes.extend
 
@@ -256,7 +197,10 @@ def test_an_abort_by_another_thread_during_a_pass(by_stream):
 def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch, caplog):
     """`step` raises the error, and so do their streams. Streams of other requests that run the pass go on."""
     engine = engine_of(prefill_chunk=3)
-    first, second = engine.add_stream([1, 2], SamplingParams(4)), engine.add_stream([2] * 6, SamplingParams(4))
+    first, second = (
+        stream_of(engine, [1, 2], SamplingParams(4)),
+        stream_of(engine, [2] * 6, SamplingParams(4)),
+    )
     found = [next(first).token]
     fail(engine, monkeypatch, kind)
     if kind == "extend":  # the first request's second token
@@ -276,32 +220,6 @@ def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch
         engine.step()
     assert engine.unfinished == 0 and is_free(engine) and run(engine) == {}
     engine.abort(request)
-
-
-def test_all_sequences_of_a_request_end_with_it(monkeypatch):
-    """The second sequence's prompt is not computed yet when the first one's fails."""
-    engine = engine_of(prefill_chunk=2)
-    stream = engine.add_stream([1, 2], SamplingParams(4, temperature=1.0, n=2))
-    other = engine.add_request([3], SamplingParams(2))
-    fail(engine, monkeypatch, "prefill")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        next(stream)
-    assert list(stream) == [] and engine.unfinished == 1
-    assert run(engine) == {other: continued([3], 2)} and is_free(engine)
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_pages_that_others_have_taken(prefix_cache):
-    engine = engine_of(prefix_cache=prefix_cache)
-    taken = engine.cache.allocator.allocate(14)
-    request = engine.add_request([1] * 9, SamplingParams(3))
-    with pytest.raises(OutOfPages, match="request 0: needs 3 pages, and 2 of the cache's 16 are free"):
-        engine.step()
-    assert engine.unfinished == 0 and engine.step() == []
-    engine.abort(request)
-    request = engine.add_request([1] * 9, SamplingParams(3))
-    engine.cache.allocator.release(taken)
-    assert run(engine) == {request: continued([1] * 9, 3)}
 
 
 @pytest.mark.parametrize(

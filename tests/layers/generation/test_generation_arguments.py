@@ -26,21 +26,17 @@ def model(checkpoint):
         (
             [[1] * 300],
             {},
-            r"prompts\[0\]: 300 prompt tokens and 250 new ones need 9 pages of 64 tokens; the cache has 4",
+            r"prompts\[0\]: 300 prompt tokens and 250 new ones need 9 pages of 64 tokens with 0 drafts; ",
         ),
         (None, {}, "prompts: must be a text, or a list of texts or of lists of token ids, got None"),
-        (b"text", {}, "prompts: must be a text, or a list of texts or of lists of token ids, got b'text'"),
         ([1, 2], {}, r"prompts\[0\]: must be a text or a list of token ids, got 1"),
-        ([b"text"], {}, r"prompts\[0\]: must be a text or a list of token ids, got b'text'"),
         ([[1, [2]]], {}, r"prompts\[0\]\[1\]: must be an integer, got \[2\]"),
         ([torch.tensor([True])], {}, r"prompts\[0\]\[0\]: must be an integer, got True"),
         ([[5, -1]], {}, r"prompts\[0\]: token -1 is outside the model's vocabulary of 2048"),
-        ([[10**5000]], {}, r"prompts\[0\]: token an integer of 16610 bits is outside"),
         (["a\udcffb"], {}, r"prompts\[0\]: is not Unicode text: character 1 is the surrogate U\+DCFF"),
         ([[1]], {"logprobs": 2049}, "logprobs: must be at most the vocabulary of 2048, got 2049"),
         ([[1]], [SamplingParams()] * 2, "params: must be one for all prompts or one for each of 1, got 2"),
         ([[1]], [None], "params: must be SamplingParams, or a list of them, got "),
-        ([[1]], "greedy", "params: must be SamplingParams, or a list of them, got "),
     ],
 )
 def test_wrong_calls_stop_before_any_work(model, checkpoint, prompts, params, message):
@@ -81,9 +77,7 @@ def test_token_ids_may_be_arrays():
     [
         ({"model": "directory"}, "model: must be a model as load_model returns it, got str"),
         ({"tokenizer": "directory"}, "tokenizer: must be a dsa_layers.Tokenizer or None, got str"),
-        ({"cache_tokens": 0}, "cache_tokens: must be at least 1, got 0"),
         ({"cache_tokens": 2**31}, "cache_tokens: must be at most 2147483520, got 2147483648"),
-        ({"page_size": 2**40}, "page_size: must be at most"),
         ({"page_size": 0}, "page_size: must be at least 1, got 0"),
         ({"prefill_chunk": "2048"}, "prefill_chunk: must be an integer, got '2048'"),
         ({"draft_tokens": 4}, "draft_tokens: must be at most 3, got 4"),
@@ -96,34 +90,6 @@ def test_token_ids_may_be_arrays():
 def test_wrong_options_of_a_generator(model, change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Generator(**{"model": model, "cache_tokens": 256} | change)
-
-
-@pytest.mark.parametrize(
-    ("raised", "error", "message"),
-    [
-        (
-            "DefaultCPUAllocator:\ncan't allocate",
-            ValueError,
-            r"cache_tokens: a cache of 256 tokens takes [\d.]+ GB, whi",
-        ),
-        ("no kernel image is available", RuntimeError, "no kernel image is available"),
-    ],
-)
-def test_a_cache_that_cannot_be_made(model, monkeypatch, raised, error, message):
-    make = type(model).make_cache
-
-    def failing(self, pages, page_size, device, *, state_slots):
-        if torch.device(device).type != "meta":
-            raise RuntimeError(raised)
-        return make(self, pages, page_size, device, state_slots=state_slots)
-
-    monkeypatch.setattr(type(model), "make_cache", failing)
-    with pytest.raises(error, match=message):
-        Generator(model, cache_tokens=256)
-
-
-def test_more_sequences_than_pages_take_no_room():
-    assert engine_of(max_sequences=10**18).cache.state_slots.num_pages == 17
 
 
 @pytest.mark.parametrize(

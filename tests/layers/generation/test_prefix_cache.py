@@ -100,8 +100,8 @@ def test_pages_go_the_least_recently_used_first_and_from_the_end():
 
 def check_pages(generator, running=()):
     """Every page has one owner, and pages of prompts hold their tokens. running: sequences that have started."""
-    engine, cache = generator.engine, generator.cache
-    prefixes, copies = engine.memory._prefixes, engine.memory._copies
+    cache = generator.cache
+    prefixes, copies = generator.memory._prefixes, generator.memory._copies
     size, stateful = cache.page_size, generator.model.stateful
     users, tokens_of = {}, {-1: []}
     for s in running:
@@ -112,17 +112,17 @@ def check_pages(generator, running=()):
         assert prefixes._keys[page] == (before, *tokens)
         assert prefixes._users[page] == users.get(page, 0) and (page in prefixes.unused) == (page not in users)
         assert cache.values[page].tolist() == own[-size:]
-        if engine.options.draft_tokens:
+        if generator.options.draft_tokens:
             known = [*own, tokens[-1]]
             entries = [entry(next_token(known[: i + 1], stateful), known[i + 1]) for i in range(len(own))]
-            assert engine.passes.caches[1].values[page].tolist() == entries[-size:]
+            assert generator.passes.caches[1].values[page].tolist() == entries[-size:]
         if copies is not None and page in copies:
             assert cache.states[copies._slots[page], (len(own) - 1) % RING] == sum_of(own)
     if copies is not None:
         assert set(copies._slots) <= set(tokens_of)
         assert len({*copies._slots.values(), *copies._free}) == cache.state_slots.num_pages // 2
     pages, private = list(tokens_of)[1:], [page for s in running for page in s.pages[s.shared :]]
-    assert len({*pages, *private}) == len(pages) + len(private) == engine.capacity.pages - cache.allocator.free
+    assert len({*pages, *private}) == len(pages) + len(private) == generator.capacity.pages - cache.allocator.free
     assert not {*cache.allocator._free} & {*pages, *private}
 
 
@@ -132,7 +132,7 @@ class Spy:
 
     def __init__(self, generator):
         self.generator = generator
-        passes = generator.engine.passes
+        passes = generator.passes
         prefill, extend = passes.prefill, passes.extend
 
         def prefill_checked(work):
@@ -142,13 +142,13 @@ class Spy:
 
         def extend_checked(sequences, throughput):
             for s in sequences:
-                self.writes(s, len(s.tokens) - 1, len(s.tokens) + generator.engine.options.draft_tokens)
+                self.writes(s, len(s.tokens) - 1, len(s.tokens) + generator.options.draft_tokens)
             return self.drafted(extend(sequences, throughput))
 
         passes.prefill, passes.extend = prefill_checked, extend_checked
 
     def writes(self, s, begin, end):
-        running = self.generator.engine._running
+        running = self.generator._running
         check_pages(self.generator, running)
         size = self.generator.cache.page_size
         for i in range(begin // size, (end - 1) // size + 1):
@@ -157,7 +157,7 @@ class Spy:
 
     def drafted(self, events):
         ended = {event.sequence for event in events if event.finish_reason}
-        for s in self.generator.engine._running:
+        for s in self.generator._running:
             if s.drafts and s.index not in ended:
                 assert s.drafts[0] == next_draft(s.tokens, self.generator.model.stateful)
         return events
@@ -214,4 +214,4 @@ def test_any_calls(calls, stateful, drafts, chunk, size, tokens, sequences):
             expected = continued(prompt, one.max_tokens, stateful)
             assert tokens == (expected if whole and not fails else expected[: len(tokens)])
         check_pages(generator)
-        assert generator.cache.state_slots.free == slots == generator.engine.capacity.sequences
+        assert generator.cache.state_slots.free == slots == generator.capacity.sequences

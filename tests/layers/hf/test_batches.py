@@ -6,8 +6,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from dsa_layers.hf.lengths import Pass
-from dsa_layers.hf.paged_layer import CACHE
 from tests.layers.hf.pairs import assert_same, padded
 
 LENS = [48, 5, 23]
@@ -34,9 +32,9 @@ def test_a_sequence_may_be_missing(models, tokens):
     ids, mask = padded(tokens, LENS, "left")
     mask[1] = 0
     cache = DynamicCache(config=models.ours.config)
-    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: cache})
+    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), cache=cache)
     mask = torch.cat((mask, torch.tensor([[0], [1], [1]])), 1)
-    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -1:], CACHE: cache}
+    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -1:], "cache": cache}
     got = models.ours(tokens[:, 60:61], **new).logits
     assert_same(got[1], models.alone(tokens[1, 60:61]))
     assert_same(got[2], models.alone(torch.cat((tokens[2, :23], tokens[2, 60:61])))[-1:])
@@ -49,9 +47,9 @@ def test_padding_between_tokens(models, tokens):
     """As after a right-padded prompt: the next token stands behind the padding."""
     ids, mask = padded(tokens, LENS, "right")
     cache = DynamicCache(config=models.ours.config)
-    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), **{CACHE: cache})
+    models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), cache=cache)
     mask = torch.cat((mask, torch.ones(3, 2, dtype=torch.int64)), 1)
-    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -2:], CACHE: cache}
+    new = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -2:], "cache": cache}
     got = models.ours(torch.stack([tokens[b, n : n + 2] for b, n in enumerate(LENS)]), **new).logits
     for b, n in enumerate(LENS):
         assert_same(got[b], models.alone(tokens[b, : n + 2])[-2:])
@@ -90,28 +88,3 @@ def test_positions_that_begin_again_separate_sequences_without_a_cache(models, t
                 for n in (1, 2, 3):
                     assert (together - separated)[:n].abs().max() > 0.05
                     assert_same(ours(ids[:n], position_ids=positions).logits.detach(), together[:n])
-
-
-def test_angles_in_a_compiled_pass():
-    """torch.compile hands them from one graph to the next."""
-
-    def rotary(x, position_ids, layer_type):
-        return position_ids[..., None].cos(), position_ids[..., None].sin()
-
-    def angles(rope):
-        tokens = Pass(None, torch.arange(5), None, (1, 5), [0])
-        found = tokens.angles(rope, 8), tokens.entry_angles(rotary, 4, rope[0])
-        torch._dynamo.graph_break()
-        return [part for cos, sin in found for part in (cos, sin)]
-
-    rope = torch.randn(2, 1, 5, 8).unbind()
-    for got, expected in zip(torch.compile(angles, backend="eager")(rope), angles(rope), strict=True):
-        assert torch.equal(got, expected)
-
-
-@torch.no_grad()
-def test_positions_with_an_offset(models, tokens):
-    """Only distances count."""
-    expected = models.theirs(tokens[:, :48]).logits
-    got = models.ours(tokens[:, :48], position_ids=torch.arange(100, 148)[None], use_cache=False).logits
-    assert_same(got, expected)

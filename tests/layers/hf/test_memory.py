@@ -48,17 +48,3 @@ def test_no_square(models, gradients):
     assert squares(models.ours, gradients) == 0
     assert squares(models.ours, gradients, attention_mask=torch.ones(1, LENGTH)) == 0
     assert gradients or squares(models.theirs, gradients) > 0  # what this test rests on
-
-
-def test_no_mask_function_runs(models, monkeypatch):
-    from transformers import masking_utils
-
-    def refuse(*arguments, **options):
-        raise AssertionError("a mask is made")
-
-    for name in ("eager", "sdpa"):
-        monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, refuse)
-    ids = torch.randint(0, 255, (2, 20))
-    models.ours.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
-    with pytest.raises(AssertionError, match="a mask is made"):
-        models.theirs(ids)

@@ -69,7 +69,7 @@ def check_what_a_rank_holds(directory, gpus, drafts):
     for pages in (3, 70):
         tokens = pages * part.page_size
         generator = Generator(part, cache_tokens=tokens, draft_tokens=drafts)
-        caches = generator.engine.passes.caches
+        caches = generator.passes.caches
         held_in_caches = held(tensor for cache in caches for tensor in cache.tensors())
         assert found.bytes(tokens) == found.weights + held_in_caches == found.bytes(tokens - part.page_size + 1)
 

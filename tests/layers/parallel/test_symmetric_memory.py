@@ -156,7 +156,7 @@ def test_a_sum_after_a_lost_rank_raises(monkeypatch):
     """So does the replay of a graph, which calls no sum. Nothing is launched."""
     one_shot_sum.check_ranks()
     monkeypatch.setattr(one_shot_sum, "_lost", lambda: torch.tensor([3], dtype=torch.int32))
-    own, step = object.__new__(one_shot_sum.OneShotSum), CapturedStep(CPU, captures=True, graphs=1)
+    own, step = object.__new__(one_shot_sum.OneShotSum), CapturedStep(CPU, captures=True)
     step.captures, step._graphs = True, {(1, 1): (None, mock.Mock(spec=[]), None)}
     for call in (lambda: own._sum(mock.Mock(spec=[]), (), torch.ones(4)), lambda: step._step(1, 1, None)):
         with pytest.raises(RuntimeError, match="rank 2 sent nothing for about a minute"):

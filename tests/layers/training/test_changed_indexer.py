@@ -69,7 +69,7 @@ def test_it_selects_with_a_cache(model):
     torch.manual_seed(2)
     prompts = [torch.randint(model.config.vocab_size, (n,)).tolist() for n in (21, 3)]
     generator = Generator(model, cache_tokens=256, page_size=8, prefill_chunk=10)
-    generator.engine.eos = set()
+    generator.eos = set()
     with fused(model):
         completions = generator.generate(prompts, SamplingParams(max_tokens=6))
     for prompt, completion in zip(prompts, completions):
