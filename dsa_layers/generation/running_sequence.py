@@ -8,8 +8,7 @@ from itertools import zip_longest
 from dsa_layers.arguments import shown
 from dsa_layers.generation.results import FinishReason, Logprob, TokenEvent
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.stream_decoder import StreamDecoder
-from dsa_layers.io.tokenizer import Tokenizer
+from dsa_layers.io.tokenizer import StreamDecoder, Tokenizer
 
 
 def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer) -> None:
