@@ -56,17 +56,8 @@ class Tokenizer:
         self.bos_token_id = self._token_id("bos_token", config_path)
         self.eos_token_id = self._token_id("eos_token", config_path)
 
-        self._template_path = directory / "chat_template.jinja"
-        if is_there(self._template_path):
-            self._template = read_text(self._template_path, TokenizerError, _MAX_TEMPLATE)
-        else:
-            self._template, self._template_path = _chat_template(config_path, config), config_path
-        model_config = directory / "config.json"
-        if self._template is None and is_there(model_config) and {token.content for token in added}.issuperset(NEEDED):
-            model_type = read_json_object(model_config, TokenizerError, _MAX_CONFIG).get("model_type")
-            if isinstance(model_type, str) and model_type in FORMATS:
-                self._template_path = FORMATS[model_type]
-                self._template = format_source(self._template_path)
+        tokens = {token.content for token in added}
+        self._template_path, self._template = _find_template(directory, config, tokens)
         self.has_chat_template = self._template is not None
 
     @property
@@ -196,11 +187,23 @@ def _token_text(path: Path, name: str, value: Any) -> str:
     return text
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The template in tokenizer_config.json."""
-    template = config.get("chat_template")
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(
-            f"{path}: chat_template is {shown_json(template)}; accepted: a string, or several templates in files"
-        )
-    return template
+def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str]) -> tuple[Path, str | None]:
+    """Return the file of the chat template, and the template, or None without one.
+
+    config: the fields of tokenizer_config.json
+    tokens: the tokenizer's added tokens
+    """
+    path = directory / "chat_template.jinja"
+    if is_there(path):
+        return path, read_text(path, TokenizerError, _MAX_TEMPLATE)
+    path, template = directory / "tokenizer_config.json", config.get("chat_template")
+    if template is not None:
+        if not isinstance(template, str):
+            raise TokenizerError(f"{path}: chat_template is {shown_json(template)}; accepted: a string")
+        return path, template
+    model_config = directory / "config.json"
+    if is_there(model_config) and tokens.issuperset(NEEDED):
+        model_type = read_json_object(model_config, TokenizerError, _MAX_CONFIG).get("model_type")
+        if isinstance(model_type, str) and model_type in FORMATS:
+            return FORMATS[model_type], format_source(FORMATS[model_type])
+    return path, None
