@@ -120,7 +120,8 @@ class Fields:
         if name not in self._values:
             raise self.error(name, "is missing", accepted)
         value = self._values[name]
-        count = f" ({len(value)} items)" if isinstance(value, list) else ""
+        # A long list is shown in part.
+        count = f" ({len(value)} items)" if isinstance(value, list) and len(value) > 8 else ""
         raise self.error(name, f"is {shown_json(value)}{count}", accepted)
 
     def object(self, name: str) -> "Fields | None":
