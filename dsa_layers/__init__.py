@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dsa_layers.models.precision import Precision
     from dsa_layers.parallel.context import ContextBatch
     from dsa_layers.parallel.ranks import Ranks
-    from dsa_layers.tiny.writer import write_tiny_checkpoint
+    from dsa_layers.tiny import write_tiny_checkpoint
     from dsa_layers.training.indexer_stage import IndexerStage
     from dsa_layers.training.next_tokens import next_tokens
 
@@ -90,7 +90,7 @@ _MODULES = {
     "read_config": "dsa_layers.models.config_file",
     "rope_frequencies": "dsa_layers.layers.rope",
     "save_model": "dsa_layers.io.save",
-    "write_tiny_checkpoint": "dsa_layers.tiny.writer",
+    "write_tiny_checkpoint": "dsa_layers.tiny",
 }
 
 

@@ -10,7 +10,23 @@ from typing import Any
 
 from dsa_layers.arguments import shown_json
 
-_MAX_VALUES = 1_000_000  # of a JSON file: an empty list takes 3 bytes there and 64 in memory
+ACCEPTED = (
+    "accepted: Hugging Face's safetensors, in bfloat16, float16 or float32, or in DeepSeek's FP8 (quant_method 'fp8', "
+    "e4m3, weight_block_size [128, 128]), of DeepSeek-V4 also with experts in FP4"
+)
+# Files of other tools, which users take for a checkpoint.
+_OTHER_FORMATS = (
+    ("*.gguf", "GGUF, which llama.cpp reads"),
+    (
+        "adapter_config.json",
+        "an adapter (LoRA) and no model; merge it into its base model first (peft: merge_and_unload)",
+    ),
+    ("model*-mp*.safetensors", "shards of DeepSeek's own inference code, which its convert.py writes"),
+    ("consolidated*.safetensors", "Mistral's consolidated files"),
+    ("consolidated*.pth", "Meta's consolidated files"),
+    ("pytorch_model*.bin", "PyTorch's pickled files; save the model as safetensors (safe_serialization=True)"),
+    ("*.distcp", "a distributed checkpoint of torch; save it as safetensors"),
+)
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -19,50 +35,45 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def check_file(path: Path, error: type[ValueError]) -> None:
-    """Raises FileNotFoundError, or `error` for a path that is no regular file, a link to nothing and a git-LFS
-    pointer."""
-    try:
-        if not path.is_file():
-            if path.exists():
-                raise error(f"{path}: cannot be read: it is no regular file")
-            if is_there(path):
-                raise error(f"{path}: no such file: the link leads nowhere")
-        with path.open("rb") as stream:
-            head = stream.read(len(_LFS_POINTER))
-    except FileNotFoundError:
-        raise
-    except OSError as problem:
-        raise error(f"{path}: cannot be read: {problem}") from problem
+def found_instead(directory: Path) -> str:
+    """The end of a message about a missing file: the file of another tool that `directory` holds, or nothing."""
+    for pattern, what in _OTHER_FORMATS:
+        files = sorted(path.name for path in directory.glob(pattern))
+        if files:
+            return f"; {shown_json(files[0])[1:-1]} is {what}; {ACCEPTED}"
+    return ""
+
+
+def check_no_pointer(path: Path, error: type[ValueError]) -> None:
+    """Raise `error` for a git-LFS pointer, and OSError for a file that cannot be read."""
+    with path.open("rb") as stream:
+        head = stream.read(len(_LFS_POINTER))
     if head == _LFS_POINTER:
         raise error(f"{path}: is a git-LFS pointer in place of the file; `git lfs pull` fetches the file itself")
 
 
 def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
-    """The content of `path`, which must be UTF-8. Raises as `check_file` does, and `error` for a larger file."""
-    check_file(path, error)
+    """Return the text of a UTF-8 file. Raises `error` for a file that is missing, larger or cannot be read."""
     try:
+        check_no_pointer(path, error)
         with path.open("rb") as stream:
             content = stream.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise error(f"{path}: has {path.stat().st_size} bytes; accepted: at most {max_bytes}")
         return content.decode("utf-8")
+    except FileNotFoundError:
+        raise error(f"{path}: no such file{found_instead(path.parent)}") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise error(f"{path}: cannot be read: {problem}") from problem
 
 
 def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dict[str, Any]:
-    """The JSON object in `path`. Raises as `read_text` does, and `error` for anything but one JSON object, and for a
-    file with too many values or levels."""
+    """Return the JSON object in `path`. Raises as `read_text` does, and `error` for anything but one JSON object."""
     text = read_text(path, error, max_bytes)
-    if sum(map(text.count, "[{,")) > _MAX_VALUES:
-        raise error(f"{path}: holds too many values; accepted: at most {_MAX_VALUES}")
     try:
         value = json.loads(text)
-    except RecursionError:
-        raise error(f"{path}: not valid JSON: it is nested too deeply") from None
-    except ValueError as problem:  # also for an integer of more digits than Python reads
-        raise error(f"{path}: not valid JSON: {problem}") from problem
+    except (ValueError, RecursionError) as problem:  # also for an integer of more digits than Python reads
+        raise error(f"{path}: not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise error(f"{path}: must hold a JSON object, got {shown_json(value)}")
     return value

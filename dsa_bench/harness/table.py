@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.output_files import naming
-
 KINDS = {"peers": "", "baselines": "plain: ", "yardsticks": "for scale: "}
 
 
@@ -55,5 +53,5 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def write_lines(lines: list[list[Any]], path: Path) -> None:
-    with naming(path), path.open("w", newline="") as handle:
+    with path.open("w", newline="") as handle:
         csv.writer(handle).writerows(lines)

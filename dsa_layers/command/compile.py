@@ -10,8 +10,8 @@ from dsa_layers import Precision, read_config
 from dsa_layers.command.messages import say
 from dsa_layers.command.model import precision_options
 from dsa_layers.engine.split import DoesNotDivide
-from dsa_layers.io.checks import check_quantised_sizes
-from dsa_layers.io.hub import checkpoint_directory
+from dsa_layers.io.directory import checkpoint_directory
+from dsa_layers.io.loading import check_quantised_sizes
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,8 +19,7 @@ from dsa_layers.command.messages import say
 from dsa_layers.command.model import LoadedModel, join_ranks, load, read_files, start_ranks, stored_model
 from dsa_layers.evaluation.held_out_loss import Difference, held_out_loss, logits_of
 from dsa_layers.generation.requests import Throughput
-from dsa_layers.io.directory import Checkpoint
-from dsa_layers.io.hub import checkpoint_directory
+from dsa_layers.io.directory import Checkpoint, checkpoint_directory
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.models.protocols import Model
 

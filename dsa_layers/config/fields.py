@@ -1,13 +1,17 @@
-"""JSON objects whose fields are read by name and checked, so that none that changes results stays unread."""
+"""Dataclasses that declare which values of a JSON object they accept, and the objects that they are read from.
 
+Every field that is read is recorded, so that no field that changes results stays unread.
+"""
+
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, Self
 
 from dsa_layers.arguments import shown_json
 from dsa_layers.errors import ConfigError
-from dsa_layers.other_formats import check_quantization, found_instead
 from dsa_layers.untrusted_files import read_json_object
 
 # Each number has its own limit, far beyond what models have, so that no tensor of a model can have 2^63 bytes or be
@@ -18,7 +22,6 @@ MAX_EXPERTS = 2**13
 MAX_TOKENS = 2**31 - 1  # positions are int32
 
 MAX_CONFIG_BYTES = 2**20
-_NAMED_FIELDS = 50  # in one warning
 
 # Fields with no influence on inference.
 _NO_INFLUENCE = {
@@ -62,21 +65,20 @@ _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
 # And every unknown field whose name begins so: of layers that these families or their successors have.
 _PREFIXES = ("index", "compress", "dspark", "engram", "hc_", "rope_", "quantization")
 
+_REQUIRED = object()
 
-REQUIRED = object()
 
-
-class Accepted(NamedTuple):
+class _Accepted(NamedTuple):
     """The values that a field accepts."""
 
     listed: str  # as error messages list them
-    problem: Callable[[Any], str | None]  # value -> what is wrong with it
-    default: Any  # of a field that is missing or null; REQUIRED: there is none
+    fits: Callable[[Any], bool]
+    default: Any  # of a field that is missing or null; _REQUIRED: there is none
     convert: Callable[[Any], Any]  # accepted value -> what the configuration holds
 
 
 class Fields:
-    """A JSON object that records which of its fields were read, so that unread fields can be named.
+    """A JSON object that records which of its fields were read.
 
     null counts as absent, because writers disagree on whether to write it.
     """
@@ -86,6 +88,10 @@ class Fields:
         self._path = path
         self._prefix = prefix
         self._read: set[str] = set()
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        return cls(read_json_object(path, ConfigError, MAX_CONFIG_BYTES), path)
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -97,30 +103,29 @@ class Fields:
         return shown_json(self._prefix + name)
 
     def read(self, name: str, declared: Any) -> Any:
-        """The value of a field. declared: the accepted values, from a function of `declared.py`. Raises ConfigError
-        for another value, and for a missing field without a default."""
-        accepted: Accepted = declared.metadata["accepted"]
+        """The value of a field. declared: the accepted values, from a function of this module. Raises ConfigError for
+        another value, and for a missing field without a default."""
+        accepted: _Accepted = declared.metadata["accepted"]
         self._read.add(name)
         value = self._values.get(name)
-        if value is None:
-            if accepted.default is REQUIRED:
-                raise self.error(name, "is null" if name in self._values else "is missing", accepted.listed)
+        if value is None and accepted.default is not _REQUIRED:
             return accepted.default
-        problem = accepted.problem(value)
-        if problem is not None:
-            raise self.error(name, problem, accepted.listed)
+        self.require(value is not None and accepted.fits(value), name, accepted.listed)
         return accepted.convert(value)
 
     def require(self, condition: bool, name: str, accepted: str) -> None:
         """Raises ConfigError that says what the field holds, unless the condition is true."""
-        if not condition:
-            raise self.error(name, f"is {shown_json(self._values.get(name))}", accepted)
+        if condition:
+            return
+        if name not in self._values:
+            raise self.error(name, "is missing", accepted)
+        value = self._values[name]
+        # A long list is shown in part.
+        count = f" ({len(value)} items)" if isinstance(value, list) and len(value) > 8 else ""
+        raise self.error(name, f"is {shown_json(value)}{count}", accepted)
 
     def object(self, name: str) -> "Fields | None":
-        self._read.add(name)
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.error(name, f"is {shown_json(value)}", "an object or null")
+        value = self.read(name, _accepting("an object or null", lambda value: isinstance(value, dict), None))
         return None if value is None else Fields(value, self._path, f"{self._prefix}{name}.")
 
     def reject_unread(self) -> None:
@@ -135,19 +140,12 @@ class Fields:
         for name in self._unread():
             neutral = _CHANGES_RESULTS.get(name, () if name.startswith(_PREFIXES) else None)
             if neutral is None:
-                unknown += [] if name in NO_INFLUENCE else [name]
-            elif not any(same(self._values[name], value) for value in neutral):
+                unknown += [] if name in NO_INFLUENCE else [self._named(name)]
+            elif not _is_one_of(self._values[name], neutral):
                 accepted = ", ".join(map(shown_json, neutral))
                 raise self._unsupported(name, f"accepted: {accepted or 'null'}")
         if unknown:
-            listed = ", ".join(map(self._named, unknown[:_NAMED_FIELDS]))
-            if len(unknown) > _NAMED_FIELDS:
-                listed += f" and {len(unknown) - _NAMED_FIELDS} more"
-            warnings.warn(f"{self._path}: unknown fields are ignored: {listed}", stacklevel=2)
-
-    def check_quantization(self) -> None:
-        """For config.json itself: ConfigError, of one line, for the formats of other tools."""
-        check_quantization(self._path, self._values)
+            warnings.warn(f"{self._path}: unknown fields are ignored: {', '.join(unknown)}", stacklevel=2)
 
     def _unread(self) -> list[str]:
         return [name for name in self._values if name not in self._read and name in self]
@@ -157,14 +155,117 @@ class Fields:
         return ConfigError(f"{self._path}: field {self._named(name)} is not supported: {reason} (got {got})")
 
 
-def same(value: Any, choice: Any) -> bool:
+class Declared:
+    """Base class of dataclasses that are read from a JSON object.
+
+    A subclass declares each field with a function of this module, under the JSON field's name. Fields are read in the
+    order of their declarations.
+    checked: declarations of JSON fields that are checked before all others and have no field in the dataclass
+    """
+
+    checked: ClassVar[dict[str, Any]] = {}
+
+    def check(self, fields: Fields) -> None:
+        """Raises ConfigError for fields that contradict each other. fields: the object that this was read from."""
+
+    @classmethod
+    def read(cls, fields: Fields, **given: Any) -> Self:
+        """The dataclass from `fields`. given: values of fields that are not read.
+
+        Raises ConfigError that names the field, what it holds and what is accepted.
+        """
+        for name, declared in cls.checked.items():
+            fields.read(name, declared)
+        known = SimpleNamespace(**given)
+        for field in dataclasses.fields(cls):
+            if field.name not in given:
+                compute = field.metadata.get("compute")
+                value = fields.read(field.name, field) if compute is None else compute(fields, known)
+                setattr(known, field.name, value)
+        config = cls(**vars(known))
+        config.check(fields)
+        return config
+
+
+def computed(compute: Callable[[Fields, SimpleNamespace], Any]) -> Any:
+    """A field that is read in its own way. compute: (the JSON object, the dataclass's fields read before) -> value"""
+    return dataclasses.field(metadata={"compute": compute})
+
+
+def integer(minimum: int = 1, maximum: int = MAX_DIMENSION, default: Any = _REQUIRED) -> Any:
+    accepted = f"an integer of at least {minimum}, up to {maximum}"
+    return _accepting(accepted, lambda value: type(value) is int and minimum <= value <= maximum, default)
+
+
+def number(minimum: float = 1e-9, maximum: float = 1e9, default: Any = _REQUIRED) -> Any:
+    """A float above 0."""
+
+    def fits(value: Any) -> bool:
+        # The comparison is exact: an integer that no float can hold is not converted, and NaN is in no range.
+        return type(value) in (int, float) and minimum <= value <= maximum
+
+    return _accepting(f"a finite number above 0, from {minimum:g} to {maximum:g}", fits, default, float)
+
+
+def epsilon() -> Any:
+    """An addend of a denominator. fp32 can hold it, and it is at most 1."""
+    return number(minimum=1e-30, maximum=1.0)
+
+
+def one_of(*choices: Any, default: Any = _REQUIRED) -> Any:
+    return _accepting(_listed(choices), lambda value: _is_one_of(value, choices), default)
+
+
+def only(value: Any) -> Any:
+    """The one accepted value, and the default. Another value needs code that does not exist."""
+    return one_of(value, default=value)
+
+
+def refused(problem: str) -> Any:
+    """A field that must be missing or null."""
+    return _accepting(f"null: {problem}", lambda value: False, None)
+
+
+def each_of(*choices: Any, counts: dict[int, str]) -> Any:
+    """A list of choices, a string of them as letters, or null. counts: accepted number of items -> what it follows
+    from"""
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, list | str) or len(value) not in counts:
+            return False
+        return all(_is_one_of(item, choices) for item in value)
+
+    numbers = " or ".join(f"{count} ({source})" for count, source in counts.items())
+    return _accepting(f"{numbers} items, each one of {_listed(choices)}, or null", fits, None, tuple)
+
+
+def anything() -> Any:
+    """A field that has no influence."""
+    return _accepting("anything", lambda value: True, None)
+
+
+def token_ids(vocab_size: int) -> Any:
+    """The tuple of a token id, of a list of them, or of null."""
+
+    def ids(value: Any) -> tuple:
+        return tuple(value) if isinstance(value, list) else (value,)
+
+    def fits(value: Any) -> bool:
+        return all(type(token) is int and 0 <= token < vocab_size for token in ids(value))
+
+    return _accepting(f"token ids in [0, vocab_size={vocab_size}), or null", fits, (), ids)
+
+
+def _accepting(
+    listed: str, fits: Callable[[Any], bool], default: Any, convert: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    return dataclasses.field(metadata={"accepted": _Accepted(listed, fits, default, convert)})
+
+
+def _listed(choices: tuple) -> str:
+    return ", ".join(map(shown_json, choices))
+
+
+def _is_one_of(value: Any, choices: tuple) -> bool:
     """0 == False in Python, but not in a configuration."""
-    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
-
-
-def read_object(path: Path) -> Fields:
-    try:
-        return Fields(read_json_object(path, ConfigError, MAX_CONFIG_BYTES), path)
-    except FileNotFoundError:
-        instead = found_instead(path.parent)
-        raise ConfigError(f"{path}: no such file; a checkpoint directory holds a config.json{instead}") from None
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices)

@@ -1,23 +1,25 @@
 """The fields of config.json that all families have, and how rope and quantisation are read."""
 
-import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 from dsa_layers.arguments import shown_json
-from dsa_layers.config.declared import (
+from dsa_layers.config.fields import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_TOKENS,
     Declared,
+    Fields,
+    anything,
     computed,
     epsilon,
     integer,
     number,
     one_of,
     only,
-    strings,
     token_ids,
 )
-from dsa_layers.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_TOKENS, Fields
 
 # A base of frequencies. YaRN divides by its logarithm.
 THETA = number(minimum=2.0, maximum=1e30)
@@ -73,26 +75,11 @@ def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:
     return yarn
 
 
-# GLM's configurations call the indexer's weights_proj "indexers_proj".
-_NEVER_QUANTIZED = re.compile(
-    r"lm_head|model\.embed_tokens|model\.norm|model\.layers\.\d+\.("
-    r"(input|post_attention)_layernorm|self_attn\.(q_a|kv_a)_layernorm|self_attn\.indexer\.k_norm(\.bias)?"
-    r"|self_attn\.(indexer\.weights_proj|indexers_proj)|mlp\.gate(\.e_score_correction_bias)?"
-    r"|embed_tokens|enorm|hnorm|eh_proj|shared_head\.(norm|head))"
-)
-
-
-def _read_scale_fmt(fields: Fields, known: SimpleNamespace) -> str | None:
-    # "float" is transformers' word for scales of any fp32 value.
-    scale_fmt = fields.read("scale_fmt", one_of("ue8m0", "float", default=None))
-    return None if scale_fmt == "float" else scale_fmt
-
-
 @dataclass(frozen=True)
 class QuantizationConfig(Declared):
     """FP8 e4m3 weights with one fp32 scale per block of 128 x 128.
 
-    scale_fmt: "ue8m0" if every scale, of weights and of activations, is a power of two; None if it is any fp32.
+    scale_fmt: "ue8m0" if every scale, of weights and of activations, is a power of two; "float" if it is any fp32.
     expert_dtype: "fp8" or "fp4", how routed experts are stored; None if the configuration does not say.
     """
 
@@ -103,21 +90,12 @@ class QuantizationConfig(Declared):
         "weight_block_size": one_of([128, 128]),
         "dequantize": only(False),
         "modules_to_convert": only([]),
+        # Loading finds a weight that is not quantised and should be.
+        "modules_to_not_convert": anything(),
     }
 
-    scale_fmt: str | None = computed(_read_scale_fmt)
+    scale_fmt: str = one_of("ue8m0", "float", default="float")
     expert_dtype: str | None = only("fp8")
-
-    def check(self, fields: Fields) -> None:
-        """The published formats fix which tensors are FP8. A list of modules may only repeat that."""
-        for module in fields.read("modules_to_not_convert", strings()):
-            if not _NEVER_QUANTIZED.fullmatch(module):
-                raise fields.error(
-                    "modules_to_not_convert",
-                    f"holds {shown_json(module)}",
-                    "'lm_head', 'model.embed_tokens', and of each layer the norms, mlp.gate, the indexer's "
-                    "weights_proj and eh_proj",
-                )
 
 
 def read_quantization(quantization: Fields | None, **given: Any) -> QuantizationConfig | None:
@@ -188,6 +166,11 @@ class ModelConfig(Declared):
         lambda fields, known: read_quantization(fields.object("quantization_config"))
     )
     dtype: str = computed(read_dtype)
+
+    @property
+    def use_ue8m0(self) -> bool:
+        """Whether every FP8 scale is a power of two."""
+        return self.quantization is not None and self.quantization.scale_fmt == "ue8m0"
 
     def fp8_widths(self) -> dict[str, int]:
         """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128.

@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from dsa_layers.arguments import integer, shown
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.stream_decoder import StreamDecoder
-from dsa_layers.io.tokenizer import Tokenizer
+from dsa_layers.io.tokenizer import StreamDecoder, Tokenizer
 
 FinishReason = Literal["eos", "stop", "length", "error"]
 

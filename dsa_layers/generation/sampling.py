@@ -9,7 +9,7 @@ from typing import Any
 
 from dsa_layers.arguments import flag, integer, number, shown
 from dsa_layers.errors import ConfigError
-from dsa_layers.io.hub import checkpoint_directory
+from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object
 
 # Parameter -> (its check, whether a value is accepted, what is accepted)

@@ -1,4 +1,4 @@
-"""Chat templates: programs that come with checkpoints, rendered in jinja2's sandbox.
+"""Chat templates, rendered in jinja2's sandbox: those of checkpoints, and ours for models that are released without.
 
 The sandbox keeps a template from files, modules and attributes of Python objects. It does not limit time and memory.
 The environment is the one that templates are written for: that of transformers.
@@ -17,7 +17,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dsa_layers.errors import TokenizerError
 
+_FOLDER = Path(__file__).parent / "chat_formats"
+# Templates of models whose releases have an encoder in Python instead, by config.json's model_type.
+FORMATS = {model_type: _FOLDER / f"{model_type}.jinja" for model_type in ("deepseek_v32", "deepseek_v4")}
+# Tokens that every format needs. A tokenizer without them is not made for conversations.
+NEEDED = ("<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+
 _MAX_ERROR = 500  # characters; a template can write the message
+
+
+def format_source(path: Path) -> str:
+    """The template of a format, with the macros that all formats share."""
+    return (_FOLDER / "markup.jinja").read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
 
 
 def render(path: Path, source: str, variables: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -49,7 +60,7 @@ def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters |= {"tojson": _to_json, "from_json": _from_json}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.now().strftime(format),
@@ -65,3 +76,11 @@ def _raise_exception(message: str) -> NoReturn:
 def _to_json(value: Any, **options: Any) -> str:
     """jinja2's own filter escapes <, >, & and ' for HTML; a prompt is not HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _from_json(text: str) -> Any:
+    """The value of a text, None for a text that is no JSON. Only our own formats use this filter."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -1,4 +1,8 @@
-"""A directory of safetensors files as one mapping from names to tensors."""
+"""A checkpoint's directory, given by its path or by its id on the Hugging Face hub, and its safetensors files.
+
+huggingface_hub, an extra, downloads the files that its cache lacks. Its own environment variables apply, among them
+HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN.
+"""
 
 import hashlib
 import math
@@ -13,20 +17,50 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsa_layers.arguments import shown_json
+from dsa_layers.arguments import path_of, shown_json
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io.fused_experts import Index
-from dsa_layers.other_formats import found_instead
-from dsa_layers.untrusted_files import check_file, is_there, read_json_object
+from dsa_layers.io.tensors import Index
+from dsa_layers.untrusted_files import ACCEPTED, check_no_pointer, found_instead, is_there, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_TENSORS = 2**18  # of a checkpoint; the largest that is published has 145,000
+INSTALL = "pip install 'dsa-kernels[hub]'"
 
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_MAX_ERROR = 500  # characters of the hub's message
 _MAX_INDEX = 2**25  # bytes
 _OPEN_FILES = 8
 _SAMPLES, _SAMPLE_BYTES = 16, 1024  # of each file, for a digest
 _SHOWN_PROBLEMS = 10
+
+
+def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> Path:
+    """The directory of a checkpoint: `name` itself if that exists or can be no hub id, which is OWNER/NAME; else where
+    huggingface_hub keeps the model of this id.
+
+    weights  whether weights are needed too, and not only configuration, tokenizer and chat template
+    Raises ImportError, which says what to install, where huggingface_hub is missing. Raises CheckpointError (a
+    ValueError) for an id that the hub does not know, for an id that the cache does not hold if the hub cannot be
+    reached, and for a GGUF file. Raises TypeError unless `name` is a string or a path.
+    """
+    path, text = path_of("directory", name), os.fspath(name)
+    if path.suffix == ".gguf" and path.is_file():
+        raise CheckpointError(f"{text}: is GGUF, which llama.cpp reads; {ACCEPTED}")
+    if is_there(path) or not _ID.fullmatch(text):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ImportError(f"{text}: no such directory; to find it on the hub, {INSTALL}") from None
+
+    files = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(text, allow_patterns=files, ignore_patterns=["*/*", "consolidated*"]))
+    except Exception as error:  # any of the network libraries' exceptions
+        problem = " ".join(str(error).split())[:_MAX_ERROR]
+        raise CheckpointError(
+            f"{text}: no such directory; the hub does not give it: {type(error).__name__}: {problem}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,44 +80,31 @@ class Checkpoint:
     """The tensors in a directory of safetensors files, known from their headers. `read` reads one of them.
 
     `tensors` maps each name to its TensorInfo, in the order of the files and of the data inside each.
-    Raises CheckpointError if the directory holds no checkpoint or two, if the index and the files disagree, or if a
-    file is missing or damaged.
+    The index says which files belong to the checkpoint.
+    Raises CheckpointError if the directory holds no checkpoint or two, if two files hold a tensor of the same name, or
+    if a file is missing or damaged.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = Path(directory)
         index, single = (is_there(self.directory / name) for name in (INDEX_NAME, SINGLE_NAME))
-        if index and single:
-            raise CheckpointError(f"{self.directory}: holds both {INDEX_NAME} and {SINGLE_NAME}; keep one of them")
-        if not index and not single:
-            instead = found_instead(self.directory)
-            raise CheckpointError(f"{self.directory}: holds no {INDEX_NAME} and no {SINGLE_NAME}{instead}")
-        weight_map = _read_index(self.directory / INDEX_NAME) if index else None
-        files = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
+        if index == single:
+            found = "both" if single else f"neither{found_instead(self.directory)}"
+            raise CheckpointError(f"{self.directory}: must hold either {INDEX_NAME} or {SINGLE_NAME}, got {found}")
+        files = sorted({*_read_index(self.directory / INDEX_NAME).values()}) if index else [SINGLE_NAME]
         # Opening parses the whole header, and a weight's scale may be in another file: some files stay open.
         self._opened = lru_cache(maxsize=_OPEN_FILES)(self._open)
         self.tensors: dict[str, TensorInfo] = {}
         problems: list[str] = []
-        unreadable: set[str] = set()
         for file in files:
             try:
                 held = self._header(file)
             except CheckpointError as error:
                 problems.append(str(error))
-                unreadable.add(file)
                 continue
             twice = held.keys() & self.tensors.keys()
             problems += [f"{name}: in two files, {self.tensors[name].file} and {file}" for name in sorted(twice)]
             self.tensors |= held
-            if len(self.tensors) > MAX_TENSORS:
-                raise CheckpointError(f"{self.directory}: holds more than {MAX_TENSORS} tensors")
-        for name, file in (weight_map or {}).items():
-            found = self.tensors.get(name)
-            if file not in unreadable and (found is None or found.file != file):
-                problems.append(f"{file}: lacks {name}, which {INDEX_NAME} puts there")
-        for name, info in self.tensors.items() if weight_map is not None else ():
-            if name not in weight_map:
-                problems.append(f"{info.file}: holds {name}, which {INDEX_NAME} does not list")
         raise_problems(self.directory, problems)
 
     def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
@@ -124,16 +145,15 @@ class Checkpoint:
     def _header(self, file: str) -> dict[str, TensorInfo]:
         """The tensors of a file, in the order of their data. The safetensors library refuses a header that is too
         large, is no valid JSON, or does not match the file's size, and tensors that overlap or leave gaps."""
+        path = self.directory / file
         try:
-            check_file(self.directory / file, CheckpointError)
+            check_no_pointer(path, CheckpointError)
             stored = self._opened(file)
         except FileNotFoundError:
             raise CheckpointError(f"{file}: missing, though {INDEX_NAME} lists it") from None
-        except CheckpointError:
-            raise
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             problem = str(error).removeprefix("Error while deserializing header: ")
-            size = (self.directory / file).stat().st_size
+            size = path.stat().st_size
             raise CheckpointError(f"{file}: not a safetensors file, or cut short at {size} bytes: {problem}") from error
         held = {}
         for name in stored.offset_keys():

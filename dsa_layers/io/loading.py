@@ -2,28 +2,29 @@
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import dsa
 from dsa_layers.arguments import flag
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import split
-from dsa_layers.errors import CheckpointError
-from dsa_layers.io.checks import check_quantised_sizes, check_values
-from dsa_layers.io.directory import Checkpoint
-from dsa_layers.io.fused_experts import split_experts
-from dsa_layers.io.hub import checkpoint_directory
-from dsa_layers.io.manifest import SCALE_SUFFIX
+from dsa_layers.errors import CheckpointError, ConfigError
+from dsa_layers.io.directory import Checkpoint, checkpoint_directory
 from dsa_layers.io.plan import PACKED
-from dsa_layers.io.rank_parts import RankParts
-from dsa_layers.io.unfilled import unfilled
-from dsa_layers.io.weights import load_weights
+from dsa_layers.io.tensors import SCALE_SUFFIX, split_experts
+from dsa_layers.io.weights import RankParts, load_weights
+from dsa_layers.layers.indexer import FP8_DIM
+from dsa_layers.layers.linear import BLOCK
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.precision import Precision, check_device
 from dsa_layers.models.protocols import CheckpointModel
@@ -120,6 +121,50 @@ def load_model(
     return model.train(trainable)
 
 
+def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
+    """Raises ConfigError for a field of `config`, read from `path`, with which nothing can be quantised."""
+    needs = []
+    if precision.fp8_indexer:
+        accepted = f"{FP8_DIM}, as quantised index keys have. With dequantize=True others will do"
+        needs.append(("index_head_dim", config.index_head_dim == FP8_DIM, accepted))
+    for name, width in config.fp8_widths().items() if precision.fp8_linear else ():
+        accepted = f"a multiple of {BLOCK}, the columns that share an FP8 scale. With dequantize=True others will do"
+        if width != getattr(config, name):
+            accepted = f"what makes the width of a projection's input, now {width}, {accepted}"
+        needs.append((name, width % BLOCK == 0, accepted))
+    for name, size in config.fp8_cache_sizes.items() if precision.kv_cache == "fp8" else ():
+        accepted = f"{size}, as latents in FP8 have. With kv_cache='model' others will do"
+        needs.append((name, getattr(config, name) == size, accepted))
+    for name, fits, accepted in needs:
+        if not fits:
+            raise ConfigError(f"{path}: field '{name}' is {getattr(config, name)}; accepted: {accepted}")
+
+
+def check_values(model: nn.Module, directory: Path) -> None:
+    """Raises CheckpointError for values with which a module would read beyond its tensors, such as a missing expert's
+    number in a table of experts. Modules whose tensors hold such values have `check_values` (see `CheckpointModel`)."""
+    for name, module in model.named_modules():
+        if (check := getattr(module, "check_values", None)) is None:
+            continue
+        try:
+            check()
+        except ValueError as error:
+            raise CheckpointError(f"{directory}: {name}.{error}") from None
+
+
+class _LeaveParameters(TorchFunctionMode):
+    """torch.nn.init does nothing: of parameters without memory it fills none, yet imports all of Dynamo to do it, which
+    takes two seconds."""
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
+
+
 def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool = False) -> CheckpointModel:
     """The model on the meta device. Raises ValueError if a drafter is asked for, and the family or the checkpoint has
     none."""
@@ -129,7 +174,7 @@ def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool =
     if drafter and not config.num_nextn_predict_layers:
         accepted = "accepted: a checkpoint with such a layer"
         raise ValueError(f"drafter: config.json has num_nextn_predict_layers=0; {accepted}")
-    with unfilled():
+    with torch.device("meta"), _LeaveParameters():
         model = of_family.model(config, precision)
         if drafter:
             model.drafter = of_family.drafter(model)

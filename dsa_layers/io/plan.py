@@ -10,26 +10,22 @@ import torch
 from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import Checkpoint, TensorInfo
-from dsa_layers.io.fp4 import GROUP, dequantize_fp4, quantize
-from dsa_layers.io.fused_experts import Index, sliced
-from dsa_layers.io.manifest import BLOCK_SCALE_SUFFIX, SCALE_SUFFIX
+from dsa_layers.io.tensors import (
+    BLOCK_SCALE_SUFFIX,
+    DTYPES,
+    FLOATS,
+    GROUP,
+    SCALE_SUFFIX,
+    Index,
+    dequantize_fp4,
+    quantize,
+    sliced,
+)
 from dsa_layers.layers.linear import BLOCK
 
 # A tensor's name and shape -> the names of its parts, each with its slice; () is the whole tensor.
 PartsOf = Callable[[str, tuple[int, ...]], dict[str, Index]]
 
-FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
-DTYPES = FLOATS | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
 # Dtypes of packed FP4, and the values per column that the header counts: I8 counts bytes, F4 counts values.
 PACKED = {"I8": 2, "F4": 1}
 
@@ -38,18 +34,18 @@ PACKED = {"I8": 2, "F4": 1}
 class Target:
     """A tensor to make, or the slice `index` of it that the checkpoint holds as one tensor.
 
-    shape: the slice's shape; whole: the shape of the tensor `name`
+    whole: the shape of the tensor `name`
     """
 
     name: str
     index: Index
-    shape: tuple[int, ...]
     whole: tuple[int, ...]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, name: str, index: Index, whole: tuple[int, ...], dtype: torch.dtype) -> "Target":
-        return cls(name, index, sliced(whole, index), whole, dtype)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the slice."""
+        return sliced(self.whole, self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +122,19 @@ class Step:
     def problem(self) -> str | None:
         """What prevents the step; None if nothing does."""
         info, label = self.part.info, self.part.label
-        shape, expected = (
-            _values(info.shape, PACKED.get(info.dtype, 1) if self.stored == "FP4" else 1),
-            self.target.shape,
-        )
-        expected = _values(expected, 2 if self.wanted == "FP4" else 1)
+        shape = _values(info.shape, PACKED[info.dtype]) if self.stored == "FP4" else info.shape
+        expected = _values(self.target.shape, 2) if self.wanted == "FP4" else self.target.shape
         if shape != expected:
             return f"{label} has shape {list(shape)}; expected {list(expected)}"
         if self.stored is not None:
             return self._scale_problem(shape)
-        if self.wanted is not None and self.use_ue8m0 is None:
-            hint = (
-                ". Load a checkpoint that is not quantised with dequantize=True"
-                if info.dtype in FLOATS.values()
-                else ""
-            )
-            return f"{label} is {info.dtype}; expected {DTYPES[self.target.dtype]}{hint}"
-        is_float = self.wanted is not None or self.target.dtype in FLOATS
-        accepted = FLOATS.values() if is_float else [DTYPES.get(self.target.dtype, str(self.target.dtype))]
-        return None if info.dtype in accepted else f"{label} is {info.dtype}; expected {' or '.join(accepted)}"
+        hint = ""
+        accepted = [*FLOATS.values()] if self.target.dtype in FLOATS else [DTYPES[self.target.dtype]]
+        if self.wanted is not None and self.use_ue8m0 is not None:
+            accepted = [*FLOATS.values()]
+        elif self.wanted is not None and info.dtype in FLOATS.values():
+            hint = ". Load a checkpoint that is not quantised with dequantize=True"
+        return None if info.dtype in accepted else f"{label} is {info.dtype}; expected {' or '.join(accepted)}{hint}"
 
     def _scale_problem(self, shape: tuple[int, ...]) -> str | None:
         """shape: of the part's values."""
@@ -229,11 +219,12 @@ def make_plan(
             use_ue8m0,
         )
         steps.append(step)
-        if problem := step.problem():
+        problem = step.problem()
+        if problem is not None:
             problems.append(f"{part.info.file}: {problem}")
     for name, target in wanted.items():
         if name not in parts and name not in scales:
-            problems.append(f"{name}: missing; expected {DTYPES.get(target.dtype, target.dtype)} {list(target.shape)}")
+            problems.append(f"{name}: missing; expected {DTYPES[target.dtype]} {list(target.shape)}")
     for name, part in parts.items():
         if name not in read:
             problems.append(f"{part.info.file}: unexpected {part.label} ({part.info})")

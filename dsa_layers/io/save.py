@@ -1,34 +1,51 @@
-"""Checkpoints in their family's published format, made of a model or of another checkpoint."""
+"""Checkpoints in their family's published format, made of a model or of another checkpoint, and their files."""
 
 import hashlib
+import json
+import os
 import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
 
 from dsa.runtime.checks import check_choice
-from dsa_layers.arguments import integer, path_of
-from dsa_layers.io.directory import Checkpoint, raise_problems
-from dsa_layers.io.fused_experts import split_experts
-from dsa_layers.io.hub import checkpoint_directory
-from dsa_layers.io.manifest import SCALE_SUFFIX
+from dsa_layers.arguments import integer, path_of, shown
+from dsa_layers.io.directory import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    bytes_of,
+    checkpoint_directory,
+    raise_problems,
+)
 from dsa_layers.io.plan import Target, make_plan, parts_of_checkpoint
-from dsa_layers.io.published_format import (
+from dsa_layers.io.published import (
     STORAGES,
+    Manifest,
     Storage,
     as_published,
     copied_from,
+    published_manifest,
     scales_of,
     shape_of_values,
-    storage_manifest,
     stored_as,
-    torch_dtype,
-    uses_ue8m0,
 )
-from dsa_layers.io.shards import SHARD_BYTES, split_into_files, write_shards
+from dsa_layers.io.tensors import SCALE_SUFFIX, TORCH_DTYPES, split_experts
 from dsa_layers.io.weights import read_step
 from dsa_layers.models.precision import check_device
 from dsa_layers.models.protocols import CheckpointModel
+
+SHARD_BYTES = 5 * 10**9
+PART = ".part"  # the end of a file's name while it is written
+# Copied from the directory that a checkpoint is made like.
+_COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE*")
 
 
 def save_model(
@@ -62,7 +79,7 @@ def save_model(
     for name, tensor in model.state_dict().items():
         places = split_experts(name, tuple(tensor.shape))
         values |= {part: tensor[index] if index else tensor for part, index in places.items()}
-    manifest = storage_manifest(config, dtype)
+    manifest = published_manifest(config, fp4_experts=dtype == "fp4")
     scales = scales_of(manifest)
     for stored in manifest.keys() - {*scales.values()}:
         name, shape = model.name_of(stored), shape_of_values(stored, manifest)
@@ -72,7 +89,7 @@ def save_model(
 
     def make(stored: str) -> dict[str, torch.Tensor]:
         value = values[model.name_of(stored)].detach()
-        made = as_published(stored, value, manifest, scales, use_ue8m0=uses_ue8m0(config))
+        made = as_published(stored, value, manifest, scales, use_ue8m0=config.use_ue8m0)
         # A drafter shares the embedding and the head; a file does not.
         return {name: x.cpu() if x.data_ptr() != value.data_ptr() else x.cpu().clone() for name, x in made.items()}
 
@@ -114,10 +131,10 @@ def convert_checkpoint(
     problems: list[str] = []
     parts = parts_of_checkpoint(checkpoint, problems, lambda name: False, _with_scale_suffix, split_experts)
     fields, config = stored_as(source, dtype, drafter=True)
-    manifest = storage_manifest(config, dtype)
+    manifest = published_manifest(config, fp4_experts=dtype == "fp4")
     if config.num_nextn_predict_layers:
         without_drafter = stored_as(source, dtype, drafter=False)
-        main = storage_manifest(without_drafter[1], dtype)
+        main = published_manifest(without_drafter[1], fp4_experts=dtype == "fp4")
         if not any(name in parts for name in manifest if name not in main):
             (fields, config), manifest = without_drafter, main
     # Nothing reads the copies of the embedding and the head, and some checkpoints do not have them.
@@ -127,8 +144,8 @@ def convert_checkpoint(
     wanted = {}
     for name, (shape, stored) in manifest.items():
         target = names.get(name, name)
-        wanted[target] = Target.of(target, (), shape, torch_dtype(stored))
-    steps = make_plan(wanted, parts, problems, use_ue8m0=uses_ue8m0(config))
+        wanted[target] = Target(target, (), shape, TORCH_DTYPES[stored])
+    steps = make_plan(wanted, parts, problems, use_ue8m0=config.use_ue8m0)
     raise_problems(source, problems)
     step_of = {step.target.name: step for step in steps}
 
@@ -144,3 +161,111 @@ def convert_checkpoint(
 def _with_scale_suffix(name: str) -> str:
     """The name of a tensor, in which a scale has one of its two spellings: x.weight_scale_inv, not x.scale."""
     return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
+
+
+def split_into_files(manifest: Manifest, most: int = SHARD_BYTES) -> dict[str, list[str]]:
+    """File name -> the tensors in it, a weight always together with its scale. A file has at most `most` bytes, or one
+    tensor with its scale."""
+    scales = scales_of(manifest)
+    of_weights = {*scales.values()}
+    groups: list[list[str]] = []
+    filled = most
+    for name in manifest:
+        if name in of_weights:
+            continue
+        names = [name, scales[name]] if name in scales else [name]
+        size = _size(manifest, names)
+        if filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1] += names
+        filled += size
+    count = len(groups)
+    if count == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def write_shards(
+    directory: Path,
+    manifest: Manifest,
+    files: Mapping[str, Sequence[str]],
+    make: Callable[[str], dict[str, torch.Tensor]],
+    fields: Mapping[str, Any],
+    *,
+    like: Path,
+    made_from: str = "",
+    progress: bool = True,
+) -> None:
+    """Write the index if there are several files, the files, copies of the tokenizer's files in the directory `like`,
+    and config.json with `fields`. config.json comes last, so a directory with a config.json is complete.
+
+    files      the tensors of the manifest in each file (`split_into_files`)
+    make       a weight's name -> the tensor, and its scale if it has one
+    made_from  identifies the source of the tensors, in the index. If the directory's index has the same mark, files
+               that exist are not written again: after an interruption the same call continues. Empty: no mark
+
+    At most one file's tensors are in memory at a time.
+    Raises ValueError for a directory with other weights.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    present = {path.name for path in directory.glob("*.safetensors")}
+    done = present & files_made_from(directory, made_from) if made_from else set()
+    if others := sorted(present - done):
+        raise ValueError(
+            f"directory: must hold no weights, unless the same call was interrupted, got {directory} with "
+            f"{shown(others[0])}"
+        )
+    sizes = {file: _size(manifest, names) for file, names in files.items() if file not in done}
+    if len(files) > 1:
+        metadata = {"total_size": _size(manifest, manifest)} | ({"made_from": made_from} if made_from else {})
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(directory / INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
+    else:
+        (directory / INDEX_NAME).unlink(missing_ok=True)  # without weights it describes nothing
+    scales = {*scales_of(manifest).values()}
+    with tqdm(
+        total=sum(sizes.values()), unit="B", unit_scale=True, desc="Writing", disable=None if progress else True
+    ) as bar:
+        for file in sizes:
+            tensors: dict[str, torch.Tensor] = {}
+            for name in files[file]:
+                tensors |= {} if name in scales else make(name)
+                bar.update(_size(manifest, [name]))
+            save_tensors(directory / file, tensors)
+    if like.resolve() != directory.resolve():
+        for path in (path for pattern in _COPIED for path in like.glob(pattern)):
+            shutil.copyfile(path, directory / path.name)
+    write_json(directory / "config.json", fields)
+
+
+def files_made_from(directory: Path, made_from: str) -> set[str]:
+    """The files in the index that `write_shards` has written with this mark; none if the index has another mark."""
+    try:
+        index = json.loads((directory / INDEX_NAME).read_bytes())
+        return set(index["weight_map"].values()) if index["metadata"]["made_from"] == made_from else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file: under another name until it is whole, and with the permissions of new files, which the
+    library does not use."""
+    part = path.with_name(path.name + PART)
+    part.touch()
+    mode = part.stat().st_mode
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from None
+    part.chmod(mode)
+    os.replace(part, path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _size(manifest: Manifest, names: Iterable[str]) -> int:
+    shapes = (manifest[name] for name in names)
+    return sum(bytes_of(dtype, shape) for shape, dtype in shapes)

@@ -1,8 +1,7 @@
 """Text to token ids and back, with the tokenizer and the chat template of a checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import tokenizers
 
 from dsa_layers.arguments import instance, shown, shown_json
 from dsa_layers.errors import TokenizerError
-from dsa_layers.io.chat_formats import FORMATS, NEEDED, ChatFormat
-from dsa_layers.io.chat_template import render
-from dsa_layers.io.hub import checkpoint_directory
-from dsa_layers.io.stream_decoder import StreamDecoder
+from dsa_layers.io.chat_template import FORMATS, NEEDED, format_source, render
+from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import is_there, read_json_object, read_text
 
 # Bytes. The largest published tokenizer.json has 35 MB.
@@ -22,6 +19,7 @@ _MAX_TOKENIZER = 2**26
 _MAX_CONFIG = 2**23
 _MAX_TEMPLATE = 2**20
 
+_REPLACEMENT = "\ufffd"  # what a decoder writes for the bytes of half a character
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -31,11 +29,12 @@ class Tokenizer:
 
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
     special_tokens: the texts of the tokens that `decode` leaves out.
-    The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
-    a list of {"name", "template"} of which "default" is taken. It is a program that comes with the checkpoint and
+    has_chat_template: whether `apply_chat_template` has a template.
+    The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`, a
+    string. It is a program that comes with the checkpoint and
     runs in jinja2's sandbox. It is compiled when it is first used.
-    A checkpoint without a template has the chat format of its config.json's `model_type`, if `chat_formats.FORMATS`
-    has one and the tokenizer has the format's tokens.
+    A checkpoint without a template has our template for its config.json's `model_type` ("deepseek_v32" or
+    "deepseek_v4"), if the tokenizer has the format's tokens.
     tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
     Raises TokenizerError (a ValueError) that names the file that is missing or malformed.
     """
@@ -43,44 +42,28 @@ class Tokenizer:
     def __init__(self, directory: str | PathLike[str]) -> None:
         directory = checkpoint_directory(directory, weights=False)
         self._path, config_path = directory / "tokenizer.json", directory / "tokenizer_config.json"
+        text = read_text(self._path, TokenizerError, _MAX_TOKENIZER)
         with _failures(f"{self._path}: not a tokenizer"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(read_text(self._path, TokenizerError, _MAX_TOKENIZER))
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             added = self._tokenizer.get_added_tokens_decoder().values()
-        self._added = frozenset(token.content for token in added)
         self.special_tokens = frozenset(token.content for token in added if token.special)
 
-        with _failures(f"{config_path}: not a tokenizer's configuration"):
-            config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
+        config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
         named = {name: config[name] for name in _SPECIAL if config.get(name) is not None}
         self._special = {name: _token_text(config_path, name, value) for name, value in named.items()}
         self.bos_token_id = self._token_id("bos_token", config_path)
         self.eos_token_id = self._token_id("eos_token", config_path)
 
-        self._model_config_path, self._template_path = directory / "config.json", directory / "chat_template.jinja"
-        if is_there(self._template_path):
-            self._template = read_text(self._template_path, TokenizerError, _MAX_TEMPLATE)
-        else:
-            self._template, self._template_path = _chat_template(config_path, config), config_path
+        tokens = {token.content for token in added}
+        self._template_path, self._template = _find_template(directory, config, tokens)
+        self.has_chat_template = self._template is not None
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens, special ones included. The model may have more rows than that."""
         return self._tokenizer.get_vocab_size()
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` has a template or a format. Raises TokenizerError for a config.json that cannot
-        be read."""
-        return self._template is not None or self._format is not None
-
-    @cached_property
-    def _format(self) -> ChatFormat | None:
-        if not is_there(self._model_config_path):
-            return None
-        model_type = read_json_object(self._model_config_path, TokenizerError, _MAX_CONFIG).get("model_type")
-        return FORMATS.get(model_type) if isinstance(model_type, str) and self._added.issuperset(NEEDED) else None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of `text`; special tokens that are spelled out in it become their ids.
@@ -106,7 +89,7 @@ class Tokenizer:
         with _failures(f"{self._path}: cannot decode {len(ids)} ids"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def stream(self) -> StreamDecoder:
+    def stream(self) -> "StreamDecoder":
         """A decoder for ids that come one by one."""
         return StreamDecoder(self.decode)
 
@@ -118,47 +101,76 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template or format.
+        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template.
 
         add_generation_prompt ends it where the assistant's answer begins. The prompt begins with BOS, as text.
         tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
-        variables: the template's variables. A format takes options: for DeepSeek-V3.2 and V4 `thinking` or
-        `enable_thinking`, and `drop_thinking`; for V4 `reasoning_effort` too (`chat_formats`).
-        Raises TokenizerError if there is neither template nor format, if it refuses the messages or fails, and if it
-        does not know a variable.
+        variables: the template's variables. The templates of DeepSeek-V3.2 and V4 have `thinking` or
+        `enable_thinking`, and `drop_thinking`; that of V4 `reasoning_effort` too (`chat_formats`).
+        Raises TokenizerError if there is no template, if it refuses the messages or fails, and if it does not know a
+        variable.
         """
-        if self._template is not None:
-            given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
-            return render(self._template_path, self._template, {"documents": None, **self._special, **given}, variables)
-        if self._format is None:
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+            raise TokenizerError(f"messages: must be a list, got {shown(messages)}")
+        if self._template is None:
             raise TokenizerError(
                 f"{self._template_path}: holds no chat_template, there is no chat_template.jinja, and no chat format "
                 "is known for config.json's model_type with this tokenizer"
             )
-        return self._format(messages, tools, variables, add_generation_prompt=add_generation_prompt)
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        return render(self._template_path, self._template, {"documents": None, **self._special, **given}, variables)
 
     def _token_id(self, name: str, path: Path) -> int | None:
         text = self._special.get(name)
         if text is None:
             return None
-        with _failures(f"{path}: {name} {shown(text)} cannot be looked up"):
-            token_id = self._tokenizer.token_to_id(text)
+        token_id = self._tokenizer.token_to_id(text)
         if token_id is None:
             raise TokenizerError(f"{path}: {name} {shown(text)} is no token of {self._path}")
         return token_id
 
 
+class StreamDecoder:
+    """Decodes ids one by one. All pieces joined, with the piece of `flush`, are the text of all ids.
+
+    A character can span several tokens, so text that ends in U+FFFD is held back until a token completes it. The
+    previous piece's tokens are decoded again with the new ones, because the first token of a text can be special: some
+    decoders strip its space.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """decode: turns ids into text, such as `Tokenizer.decode`."""
+        self._decode = decode
+        self._start()
+
+    def push(self, token_id: int) -> str:
+        """Return the text that `token_id` completes: often a word, "" for a special token or half a character."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith(_REPLACEMENT) or len(text) <= self._shown:
+            return ""
+        piece = text[self._shown :]
+        self._ids = self._ids[self._context :]
+        self._context, self._shown = len(self._ids), len(self._decode(self._ids))
+        return piece
+
+    def flush(self) -> str:
+        """Return the text still held back: U+FFFD if the ids ended inside a character. The decoder then starts anew."""
+        piece = self._decode(self._ids)[self._shown :]
+        self._start()
+        return piece
+
+    def _start(self) -> None:
+        self._ids: list[int] = []  # the previous piece's tokens, then those that have no text yet
+        self._context = self._shown = 0  # the number of the former, and of their characters
+
+
 @contextmanager
 def _failures(problem: str) -> Iterator[None]:
-    """Turn the exceptions of the tokenizers library, and a missing file, into TokenizerError. The library raises
-    Exception itself; a panic of its Rust code is no subclass of Exception."""
+    """Turn the exceptions of the tokenizers library into TokenizerError. The library raises Exception itself; a panic
+    of its Rust code is no subclass of Exception."""
     try:
         yield
-    except TokenizerError:
-        raise
-    except FileNotFoundError as error:
-        needs = "a checkpoint needs it to turn text into tokens"
-        raise TokenizerError(f"{error.filename}: no such file; {needs}") from None
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -175,16 +187,23 @@ def _token_text(path: Path, name: str, value: Any) -> str:
     return text
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The template in tokenizer_config.json. Of a list of named ones the last "default" counts."""
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        default = [entry.get("template") for entry in entries if entry.get("name") == "default"]
-        template = default[-1] if default else template
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(
-            f"{path}: chat_template is {shown_json(template)}; accepted: a string or a list of named strings, one of "
-            "them 'default'"
-        )
-    return template
+def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str]) -> tuple[Path, str | None]:
+    """Return the file of the chat template, and the template, or None without one.
+
+    config: the fields of tokenizer_config.json
+    tokens: the tokenizer's added tokens
+    """
+    path = directory / "chat_template.jinja"
+    if is_there(path):
+        return path, read_text(path, TokenizerError, _MAX_TEMPLATE)
+    path, template = directory / "tokenizer_config.json", config.get("chat_template")
+    if template is not None:
+        if not isinstance(template, str):
+            raise TokenizerError(f"{path}: chat_template is {shown_json(template)}; accepted: a string")
+        return path, template
+    model_config = directory / "config.json"
+    if is_there(model_config) and tokens.issuperset(NEEDED):
+        model_type = read_json_object(model_config, TokenizerError, _MAX_CONFIG).get("model_type")
+        if isinstance(model_type, str) and model_type in FORMATS:
+            return FORMATS[model_type], format_source(FORMATS[model_type])
+    return path, None

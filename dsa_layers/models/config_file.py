@@ -11,8 +11,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from dsa_layers.config.declared import one_of, token_ids
-from dsa_layers.config.fields import Fields, read_object
+from dsa_layers.config.fields import Fields, one_of, token_ids
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.untrusted_files import is_there
@@ -26,22 +25,21 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
     Warns, in one line, of fields that are not known and so ignored.
     Raises ConfigError (a ValueError) that names the file and the field, what it holds and what is accepted: for a file
     that is missing or not a JSON object, a model type or a value that is not supported, a field that is missing or of
-    the wrong type, fields that contradict each other, and the formats of other tools (`dsa_layers.other_formats`).
+    the wrong type, and fields that contradict each other.
     """
     directory = Path(directory)
-    alone = directory.is_file()
-    fields = read_object(directory if alone else directory / "config.json")
-    generation_path = directory / "generation_config.json"
-    return config_of(fields, read_object(generation_path) if not alone and is_there(generation_path) else None)
+    if directory.is_file():
+        return config_of(Fields.of_file(directory))
+    config = config_of(Fields.of_file(directory / "config.json"))
+    generation = directory / "generation_config.json"
+    if not is_there(generation):
+        return config
+    eos = Fields.of_file(generation).read("eos_token_id", token_ids(config.vocab_size))
+    return replace(config, eos_token_ids=eos or config.eos_token_ids)
 
 
-def config_of(fields: Fields, generation: Fields | None = None) -> ModelConfig:
-    """The configuration in the fields of a config.json, and of a generation_config.json if there is one. Raises
-    ConfigError and warns as `read_config` does."""
-    fields.check_quantization()
+def config_of(fields: Fields) -> ModelConfig:
+    """The configuration in the fields of a config.json. Raises ConfigError and warns as `read_config` does."""
     config = family(fields.read("model_type", one_of(*FAMILIES))).config.read(fields)
     fields.warn_unread()
-    if generation is not None:
-        eos = generation.read("eos_token_id", token_ids(config.vocab_size))
-        config = replace(config, eos_token_ids=eos or config.eos_token_ids)
     return config

@@ -13,8 +13,7 @@ from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch, check_pass
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
-from dsa_layers.config.declared import computed, integer, one_of, only
-from dsa_layers.config.fields import Fields
+from dsa_layers.config.fields import Fields, computed, integer, one_of, only
 from dsa_layers.config.model_config import ModelConfig, RopeConfig, read_rope, share_of_heads
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer

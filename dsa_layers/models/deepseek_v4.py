@@ -14,8 +14,7 @@ from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch, check_pass
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
-from dsa_layers.config.declared import computed, each_of, epsilon, integer, number, one_of, only, refused
-from dsa_layers.config.fields import Fields
+from dsa_layers.config.fields import Fields, computed, each_of, epsilon, integer, number, one_of, only, refused
 from dsa_layers.config.model_config import (
     THETA,
     ModelConfig,
@@ -44,7 +43,7 @@ LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavil
 
 # Later releases put their drafter's dimensions into these fields.
 _DSPARK = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
-_NO_DSPARK = refused("is of the DSpark drafter, which is not supported", "configurations without it")
+_NO_DSPARK = refused("the DSpark drafter is not supported")
 
 
 def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:

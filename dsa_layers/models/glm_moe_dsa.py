@@ -18,8 +18,7 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.token_batch import TokenBatch, check_pass
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.config.declared import computed, each_of, integer, one_of, only
-from dsa_layers.config.fields import Fields
+from dsa_layers.config.fields import Fields, computed, each_of, integer, one_of, only
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.models.deepseek_v32 import (
     TINY_CHANGES,

@@ -1,16 +1,14 @@
 """What a model computes in, and on."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
 
+from dsa.runtime.checks import check_choice
 from dsa_layers.arguments import flag, shown
 from dsa_layers.config.model_config import ModelConfig
-
-KV_CACHES = ("fp8", "model")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LISTED = "torch.bfloat16, torch.float16 or torch.float32"
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,16 @@ class Precision:
     fp4_experts: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype: must be {_LISTED}, got {shown(self.dtype)}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype: must be {_LISTED}, got {self.dtype}")
-        flag("fp8_linear", self.fp8_linear)
-        flag("fp8_indexer", self.fp8_indexer)
-        flag("fp4_experts", self.fp4_experts)
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError
+            raise error(f"dtype: must be torch.bfloat16, torch.float16 or torch.float32, got {shown(self.dtype)}")
+        for name in ("fp8_linear", "fp8_indexer", "fp4_experts"):
+            flag(name, getattr(self, name))
         if self.fp4_experts and not self.fp8_linear:
             raise ValueError(
                 "fp4_experts: FP4 weights are multiplied with FP8 activations; accepted with fp8_linear=True"
             )
-        if not isinstance(self.kv_cache, str) or self.kv_cache not in KV_CACHES:
-            raise ValueError(f"kv_cache: must be {' or '.join(map(repr, KV_CACHES))}, got {shown(self.kv_cache)}")
+        check_choice("kv_cache", self.kv_cache, ("fp8", "model"))
 
     @classmethod
     def of(
@@ -64,27 +59,21 @@ class Precision:
 
     def projections(self, config: ModelConfig) -> dict[str, Any]:
         """The options of `make_linear`, and of layers that pass them on."""
-        use_ue8m0 = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
-        return {"fp8": self.fp8_linear, "dtype": self.dtype, "use_ue8m0": use_ue8m0}
+        return {"fp8": self.fp8_linear, "dtype": self.dtype, "use_ue8m0": config.use_ue8m0}
 
 
 def check_device(device: torch.device | str | None) -> torch.device:
-    """The device to compute on; for None the GPU where there is one, else the CPU. ValueError or TypeError for one that
-    models do not run on, or that is not there."""
+    """Return the device to compute on; for None the GPU where there is one, else the CPU. Raises ValueError or
+    TypeError for a device that models do not run on, or that is not there."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, str | torch.device):
         raise TypeError(f"device: must be a torch.device, its name or None, got {shown(device)}")
-    try:
-        parsed = torch.device(device)
-    except RuntimeError:  # of a name that torch does not know
-        parsed = None
-    if parsed is None or parsed.type not in ("cpu", "cuda") or (parsed.type == "cpu" and parsed.index):
+    if not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", str(device)):
         raise ValueError(f"device: must be cpu, cuda or cuda:N, got {shown(str(device))}")
-    if parsed.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device: got {shown(str(device))}, but torch sees no CUDA GPU")
-        count = torch.cuda.device_count()
-        if parsed.index is not None and parsed.index >= count:
-            raise ValueError(f"device: got {shown(str(device))}, but torch sees {count} GPU{'s' * (count > 1)}")
-    return parsed
+    device = torch.device(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        sees = f"{count} GPU{'s' * (count > 1)}" if count else "no CUDA GPU"
+        raise ValueError(f"device: got {shown(str(device))}, but torch sees {sees}")
+    return device

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dsa_layers import Precision, read_config, save_model
-from dsa_layers.io.checks import check_quantised_sizes
 from dsa_layers.io.directory import SINGLE_NAME
+from dsa_layers.io.loading import check_quantised_sizes
 from dsa_layers.models.deepseek_v32 import DeepseekV32Drafter, DeepseekV32ForCausalLM
 from dsa_layers.models.family import published_config
 

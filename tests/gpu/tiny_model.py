@@ -26,7 +26,7 @@ from dsa_layers.engine.fuse import fuse
 from dsa_layers.generation import steps
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.fused_experts import split_experts
+from dsa_layers.io.tensors import split_experts
 from dsa_layers.io.weights import load_weights
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.models.config_file import read_config

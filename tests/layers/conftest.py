@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_layers.tiny import write_tiny_checkpoint, writer
-from dsa_layers.tiny.tokenizer import train_tokenizer
+from dsa_layers import tiny
+from dsa_layers.tiny import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenizer_of_a_size():
     """Training one is most of the time that a tiny checkpoint takes, and a checkpoint's is only written."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "train_tokenizer", functools.cache(train_tokenizer))
+        patch.setattr(tiny, "train_tokenizer", functools.cache(tiny.train_tokenizer))
         yield
 
 

@@ -122,7 +122,7 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
     ("options", "problem"),
     [
         (["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
-        (["--chat-option", "thinkin=true"], "dsa chat: --chat-option: thinkin: is no option of this chat"),
+        (["--chat-option", "thinkin=true"], "dsa chat: --chat-option: thinkin: is no variable of the chat"),
         (["--prefill-chunk", "0"], "--prefill-chunk: must be at least 1, got 0"),
     ],
 )

@@ -83,8 +83,8 @@ def test_chat_options_change_the_prompt(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["mood=good"], "--chat-option: mood: is no option of this chat format; accepted: thinking, enable_thinking"),
-        (["thinking=maybe"], "--chat-option: thinking: must be true or false, got 'maybe'"),
+        (["mood=good"], "--chat-option: mood: is no variable of the chat template; accepted: drop_thinking, enable_"),
+        (["thinking=maybe"], "deepseek_v32.jinja: chat template: thinking: must be true or false, got maybe"),
         (["thinking=true", "--raw"], "--chat-option: must not be given with --raw"),
     ],
 )

@@ -193,7 +193,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path, error):
         assert error() == f"dsa generate: {tmp_path / name}: {told}"
     (tmp_path / "other").mkdir()
     assert generate(tmp_path / "other") == 2
-    told = "config.json: no such file; a checkpoint directory holds a config.json"
+    told = "config.json: no such file"
     assert error() == f"dsa generate: {tmp_path / 'other'}/{told}"
 
 

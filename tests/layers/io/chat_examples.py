@@ -1,9 +1,18 @@
 """Conversations and the prompts that DeepSeek's formats make of them, written by hand."""
 
-from dsa_layers.io.chat_formats.deepseek_v4 import _MAX_EFFORT as MAX_EFFORT
-from dsa_layers.io.chat_formats.deepseek_v4 import _TOOLS as V4_TEXT
-from dsa_layers.io.chat_formats.deepseek_v32 import _TOOLS as V32_TEXT
+import re
 
+from dsa_layers.io.chat_template import FORMATS
+
+
+def macro(model_type, name):
+    """The text of a format's macro."""
+    source = FORMATS[model_type].read_text(encoding="utf-8")
+    return re.search(rf"macro {name}\(\w*\) -%}}\n(.*?){{% endmacro", source, re.DOTALL)[1]
+
+
+V32_TEXT, V4_TEXT = (macro(model_type, "explained") for model_type in FORMATS)
+MAX_EFFORT = macro("deepseek_v4", "maximum_effort")
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 FUNCTION = {"name": "add", "description": "à + b"}
 TOOLS = [{"type": "function", "function": FUNCTION}]
@@ -40,7 +49,7 @@ V32_CALLS = WRITTEN_CALLS.replace("BLOCK", "function_calls")
 V4_CALLS = WRITTEN_CALLS.replace("BLOCK", "tool_calls")
 FORMAT = '\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n{"type": "object"}'
 
-V32_TOOLS, V4_TOOLS = (text.replace("SCHEMAS", SCHEMA) for text in (V32_TEXT, V4_TEXT))
+V32_TOOLS, V4_TOOLS = (text.replace("{{ schemas(tools) }}", SCHEMA) for text in (V32_TEXT, V4_TEXT))
 
 QUESTION = [says("user", "Q")]
 EARLIER = [says("system", "S"), says("user", "Q1"), says("assistant", "A1", reasoning_content="R1"), says("user", "Q2")]

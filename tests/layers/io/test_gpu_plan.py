@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import dsa_layers
-from dsa_layers import Generator, load_model
+from dsa_layers import Generator, load_model, tiny
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.command import generate, model
+from dsa_layers.command import model
 from dsa_layers.command.main import main
 from dsa_layers.engine.split import copied
 from dsa_layers.io.gpu_plan import check_fits, plan, plans, precision_of
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint, writer
+from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.ways import split_by
 
 VENDORED = Path(dsa_layers.__file__).parent / "vendored"
@@ -34,7 +34,7 @@ def directory(request, tmp_path_factory):
     of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | wider))
     directory = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "family", lambda model_type: of_family)
+        patch.setattr(tiny, "family", lambda model_type: of_family)
         write_tiny_checkpoint(directory, model=request.param)
     return directory
 
@@ -46,32 +46,24 @@ def held(tensors):
 
 @pytest.mark.parametrize(
     ("way", "gpus", "drafts"),
-    [
-        *(("queries", gpus, drafts) for gpus in (1, 2, 4) for drafts in (0, DRAFTS)),
-        ("heads", 2, 0),
-        ("heads", 4, DRAFTS),
-    ],
+    [("queries", 1, 0), ("queries", 2, DRAFTS), ("queries", 4, 0), ("heads", 2, 0), ("heads", 4, DRAFTS)],
 )
-def test_it_is_what_a_rank_holds(directory, way, gpus, drafts):
+def test_the_plan_is_what_a_rank_holds(directory, way, gpus, drafts):
     """In its weights, and in a generator's caches: for fewer pages than there are sequences, and for more."""
     with split_by(way):
-        check_what_a_rank_holds(directory, gpus, drafts)
-
-
-def check_what_a_rank_holds(directory, gpus, drafts):
-    config = read_config(directory)
-    found = plan(config, precision_of(config), gpus, drafter=drafts > 0)
-    part = load_model(directory, mesh=Ranks(gpus - 1, gpus), drafter=drafts > 0, progress=False)
-    parts = [module.part for module in part.modules() if getattr(module, "part", None) is not None]
-    copies = [x for own in parts for x in copied(own)]
-    assert found.weights == held([*part.state_dict().values(), *copies])
-    assert found.whole == plan(config, precision_of(config), 1, drafter=drafts > 0).weights
-    for pages in (3, 70):
-        tokens = pages * part.page_size
-        generator = Generator(part, cache_tokens=tokens, draft_tokens=drafts)
-        caches = generator.passes.caches
-        held_in_caches = held(tensor for cache in caches for tensor in cache.tensors())
-        assert found.bytes(tokens) == found.weights + held_in_caches == found.bytes(tokens - part.page_size + 1)
+        config = read_config(directory)
+        found = plan(config, precision_of(config), gpus, drafter=drafts > 0)
+        part = load_model(directory, mesh=Ranks(gpus - 1, gpus), drafter=drafts > 0, progress=False)
+        parts = [module.part for module in part.modules() if getattr(module, "part", None) is not None]
+        copies = [x for own in parts for x in copied(own)]
+        assert found.weights == held([*part.state_dict().values(), *copies])
+        assert found.whole == plan(config, precision_of(config), 1, drafter=drafts > 0).weights
+        for pages in (3, 70):
+            tokens = pages * part.page_size
+            generator = Generator(part, cache_tokens=tokens, draft_tokens=drafts)
+            caches = generator.passes.caches
+            held_in_caches = held(tensor for cache in caches for tensor in cache.tensors())
+            assert found.bytes(tokens) == found.weights + held_in_caches == found.bytes(tokens - part.page_size + 1)
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("deepseek_v32", 8), ("deepseek_v4_flash", 2)])
@@ -116,8 +108,6 @@ def test_the_command(capsys, tmp_path):
     assert lines[6].startswith("  16  do not evenly share the ")
     assert lines[2].endswith("does not fit") and lines[3].split()[1:3] == ["81.8", "GB"]
     for call, code, last in [
-        ([FLASH, "--gpus", "1", "--memory", "141"], 1, "does not fit"),
-        ([FLASH, "--gpus", "2", "--memory", "80"], 1, "does not fit"),
         ([FLASH, "--gpus", "2", "--memory", "81.5"], 1, "does not fit"),
         ([FLASH, "--memory", "nan"], 2, "--memory: must be a finite number above 0, got nan"),
         (
@@ -156,10 +146,6 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     found, widened = (plan(config, precision_of(config, widen_experts=widen), 2) for widen in (False, True))
     assert 1.7 < widened.weights / found.weights < 2
     check_fits(found, 141 * 10**9, 10**6)
-    with pytest.raises(
-        ValueError, match=r"gpus: each of 2 would hold 81\.8 GB .* accepted: at most 90% of the 80\.0 GB"
-    ):
-        check_fits(found, 80 * 10**9, 1)
     with pytest.raises(ValueError, match=r"a cache for 20000000 tokens 1\d\d\.\d GB"):
         check_fits(found, 141 * 10**9, 2 * 10**7)
 
@@ -175,13 +161,6 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys):
 
     assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused("--gpus", "2")
     assert "--gpus: must be at most the 2 that torch sees, got 4" in refused("--gpus", "4")
-    # A single GPU, and torchrun's ranks, of which each looks at its own.
     assert "--gpus: each of 1 would hold 1" in refused()
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "started_ranks", lambda: 2)
-        patch.setattr(generate, "join_ranks", lambda args: Ranks(0, 2))
-        assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused()
-    # With a drafter it is more.
     gpu.total_memory = 92 * 10**9
-    assert main(["generate", str(FLASH), "--gpus", "2", "--prompt", "x"]) == 0
     assert "--gpus: each of 2 would hold 83.7 GB of weights" in refused("--gpus", "2", "--draft", "1")

@@ -1,7 +1,7 @@
 """Every number of a configuration, and random damage: each is right, or refused in one clear error."""
 
 import json
-import re
+import math
 
 import pytest
 import torch
@@ -11,10 +11,13 @@ from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.loading import load_model
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.family import VENDORED
-from tests.layers.io.damage import LFS_POINTER, VALUES
 from tests.layers.io.stand_ins import changed as changed_checkpoint
 from tests.layers.models.v4_checkpoints import write_published
 
+# What a number, or any other value, can be in JSON.
+HUGE = 10**400
+VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 0.5, 1e-320, True, "8", None]
+VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
 FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2")
 PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}
 # What may be said by leaving something else out, and what refuses it then.
@@ -61,19 +64,6 @@ def test_every_field_of_a_config(tmp_path, family):
             assert unsaid or small or value == [1], (path, value)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [LFS_POINTER, b'{"a":' * 100_000, b"{", b" " * 2**20 + b"{}", None])
-def test_a_damaged_config_is_named(tmp_path, name, content):
-    """A generation_config.json that is ignored would end sequences at other tokens."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["deepseek_v32"]))
-    path = tmp_path / name
-    path.unlink(missing_ok=True)
-    path.symlink_to("nowhere") if content is None else path.write_bytes(content)
-    with pytest.raises(ConfigError, match=re.escape(str(path))) as error:
-        read_config(tmp_path)
-    assert len(str(error.value)) < 2000
-
-
 QUANTISED, FP8_CACHE = {}, {"dequantize": True, "kv_cache": "fp8"}
 
 
@@ -81,13 +71,8 @@ QUANTISED, FP8_CACHE = {}, {"dequantize": True, "kv_cache": "fp8"}
     ("family", "changes", "options", "expected"),
     [
         ("deepseek_v32", {"hidden_size": 7000}, QUANTISED, "'hidden_size' is 7000; accepted: a multiple of 128"),
-        (
-            "deepseek_v32",
-            {"index_head_dim": 96},
-            QUANTISED,
-            "'index_head_dim' is 96; accepted: 128, as quantised index",
-        ),
-        ("deepseek_v4_flash", {"o_groups": 64, "head_dim": 520}, QUANTISED, "'o_groups' is 64, which makes a proj"),
+        ("deepseek_v32", {"index_head_dim": 96}, QUANTISED, "'index_head_dim' is 96; accepted: 128, as quantised"),
+        ("deepseek_v4_flash", {"o_groups": 64, "head_dim": 520}, QUANTISED, "'o_groups' is 64; .* input, now 520, a"),
         ("deepseek_v32", {"kv_lora_rank": 256}, FP8_CACHE, "'kv_lora_rank' is 256; accepted: 512, .*kv_cache='model'"),
         ("deepseek_v4_flash", {"head_dim": 256}, FP8_CACHE, "'head_dim' is 256; accepted: 512, as latents in FP8"),
     ],
@@ -96,7 +81,7 @@ def test_sizes_that_no_fp8_takes(tmp_path, family, changes, options, expected):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
     with pytest.raises(ConfigError, match=expected):
         load_model(tmp_path, progress=False, **options)
-    with pytest.raises(CheckpointError, match="holds no"):  # the next check
+    with pytest.raises(CheckpointError, match="got neither"):  # the next check
         load_model(tmp_path, dequantize=True, progress=False)
 
 

@@ -1,6 +1,6 @@
 """Hub ids in the place of directories, with a cache folder that is made here and no network."""
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -10,10 +10,8 @@ from huggingface_hub import constants
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.command.main import main
-from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.sampling import sampling_defaults
-from dsa_layers.io.directory import INDEX_NAME
-from dsa_layers.io.hub import checkpoint_directory
+from dsa_layers.io.directory import INDEX_NAME, checkpoint_directory
 
 ID = "dsa-test/tiny_model.1"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -54,12 +52,6 @@ def test_everything_takes_an_id(cache, checkpoint, capsys):
     assert main(["generate", ID, *options]) == 0 and capsys.readouterr().out.startswith("a")
 
 
-def test_a_url_is_no_id(capsys):
-    assert main(["plan", "https://huggingface.co/deepseek-ai/DeepSeek-V3.2"]) == 2
-    told = "https:/huggingface.co/deepseek-ai/DeepSeek-V3.2: is a URL; accepted: a directory or a hub id, OWNER/NAME"
-    assert capsys.readouterr().err == f"dsa plan: {told}\n"
-
-
 def test_a_directory_wins(cache, checkpoint, tmp_path):
     fill(cache, checkpoint)
     (tmp_path / "dsa-test").mkdir()
@@ -68,54 +60,28 @@ def test_a_directory_wins(cache, checkpoint, tmp_path):
     assert checkpoint_directory(SHIPPED_MODEL) == SHIPPED_MODEL
 
 
-@pytest.mark.parametrize(
-    "name", ["nowhere", "a/b/c", "./a/b", "/a/b", "../b", "a/b/", "a b/c", "a/b@main", "ä/b", "~/b"]
-)
+@pytest.mark.parametrize("name", ["nowhere", "a/b/c", "./a/b", "/a/b", "../b", "a b/c", "a/b@main", "ä/b", "~/b"])
 def test_what_is_no_id_is_a_path(cache, name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    if name != "a/b/":  # which pathlib takes for a/b
-        assert checkpoint_directory(name) == Path(name)
+    assert checkpoint_directory(name) == Path(name)
 
 
 def test_without_the_extra_a_line_says_what_to_install(cache, monkeypatch, capsys):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "huggingface_hub" else find_spec(name)
-    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["generate", ID, "--prompt", "a"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"dsa generate: {ID}: no such directory; to find it on the hub, pip install 'dsa-kernels[hub]'"
-    assert checkpoint_directory("nowhere") == Path("nowhere")
 
 
 @pytest.mark.parametrize(
-    "name, problem",
-    [
-        (ID, "the hub's cache does not hold it, and the hub is not reached"),
-        ("dsa-test/tiny--model", "it is no hub id: "),
-        ("dsa-test/tiny.git", "it is no hub id: "),
-        (f"dsa-test/{'x' * 100}", "it is no hub id: "),
-    ],
+    "name, problem", [(ID, "LocalEntryNotFoundError"), (f"dsa-test/{'x' * 100}", "HFValidationError")]
 )
 def test_an_id_that_is_not_there_is_one_line(cache, name, problem, capsys):
-    with pytest.raises(CheckpointError, match=f"^{name}: no such directory; {problem}"):
-        load_model(name)
     for command in (["generate", name, "--prompt", "a"], ["compare", name], ["compile", "--model", name]):
         assert main(command) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"dsa {command[0]}: {name}: no such directory; {problem}"), line
-
-
-def test_weights_that_the_cache_lacks(cache, checkpoint, monkeypatch):
-    """Ranks finish a download that was interrupted: what is checked before they start needs no weights."""
-    shard = min(path.name for path in checkpoint.glob("*.safetensors"))
-    snapshot = fill(cache, checkpoint, leave_out=(shard,))
-    assert checkpoint_directory(ID, weights=False) == snapshot
-    with pytest.raises(CheckpointError, match=rf"{COMMIT}: 1 problem, .*\n  {shard}: missing, though {INDEX_NAME}"):
-        load_model(ID)
-    started = []
-    monkeypatch.setattr("dsa_layers.command.model.launch", lambda *call: started.append(call) or 0)
-    assert main(["generate", ID, "--device", "cpu", "--gpus", "2", "--prompt", "a"]) == 0 and started
+        told = f"dsa {command[0]}: {name}: no such directory; the hub does not give it: {problem}: "
+        assert line.startswith(told), line
 
 
 def test_what_is_downloaded(cache, monkeypatch, tmp_path):

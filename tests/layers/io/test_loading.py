@@ -19,18 +19,17 @@ def directory(request, tiny_checkpoint):
     return tiny_checkpoint(request.param)
 
 
-def trainable(directory):
-    return load_model(directory, dtype=torch.float32, dequantize=True, trainable=True, progress=False)
-
-
 def test_all_but_the_routers_biases_learn(directory):
-    model = trainable(directory)
+    options = {"dtype": torch.float32, "dequantize": True, "progress": False}
+    model = load_model(directory, trainable=True, drafter=True, **options)
     assert model.training
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad is not name.endswith(NOT_LEARNED), name
-    tokens = torch.arange(300)
-    logits = model(tokens, SequenceBatch.without_cache([200, 100]), all_tokens=True)
-    torch.nn.functional.cross_entropy(logits, tokens).backward()
+    tokens, batch = torch.arange(301), SequenceBatch.without_cache([200, 100])
+    states = model.states(tokens[:-1], batch)
+    drafted = model.drafter.logits(model.drafter(tokens[1:], states, batch))
+    for logits in (model(tokens[:-1], batch, all_tokens=True), drafted):
+        torch.nn.functional.cross_entropy(logits, tokens[1:]).backward()
     for name, parameter in model.named_parameters():
         # What an indexer selects has no gradient: a loss of its own trains it.
         learns = parameter.requires_grad and ".indexer." not in name
@@ -61,21 +60,16 @@ def test_loading_imports_no_dynamo(directory):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_checkpoint_that_is_not_quantised(tiny_checkpoint):
-    model = load_model(tiny_checkpoint("deepseek_v32", quantized=False), trainable=True, progress=False)
-    assert model.lm_head.weight.requires_grad and model.lm_head.weight.dtype == torch.bfloat16
-
-
-def test_nothing_learns_unless_asked(checkpoint):
+def test_what_learns_is_asked_for(checkpoint, tiny_checkpoint):
     model = load_model(checkpoint, dequantize=True, progress=False)
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+    model = load_model(tiny_checkpoint("deepseek_v32", quantized=False), trainable=True, progress=False)
+    assert model.lm_head.weight.requires_grad and model.lm_head.weight.dtype == torch.bfloat16
 
 
 def test_fp8_weights_do_not_learn(checkpoint):
     with pytest.raises(ValueError, match="trainable: FP8 weights take no gradient; accepted with dequantize=True"):
         load_model(checkpoint, trainable=True, progress=False)
-    with pytest.raises(TypeError, match="trainable: must be True or False, got 1"):
-        load_model(checkpoint, trainable=1)
 
 
 def test_a_model_goes_to_the_gpu_where_there_is_one(checkpoint, monkeypatch):

@@ -7,11 +7,11 @@ import torch
 
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError, ConfigError
-from dsa_layers.io import shards
+from dsa_layers.io import save as saving
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
-from dsa_layers.io.fp4 import dequantize_fp4, quantize_fp4
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.save import convert_checkpoint, save_model
+from dsa_layers.io.tensors import dequantize_fp4, quantize_fp4
 from tests.layers.generation.families import FAMILIES
 from tests.layers.io.stand_ins import changed, read_tensors
 
@@ -74,14 +74,10 @@ def test_a_refused_save_writes_nothing(checkpoint, tmp_path):
         (like / "config.json").write_text(json.dumps(fields_of(checkpoint) | changes))
         with pytest.raises(ValueError, match=f"^{problem}"):
             save_model(model, out, like=like, progress=False)
-    with pytest.raises(ConfigError, match="no such file"):
-        save_model(model, out, like=tmp_path, progress=False)
     with pytest.raises(ValueError, match="dtype: must be 'bf16', 'fp8' or 'fp4', got 'int8'"):
         save_model(model, out, like=checkpoint, dtype="int8", progress=False)
     with pytest.raises(ValueError, match=f"^directory: must hold no weights, .*, got {checkpoint} with 'model-"):
         save_model(model, checkpoint, like=checkpoint, progress=False)
-    with pytest.raises(TypeError, match="shard_bytes: must be an integer"):
-        save_model(model, out, like=checkpoint, shard_bytes=1.5, progress=False)
     assert not out.exists()
 
 
@@ -108,11 +104,10 @@ def test_bf16_and_back(directory, tmp_path):
 def test_the_same_dtype_is_a_copy(directory, tmp_path):
     storage = "fp4" if "expert_dtype" in fields_of(directory) else "fp8"
     convert_checkpoint(directory, tmp_path, storage, shard_bytes=SMALL, progress=False)
-    before, after = read_tensors(directory), read_tensors(tmp_path)
-    assert described(tmp_path) == described(directory)
-    assert all(torch.equal(x.view(torch.uint8), after[name].view(torch.uint8)) for name, x in before.items())
-    assert fields_of(tmp_path) == fields_of(directory)
-    assert len([*tmp_path.glob("*.safetensors")]) > 3
+    after = read_tensors(tmp_path)
+    assert described(tmp_path) == described(directory) and fields_of(tmp_path) == fields_of(directory)
+    for name, tensor in read_tensors(directory).items():
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
 def test_experts_in_fp4(directory, tmp_path):
@@ -164,14 +159,6 @@ def test_without_multi_token_prediction_layers(directory, tmp_path):
     load_model(tmp_path / "out", progress=False)
 
 
-def test_wider_floats_become_what_is_published(tiny_checkpoint, tmp_path):
-    directory = tiny_checkpoint("glm_moe_dsa", quantized=False)
-    source = changed(directory, tmp_path / "wide", lambda x: x.update({n: t.float() for n, t in x.items()}))
-    convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
-    assert described(tmp_path / "out") == described(directory)
-    assert_same_model(directory, tmp_path / "out")
-
-
 def test_scales_that_are_published_as_powers_of_two(tiny_checkpoint, tmp_path):
     """Other scales would be rounded in a copy; the values in BF16 are right."""
     directory, name = tiny_checkpoint("deepseek_v4"), "layers.0.attn.wq_a.scale"
@@ -186,14 +173,14 @@ def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     held = []
 
-    def save(path, tensors, save=shards.save_tensors):
+    def save(path, tensors, save=saving.save_tensors):
         held.append(sum(tensor.nbytes for tensor in tensors.values()))
         if cut in path.parents and len(held) == most:
-            path.with_name(path.name + shards.PART).write_bytes(b"half")
+            path.with_name(path.name + saving.PART).write_bytes(b"half")
             raise KeyboardInterrupt
         save(path, tensors)
 
-    monkeypatch.setattr(shards, "save_tensors", save)
+    monkeypatch.setattr(saving, "save_tensors", save)
     most = None
     convert_checkpoint(checkpoint, whole, "bf16", shard_bytes=SMALL, progress=False)
     largest = max(info.size for info in Checkpoint(whole).tensors.values())
@@ -214,40 +201,31 @@ def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
     assert_same_model(whole, cut)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda x: x.pop("model.norm.weight"), "model.norm.weight: missing"),
-        (lambda x: x.update(extra=torch.ones(1)), "unexpected extra (F32 [1])"),
-        (lambda x: x.update({"lm_head.weight": torch.ones(3, 2)}), "lm_head.weight has shape [3, 2]; expected ["),
-        (lambda x: x.pop("model.layers.0.self_attn.o_proj.weight_scale_inv"), "is F8_E4M3 and its scale model."),
-        (
-            lambda x: x.update({"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)}),
-            "o_proj.weight_scale_inv is F32 [1, 1]; expected F32 or F8_E8M0 [",
-        ),
-        (
-            lambda x: x.update({"model.norm.weight": x["model.norm.weight"].int()}),
-            "is I32; expected BF16 or F16 or F32",
-        ),
-    ],
-)
-def test_checkpoints_that_are_not_whole(checkpoint, tmp_path, change, problem):
+def test_tensors_that_are_missing_unexpected_or_of_another_dtype_are_refused(checkpoint, tmp_path):
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["extra"] = torch.ones(1)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
+
     source = changed(checkpoint, tmp_path / "source", change)
     with pytest.raises(CheckpointError) as error:
         convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
-    assert "1 problem" in str(error.value) and problem in str(error.value)
+    problems = (
+        "3 problems",
+        "model.norm.weight: missing",
+        "unexpected extra (F32 [1])",
+        "I32; expected BF16 or F16 or",
+    )
+    assert all(problem in str(error.value) for problem in problems)
     assert not (tmp_path / "out").exists()
 
 
-def test_refused_conversions(checkpoint, tiny_checkpoint, tmp_path, monkeypatch):
+def test_refused_conversions(checkpoint, tiny_checkpoint, tmp_path):
     with pytest.raises(ValueError, match="directory: must be another one than the checkpoint's"):
         convert_checkpoint(checkpoint, checkpoint, "bf16")
     (tmp_path / "mine.safetensors").touch()
     with pytest.raises(ValueError, match=r"directory: must hold no weights, .* with 'mine\.safetensors'"):
         convert_checkpoint(checkpoint, tmp_path, "bf16", progress=False)
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
-    with pytest.raises(OSError, match=r"out: needs \d+\.\d GB, and 0\.0 GB are free"):
-        convert_checkpoint(checkpoint, tmp_path / "out", "bf16", progress=False)
     plain = tiny_checkpoint("deepseek_v32", quantized=False)
     source = changed(plain, tmp_path / "source", lambda tensors: None, hidden_size=100)
     with pytest.raises(ConfigError, match="'hidden_size' is 100; accepted: a multiple of 128"):

@@ -6,11 +6,12 @@ from datetime import datetime
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
-from tests.layers.io.damage import HUGE, LFS_POINTER, damaged, examples, torn
+from tests.layers.io.stand_ins import LFS_POINTER
 
 BOS, EOS, USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
@@ -63,47 +64,31 @@ def test_bos_never_comes_twice(tmp_path):
     assert tokenizer.encode(BOS + TEXT) == plain
 
 
-def test_chat_template(tmp_path):
+def test_a_chat_template_is_rendered_as_transformers_does(tmp_path):
     template = (
         "{{ bos_token }}{% for m in messages %}\n"
         "    {% if m.role == 'user' %}\n"
         "<U>{{ m.content }}{% else %}\n"
-        "<A>{{ m.content }}{{ eos_token }}{% endif %}\n"
+        "<A>{{ m.content }}{{ eos_token }}{% break %}{% endif %}\n"
         "    {% endfor %}\n"
-        "{% if add_generation_prompt %}<A>{% endif %}"
+        "{{ {'é': '<'} | tojson }}{{ strftime_now('%Y') }}{{ pad_token }}{% if add_generation_prompt %}<A>{% endif %}"
     )
-    tokenizer = make(tmp_path, chat_template=template)
-    assert tokenizer.has_chat_template
+    tokenizer = make(tmp_path, chat_template=template, pad_token=None)
     # trim_blocks and lstrip_blocks: the template's own line breaks and indents are not in the prompt.
-    expected = f"{BOS}<U>a < b & 'c'<A>oui, à 😀{EOS}"
+    expected = f"{BOS}<U>a < b & 'c'<A>oui, à 😀{EOS}" + '{"é": "<"}' + str(datetime.now().year)
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
     assert tokenizer.apply_chat_template(MESSAGES) == expected + "<A>"
     ids = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES))
-    assert ids.count(tokenizer.bos_token_id) == 1
-
-
-def test_chat_template_helpers(tmp_path):
-    template = (
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
-        "{{ strftime_now('%Y') }}{{ pad_token }}"
-    )
-    tokenizer = make(tmp_path, chat_template=template, pad_token=None)
-    year = str(datetime.now().year)
-    assert tokenizer.apply_chat_template(MESSAGES) == '{"role": "user", "content": "a < b & \'c\'"}' + year
-    assert make(tmp_path, chat_template="{{ 'à' | tojson }}").apply_chat_template([]) == '"à"'
+    assert tokenizer.has_chat_template and ids.count(tokenizer.bos_token_id) == 1
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ raise_exception('only two roles') }}", "only two roles$"),
         ("{{ raise_exception('x' * 100000) }}", "x{500}$"),
-        ("{{ messages[0]['name'] + 'x' }}", ".*has no attribute 'name'"),
         ("{{ cycler.__init__.__globals__.os }}", ".*unsafe"),
-        ("{{ messages.append(1) }}", ".*'append' of 'list' object is unsafe"),
         ("{% include '/etc/passwd' %}", "TypeError: no loader for this environment"),
         ("a\n\n{% if %}", "line 3: Expected an expression, got 'end of statement block'$"),
-        ("{{ 'x' * 10**17 }}", "MemoryError: "),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
     ],
 )
@@ -120,8 +105,6 @@ def test_where_the_chat_template_is(tmp_path):
         TokenizerError, match=r"tokenizer_config\.json: holds no chat_template, .* chat_template\.jinja"
     ):
         tokenizer.apply_chat_template(MESSAGES)
-    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "by name"}]
-    assert make(tmp_path, chat_template=named).apply_chat_template([]) == "by name"
     (tmp_path / "chat_template.jinja").write_text("by file")
     assert make(tmp_path, chat_template="by config").apply_chat_template([]) == "by file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
@@ -140,6 +123,71 @@ def test_a_misspelt_variable_of_a_template(tmp_path):
         tokenizer.apply_chat_template(MESSAGES, thinkin=True)
     with pytest.raises(TokenizerError, match=r"accepted: none$"):
         make(tmp_path, chat_template="{{ messages }}").apply_chat_template(MESSAGES, n=True)
+
+
+# Ids decoded one by one.
+
+
+PARTS = ["a", "▁", "▁a", "▁▁ b", "  ", "##b", ".", "n't", "Ġa", "ðŁ", "Ķ", "¥", "â", "Ĥ", "ï¿½", "\ufffd", ""]
+TOKENS = list(dict.fromkeys([*PARTS, " ", *sorted(pre_tokenizers.ByteLevel.alphabet())]))
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+DECODERS = {
+    "none": None,
+    "byte level": decoders.ByteLevel(),
+    "Metaspace": decoders.Metaspace(),
+    "each token stripped": decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
+}
+# Half of the ids make words and characters together. The last two are a special token and no token.
+ID = st.sampled_from([*range(len(PARTS))]) | st.integers(0, len(TOKENS) + 1)
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def decoding(request, tmp_path_factory):
+    return word_level(tmp_path_factory.mktemp("tokenizer"), DECODERS[request.param], TOKENS)
+
+
+def word_level(directory, decoder, tokens):
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="a"))
+    tokenizer.add_special_tokens(["<end>"])
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return Tokenizer(directory)
+
+
+def pieces(tokenizer, ids):
+    stream = tokenizer.stream()
+    return [stream.push(token_id) for token_id in ids] + [stream.flush()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(ID, max_size=20))
+def test_joined_pieces_are_the_decoded_text(decoding, ids):
+    assert "".join(pieces(decoding, ids)) == decoding.decode(ids)
+
+
+def test_text_is_returned_when_its_characters_are_complete(tmp_path):
+    tokenizer = word_level(tmp_path, decoders.ByteLevel(), TOKENS)
+    ids = [TOKENS.index(token) for token in ["ðŁ", "Ķ", "¥", "a", "Ġa", "â", "a", "â"]]
+    assert pieces(tokenizer, ids) == ["", "", "🔥", "a", " a", "", "\ufffda", "", "\ufffd"]
+    fallback = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = word_level(tmp_path, decoders.Sequence([fallback, decoders.Strip(" ", 1, 0)]), [*BYTES, "▁a"])
+    assert pieces(tokenizer, [256, *"🔥".encode(), 256, 0xFF, 256]) == ["a", "", "", "", "🔥", " a", "", "\ufffd a", ""]
+
+
+def test_a_decoder_starts_anew_after_flush(tmp_path):
+    stream = word_level(tmp_path, decoders.Metaspace(), TOKENS).stream()
+    for _ in range(2):
+        assert [stream.push(TOKENS.index("▁a")), stream.push(TOKENS.index("▁a")), stream.flush()] == ["a", " a", ""]
+
+
+def test_the_work_per_token_does_not_grow_with_the_text(tmp_path, monkeypatch):
+    tokenizer, longest = word_level(tmp_path, decoders.ByteLevel(), TOKENS), []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: longest.append(len(ids)) or decode(self, ids))
+    pieces(tokenizer, [TOKENS.index(token) for token in ["ðŁ", "Ķ", "¥", "a"] * 100])
+    assert max(longest) <= 6
 
 
 # Files that a stranger could have written.
@@ -169,34 +217,11 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
         Tokenizer(tmp_path).apply_chat_template([])
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_missing_file_is_named(tmp_path, name):
-    small(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(TokenizerError, match=re.escape(f"{tmp_path / name}: no such file; a checkpoint needs it")):
-        Tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        # The library panics: the exception is no subclass of Exception.
-        {
-            "model": {
-                "type": "BPE",
-                "vocab": {"é": 0, "b": 1},
-                "merges": [["é", "b"]],
-                "continuing_subword_prefix": "éé",
-            }
-        },
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-        {"model": {"type": "BPE", "vocab": {"a": HUGE}, "merges": []}},
-        {"model": None},
-    ],
-)
-def test_tokenizers_that_cannot_be(tmp_path, changes, capfd):
+def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path, capfd):
+    vocab = {"é": 0, "b": 1}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["é", "b"]], "continuing_subword_prefix": "éé"}
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a tokenizer: "):
-        small(tmp_path, changes)
+        small(tmp_path, {"model": model})
 
 
 def test_a_tokenizer_that_cannot_encode(tmp_path):
@@ -215,9 +240,7 @@ def test_truncation_is_not_applied(tmp_path):
     [
         ({"bos_token": 1}, "bos_token is 1; accepted: a string"),
         ({"bos_token": {"content": []}}, "bos_token is {'content': \\[\\]}; accepted"),
-        ({"eos_token": "\ud800"}, "eos_token '\\\\ud800' cannot be looked up"),
         ({"eos_token": "x" * 100_000}, "eos_token 'xxx.*' is no token of"),
-        ({"chat_template": [{"name": "rag", "template": "x"}]}, "accepted: a string or a list of named strings"),
         ({"chat_template": {"default": "x"}}, "chat_template is {'default': 'x'}"),
     ],
 )
@@ -225,18 +248,3 @@ def test_tokenizer_configs(tmp_path, config, expected):
     with pytest.raises(TokenizerError, match=expected) as error:
         small(tmp_path, **config)
     assert len(str(error.value)) < 2000
-
-
-@examples
-@given(
-    damaged(SMALL_TOKENIZER) | torn(json.dumps(SMALL_TOKENIZER).encode()),
-    damaged({"bos_token": "a", "eos_token": {"content": "b"}}),
-)
-def test_damaged_tokenizers(tmp_path, content, config):
-    (tmp_path / "tokenizer.json").write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    try:
-        damaged_one = Tokenizer(tmp_path)
-        assert isinstance(damaged_one.decode(damaged_one.encode("abba")), str)
-    except TokenizerError:
-        pass

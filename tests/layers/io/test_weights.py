@@ -39,16 +39,6 @@ def test_loads_tensors_as_they_are(tmp_path, shards):
     assert "ids" in dict(model.layer.named_buffers()) and "ids" not in dict(model.layer.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_casts_floats(tmp_path, dtype):
-    values = torch.tensor([1.0, 2.5, -3.25])
-    save_file({"a": values, "b": values.half(), "c": values.bfloat16()}, tmp_path / SINGLE_NAME)
-    model = stand_in(dict.fromkeys("abc", ((3,), dtype)))
-    load_weights(model, tmp_path, progress=False)
-    for name in "abc":
-        assert torch.equal(model.state_dict()[name], values.to(dtype))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dequantises_ragged_blocks(tmp_path, dtype):
     """576 rows have 5 rows of scales: the last block has 64 rows. Scales far apart, so that a shifted one shows."""
@@ -124,6 +114,7 @@ def test_the_memory_of_a_machine(tmp_path, monkeypatch, limit, expected):
 
 MATRIX, MATRIX_BF16 = torch.ones(576, 256).to(FP8), {"a": ((576, 256), BF16)}
 MATRIX_FP8 = {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), F32)}
+SHORT_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}
 BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
 
 
@@ -131,11 +122,9 @@ BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
     ("stored", "wanted", "expected"),
     [
         ({}, {"a": ((2, 3), BF16)}, "a: missing; expected BF16 [2, 3]"),
-        ({}, MATRIX_FP8, "a: missing; expected F8_E4M3 [576, 256]"),
         ({"a": torch.ones(2, 3)}, {}, "model.safetensors: unexpected a (F32 [2, 3])"),
         ({"a": torch.ones(2, 3)}, {"a": ((3, 2), F32)}, "safetensors: a has shape [2, 3]; expected [3, 2]"),
         ({"a": torch.arange(3)}, {"a": ((3,), F32)}, "a is I64; expected BF16 or F16 or F32"),
-        ({"a": torch.arange(3)}, {"a": ((3,), torch.int32)}, "a is I64; expected I32"),
         ({"a": torch.ones(3)}, {"a": ((3,), torch.int64)}, "a is F32; expected I64"),
         (
             {"a": torch.ones(576, 256)},
@@ -143,17 +132,16 @@ BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
             "a is F32; expected F8_E4M3. Load a checkpoint that is not quantised",
         ),
         ({"a": torch.ones(3).to(FP8)}, {"a": ((3,), BF16)}, "a is F8_E4M3 [3]; only a matrix can be quantised"),
-        *(
-            (stored, wanted, expected)
-            for wanted in (MATRIX_BF16, MATRIX_FP8)
-            for stored, expected in [
-                ({"a": MATRIX}, "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 or F8_E8M0 [5, 2]"),
-                (
-                    {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)},
-                    "a_scale_inv is F32 [4, 2]; expected F32 or F8_E8M0 [5",
-                ),
-                (BF16_SCALE, "a_scale_inv is BF16 [5, 2]; expected F32 or F8_E8M0 [5, 2] for the [576, 256] weight"),
-            ]
+        (
+            {"a": MATRIX},
+            MATRIX_FP8,
+            "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 or F8_E8M0",
+        ),
+        (SHORT_SCALE, MATRIX_BF16, "a_scale_inv is F32 [4, 2]; expected F32 or F8_E8M0 [5"),
+        (
+            BF16_SCALE,
+            MATRIX_FP8,
+            "a_scale_inv is BF16 [5, 2]; expected F32 or F8_E8M0 [5, 2] for the [576, 256]",
         ),
     ],
 )

@@ -4,7 +4,7 @@ import json
 import math
 import re
 
-from dsa_layers.io.fused_experts import split_experts
+from dsa_layers.io.tensors import split_experts
 from dsa_layers.models.family import VENDORED
 
 

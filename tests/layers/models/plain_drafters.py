@@ -13,12 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import layer_norm, silu, softplus
 
 from dsa_layers.io.directory import SINGLE_NAME
-from dsa_layers.io.manifest import published_manifest
-from dsa_layers.io.published_format import as_published, shape_of_values
+from dsa_layers.io.published import as_published, published_manifest, shape_of_values
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.registry import family
 from dsa_layers.models.rotary import make_rotary
-from dsa_layers.tiny.values import random_values
+from dsa_layers.tiny import random_values
 
 # Nothing is of a size that something else has; 32 index heads, so that no two keys have one score.
 _MLA = {

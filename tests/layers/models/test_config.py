@@ -8,6 +8,7 @@ import pytest
 from dsa_layers.config.model_config import QuantizationConfig, RopeConfig, YarnConfig
 from dsa_layers.errors import ConfigError
 from dsa_layers.models.config_file import read_config
+from tests.layers.io.stand_ins import LFS_POINTER
 from tests.layers.models import configs
 
 NAME = "deepseek_v32"
@@ -63,9 +64,9 @@ def test_null_scaling_is_plain_rope(tmp_path):
     assert configs.read(tmp_path, NAME, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
 
 
-@pytest.mark.parametrize(("value", "scale_fmt"), [("float", None), (None, None), (configs.ABSENT, None)])
-def test_scales_that_are_no_powers_of_two(tmp_path, value, scale_fmt):
-    assert configs.read(tmp_path, NAME, **{"quantization_config.scale_fmt": value}).quantization.scale_fmt == scale_fmt
+@pytest.mark.parametrize("value", ["float", None, configs.ABSENT])
+def test_scales_that_are_no_powers_of_two(tmp_path, value):
+    assert configs.read(tmp_path, NAME, **{"quantization_config.scale_fmt": value}).quantization.scale_fmt == "float"
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,6 @@ def test_what_transformers_adds_changes_nothing(tmp_path, changes):
         ([1, 7], None, (1, 7)),
         (None, None, ()),
         (1, {"eos_token_id": [2, 3]}, (2, 3)),
-        (1, {"eos_token_id": 5, "temperature": 0.6}, (5,)),
-        (1, {"eos_token_id": None}, (1,)),
         (1, {"temperature": 0.6}, (1,)),
     ],
 )
@@ -107,44 +106,26 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
     ("changes", "parts"),
     [
         ({"sliding_window": 4096}, ["field 'sliding_window' is not supported", "accepted: null", "got 4096"]),
-        ({"use_sliding_window": 0}, ["field 'use_sliding_window' is not supported", "accepted: false"]),
-        (
-            {"quantization": {"group_size": 64, "bits": 4}},
-            ["'quantization' is MLX's (bits 4, group_size 64); accepted"],
-        ),
+        ({"quantization": {"group_size": 64, "bits": 4}}, ["field 'quantization' is not supported: accepted: null"]),
         ({"rope_scaling.foo": 1}, ["field 'rope_scaling.foo' is not supported"]),
         ({"quantization_config.foo": 1}, ["field 'quantization_config.foo' is not supported"]),
         ({"model_type": "llama"}, ["field 'model_type' is 'llama'", "accepted: 'deepseek_v32'"]),
         ({"model_type": configs.ABSENT}, ["field 'model_type' is missing", "accepted: 'deepseek_v32'"]),
         # values that would need other code
         ({"scoring_func": "softmax"}, ["field 'scoring_func' is 'softmax'", "accepted: 'sigmoid'"]),
-        ({"topk_method": "greedy"}, ["field 'topk_method' is 'greedy'", "accepted: 'noaux_tc'"]),
-        ({"attention_bias": True}, ["field 'attention_bias' is true", "accepted: false"]),
         ({"attention_bias": 0}, ["field 'attention_bias' is 0", "accepted: false"]),
-        ({"attention_dropout": 0.1}, ["field 'attention_dropout' is 0.1", "accepted: 0"]),
-        ({"hidden_act": "gelu"}, ["field 'hidden_act' is 'gelu'", "accepted: 'silu'"]),
         ({"ep_size": 8}, ["field 'ep_size' is 8", "accepted: 1"]),
-        ({"moe_layer_freq": 2}, ["field 'moe_layer_freq' is 2", "accepted: 1"]),
-        ({"tie_word_embeddings": True}, ["field 'tie_word_embeddings' is true", "accepted: false"]),
         ({"indexer_rope_interleave": True}, ["field 'indexer_rope_interleave' is true", "accepted: false"]),
         ({"torch_dtype": "int8"}, ["field 'torch_dtype' is 'int8'", "'bfloat16', 'float16', 'float32'"]),
         ({"dtype": "float32"}, ["field 'torch_dtype' is 'bfloat16'", "accepted: 'float32'"]),
         ({"quantization_config.quant_method": "gptq"}, ["'quantization_config.quant_method' is 'gptq'", "'fp8'"]),
-        ({"quantization_config.fmt": "e5m2"}, ["'quantization_config.fmt' is 'e5m2'", "'e4m3'"]),
-        ({"quantization_config.activation_scheme": "static"}, ["activation_scheme' is 'static'", "'dynamic'"]),
         ({"quantization_config.weight_block_size": [64, 64]}, ["weight_block_size' is [64, 64]", "[128, 128]"]),
         ({"quantization_config.scale_fmt": "e8"}, ["scale_fmt' is 'e8'", "'ue8m0', 'float'"]),
-        (
-            {"quantization_config.modules_to_not_convert": ["gate"]},
-            ["modules_to_not_convert' holds 'gate'", "'lm_head'"],
-        ),
         ({"quantization_config": "fp8"}, ["'quantization_config' is 'fp8'", "an object or null"]),
-        ({"rope_scaling.type": "linear"}, ["'rope_scaling.type' is 'linear'", "'default', 'yarn'"]),
         ({"rope_scaling.type": configs.ABSENT}, ["'rope_scaling.rope_type' and field 'type'", "'yarn'"]),
         ({"rope_scaling.rope_type": "default"}, ["'rope_scaling.rope_type' and field 'type'", "'yarn'"]),
         ({"rope_scaling.factor": 0.5}, ["'rope_scaling.factor' is 0.5", "from 1 to"]),
         ({"rope_scaling.beta_fast": 1}, ["'rope_scaling.beta_fast' is 1", "above beta_slow"]),
-        ({"rope_scaling.mscale": configs.ABSENT}, ["'rope_scaling.mscale' is missing"]),
         ({"rope_theta": configs.ABSENT}, ["'rope_theta' is missing", "above 0"]),
         (
             {"rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
@@ -156,15 +137,10 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
         ({"hidden_size": None}, ["'hidden_size' is null"]),
         ({"hidden_size": "7168"}, ["'hidden_size' is '7168'", "an integer"]),
         ({"hidden_size": 7168.0}, ["'hidden_size' is 7168.0", "an integer"]),
-        ({"hidden_size": True}, ["'hidden_size' is true", "an integer"]),
         ({"index_topk": 0}, ["'index_topk' is 0", "at least 1"]),
-        ({"rms_norm_eps": "1e-6"}, ["'rms_norm_eps' is '1e-6'", "a finite number above 0"]),
-        ({"rms_norm_eps": 0}, ["'rms_norm_eps' is 0", "above 0"]),
         ({"routed_scaling_factor": math.nan}, ["'routed_scaling_factor' is nan", "finite"]),
         ({"norm_topk_prob": 1}, ["'norm_topk_prob' is 1", "true, false"]),
-        ({"eos_token_id": "</s>"}, ["'eos_token_id' is '</s>'", "token ids in [0, vocab_size=129280)"]),
         ({"eos_token_id": [1, 129280]}, ["'eos_token_id' is [1, 129280]", "vocab_size=129280"]),
-        ({"bos_token_id": -1}, ["'bos_token_id' is -1", "vocab_size=129280"]),
         ({"bos_token_id": [0, 1]}, ["'bos_token_id' is [0, 1]", "one token id"]),
         # fields that contradict each other
         ({"n_group": 7}, ["'n_routed_experts' is 256", "a multiple of n_group=7"]),
@@ -215,28 +191,23 @@ def test_unknown_fields_are_named_in_one_warning(tmp_path):
     assert str(one.message) == f"{tmp_path / 'config.json'}: unknown fields are ignored: 'foo', 'bar'"
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'config.json'}: no such file")):
-        read_config(tmp_path)
-
-
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
-    ("name", "content", "problem"),
+    ("content", "problem"),
     [
-        *(
-            (name, content, problem)
-            for name in ("config.json", "generation_config.json")
-            for content, problem in [
-                (b'{"a": ', "not valid JSON"),
-                (b"[1]", "must hold a JSON object, got [1]"),
-                (b"\xff", "cannot be read"),
-            ]
-        ),
-        ("generation_config.json", b'{"eos_token_id": "x"}', "field 'eos_token_id' is 'x'"),
+        (b'{"eos_token_id": "x", "vocab_size": "x"', "not valid JSON"),
+        (b'{"a":' * 100_000, "not valid JSON"),
+        (b"[1]", "must hold a JSON object, got [1]"),
+        (b"\xff", "cannot be read"),
+        (b" " * 2**20 + b"{}", "has 1048578 bytes; accepted: at most 1048576"),
+        (LFS_POINTER, "is a git-LFS pointer"),
+        (None, "no such file"),
     ],
 )
-def test_malformed_file(tmp_path, name, content, problem):
+def test_a_damaged_file_is_named(tmp_path, name, content, problem):
     configs.write(tmp_path, NAME)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {problem}")):
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere") if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: {problem}")):
         read_config(tmp_path)

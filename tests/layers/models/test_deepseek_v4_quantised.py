@@ -13,8 +13,8 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.directory import SINGLE_NAME
-from dsa_layers.io.fp4 import dequantize_fp4
 from dsa_layers.io.loading import load_model
+from dsa_layers.io.tensors import dequantize_fp4
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
@@ -214,9 +214,12 @@ def scheme(**changes):
         ),
         (
             {"dspark_block_size": 5, "compress_ratios": [0, 4, 128, 4, 0, 0, 0]},
-            "field 'dspark_block_size' is of the DSpark drafter, which is not supported",
+            "field 'dspark_block_size' is 5; accepted: null: the DSpark drafter is not",
         ),
-        ({"dspark_target_layer_ids": [1, 2]}, "field 'dspark_target_layer_ids' is of the DSpark drafter"),
+        (
+            {"dspark_target_layer_ids": [1, 2]},
+            "field 'dspark_target_layer_ids' is [1, 2]; accepted: null: the DSpark",
+        ),
         (
             scheme(weight_block_size=[32, 32]),
             "field 'quantization_config.weight_block_size' is [32, 32]; accepted: [128, 128]",
@@ -237,12 +240,12 @@ def scheme(**changes):
         ),
         (
             {"num_nextn_predict_layers": 7},
-            "field 'compress_ratios' has 5 items; accepted: 4 (num_hidden_layers) or 11 (with "
+            "field 'compress_ratios' is [0, 4, 128, 4, 0]; accepted: 4 (num_hidden_layers) or 11 (with "
             "num_nextn_predict_layers=7) items, each one of 0, 4, 128",
         ),
         (
             {"num_nextn_predict_layers": 0, "compress_ratios": [0, 4, 5, 4]},
-            "field 'compress_ratios' holds 5; accepted: 4 (num_hidden_layers) items, each one of 0, 4, 128",
+            "field 'compress_ratios' is [0, 4, 5, 4]; accepted: 4 (num_hidden_layers) items, each one of 0, 4, 128",
         ),
         ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
     ],

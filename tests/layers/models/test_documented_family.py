@@ -54,7 +54,7 @@ def test_the_commands_of_the_page(project):
 @pytest.mark.slow
 def test_what_holds_for_every_family(project):
     """Each of these tests has a case of it, and they pass: FP8, dequantised and BF16, in chunks over a paged cache."""
-    files = ["tests/layers/models/test_registry.py", "tests/layers/tiny/test_tiny_checkpoint.py"]
+    files = ["tests/layers/models/test_registry.py", "tests/layers/test_tiny_checkpoint.py"]
     printed = run(
         project,
         "-m",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dsa_layers import load_model
+from dsa_layers import load_model, tiny
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
@@ -17,7 +17,7 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io import loading
 from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint, writer
+from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training.indexer_stage import IndexerStage
 from tests.layers.io.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
@@ -54,7 +54,7 @@ def checkpoints(tiny_checkpoint, tmp_path_factory):
         made[name, False] = tmp_path_factory.mktemp("other")
         of_family = family(model)
         of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | changes))
-        with mock.patch.object(writer, "family", lambda _, of_family=of_family: of_family):
+        with mock.patch.object(tiny, "family", lambda _, of_family=of_family: of_family):
             write_tiny_checkpoint(made[name, False], model=model, quantized=False)
     made[FUSED, False] = changed(made["deepseek_v32", False], tmp_path_factory.mktemp("fused"), fuse_experts)
     return made

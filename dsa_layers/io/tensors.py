@@ -1,0 +1,98 @@
+"""How checkpoints and models store tensors: names, dtypes, FP4, and all experts of a layer in one tensor.
+
+`dsa.widen_fp4` explains FP4.
+"""
+
+import re
+
+import torch
+
+from dsa import per_block_cast_to_fp8
+from dsa.reference.gemm.fp4_cast import E2M1, GROUP, LOWEST_EXPONENT, e2m1_groups, powers_of_two
+from dsa_layers.errors import CheckpointError
+
+SCALE_SUFFIX = "_scale_inv"
+BLOCK_SCALE_SUFFIX = "_block_scale"  # of a tensor that a model has in addition to an FP4 weight, and no checkpoint has
+
+FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+DTYPES = FLOATS | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+# A part of a tensor: an index or a slice per leading dimension. () is the whole tensor.
+Index = tuple[int | slice, ...]
+
+_FUSED = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<scale>_scale_inv|_block_scale)?"
+)
+
+
+def quantize(values: torch.Tensor, kind: str, *, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(quantised weight, scale). kind: "FP4" or "FP8"; use_ue8m0: FP8 scales are powers of two."""
+    return quantize_fp4(values) if kind == "FP4" else per_block_cast_to_fp8(values, use_ue8m0)
+
+
+def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """w[..., i, j] = e2m1[..., i, j] * scale[..., i, j // 32], in `dtype`: exact in any that has the range.
+
+    packed: [..., O, I / 2] int8 or uint8; scale: [..., O, I / 32] float8_e8m0fnu. Returns [..., O, I].
+    """
+    return (e2m1_groups(packed) * scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed [O, I / 2] int8, scale [O, I / 32] float8_e8m0fnu): `dequantize_fp4` gives the values nearest to weight.
+
+    weight: float [O, I], finite, with I a multiple of 32. A group's scale is the least power of two with which 6
+    reaches its largest magnitude, 1 if all are zero; halfway between two values the smaller magnitude is taken.
+    """
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    mantissa, exponent = torch.frexp(groups.abs().amax(-1) / E2M1[-1].item())
+    exponent = (exponent - (mantissa == 0.5).int()).clamp_min(LOWEST_EXPONENT)
+    middles = ((E2M1[1:] + E2M1[:-1]) / 2).to(weight.device)
+    codes = torch.bucketize(groups.abs() / powers_of_two(exponent)[..., None], middles, out_int32=True)
+    codes = (codes | groups.signbit().int() << 3).flatten(1).to(torch.uint8)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    return packed, (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None) -> dict[str, Index]:
+    """The tensors that the tensor `name` consists of, each with its slice; () is all of it.
+
+    `experts.gate_up_proj` [E, 2 I, H] holds `experts.e.gate_proj.weight` above `experts.e.up_proj.weight`.
+    `experts.down_proj` [E, H, I] holds `experts.e.down_proj.weight`. Tensors with `_scale_inv` hold the scales, for
+    blocks of any size. Tensors with `_block_scale` hold what a model has in addition to FP4 weights. Any other tensor
+    consists of itself.
+    experts: the required E, where it is known: a header of a few bytes can claim 10^9 experts. Raises CheckpointError
+    for another shape.
+    """
+    match = _FUSED.fullmatch(name)
+    if match is None:
+        return {name: ()}
+    prefix, projection = match["experts"], match["projection"]
+    kind = "weight" + (match["scale"] or "")
+    if len(shape) != 3 or 0 in shape or (projection == "gate_up_proj" and shape[1] % 2):
+        accepted = "[experts, 2 * inner, hidden]" if projection == "gate_up_proj" else "[experts, hidden, inner]"
+        raise CheckpointError(f"has shape {list(shape)}; experts in one tensor are {accepted}")
+    if experts not in (None, shape[0]):
+        raise CheckpointError(f"has shape {list(shape)}, that is {shape[0]} experts; the model has {experts}")
+    if projection == "down_proj":
+        return {f"{prefix}.{e}.down_proj.{kind}": (e,) for e in range(shape[0])}
+    inner = shape[1] // 2
+    halves = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
+    return {f"{prefix}.{e}.{half}.{kind}": (e, rows) for e in range(shape[0]) for half, rows in halves.items()}
+
+
+def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """The shape of the slice `index` of a tensor."""
+    kept = (len(range(*place.indices(n))) for n, place in zip(shape, index) if isinstance(place, slice))
+    return (*kept, *shape[len(index) :])

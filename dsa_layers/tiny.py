@@ -1,0 +1,162 @@
+"""A small checkpoint of each family in its published format, with random weights: for demonstrations and tests.
+
+The dimensions that kernels care about are the real ones; the number of layers, heads and experts and the widths are
+small. Its text is noise, but everything between `config.json` and a decoded token is as in the published checkpoint:
+names, dtypes, FP8 blocks and FP4 groups, shards, tokenizer.
+"""
+
+import re
+import tempfile
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from dsa_layers.arguments import flag, integer, path_of
+from dsa_layers.config.fields import Fields
+from dsa_layers.io.chat_template import FORMATS
+from dsa_layers.io.published import (
+    ORIGINALS,
+    Manifest,
+    as_published,
+    copied_from,
+    published_manifest,
+    scales_of,
+    shape_of_values,
+)
+from dsa_layers.io.save import split_into_files, write_json, write_shards
+from dsa_layers.models.config_file import config_of
+from dsa_layers.models.registry import FAMILIES, family
+
+_SHARD_BYTES = 12 * 2**20
+
+_GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
+
+_BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+_USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }}"
+    "{% elif message['role'] == 'user' %}{{ '" + _USER + "' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '" + _ASSISTANT + "' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('role ' + message['role'] + ' is not supported') }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '" + _ASSISTANT + "' }}"
+    "{% if enable_thinking is defined %}{{ '<think>' if enable_thinking else '</think>' }}{% endif %}{% endif %}"
+)
+
+
+def write_tiny_checkpoint(
+    directory: str | PathLike[str], *, model: str = "deepseek_v32", seed: int = 0, quantized: bool = True
+) -> None:
+    """Writes the checkpoint, about 45 MB (80 MB with quantized=False), into `directory`, which is made if need be.
+
+    model: its `model_type`, one of `dsa_layers.models.registry.FAMILIES`.
+    quantized: as published, FP8 blocks with scales, and the experts of deepseek_v4 in FP4; otherwise these weights are
+    BF16. The random weights of a model follow from `seed`, whether quantised or not; the tokenizer is trained on this
+    package's source.
+    Raises ValueError for another `model`, TypeError or ValueError that names any other argument, FileExistsError unless
+    `directory` is new or empty.
+    """
+    if model not in FAMILIES:
+        raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
+    directory = path_of("directory", directory)
+    integer("seed", seed, at_least=0, at_most=2**63 - 1)
+    flag("quantized", quantized)
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory}: must be new or empty for a tiny checkpoint")
+
+    tiny = family(model).tiny
+    fields = tiny.fields(quantized=quantized)
+    config = config_of(Fields(fields, directory / "config.json"))
+    with tempfile.TemporaryDirectory() as scratch:
+        like = Path(scratch)
+        train_tokenizer(config.vocab_size).save(str(like / "tokenizer.json"))
+        write_json(like / "tokenizer_config.json", tokenizer_config(model, config.max_position_embeddings))
+        write_json(like / "generation_config.json", _GENERATION_CONFIG)
+
+        manifest = _drawing_order(published_manifest(config), tiny.order)
+        scales = scales_of(manifest)
+        generator = torch.Generator().manual_seed(seed)
+        originals: dict[str, torch.Tensor] = {}
+
+        def make(name: str) -> dict[str, torch.Tensor]:
+            values = random_values(name, shape_of_values(name, manifest), generator, config.n_routed_experts)
+            tensors = as_published(name, values, manifest, scales, use_ue8m0=config.use_ue8m0)
+            if name in ORIGINALS:
+                originals[name] = tensors[name]
+            original = copied_from(name)
+            return tensors if original is None else {name: originals[original].clone()}
+
+        files = split_into_files(manifest, _SHARD_BYTES)
+        write_shards(directory, manifest, files, make, fields, like=like, progress=False)
+
+
+def _drawing_order(manifest: Manifest, order: tuple[str, ...]) -> Manifest:
+    """The manifest in the order in which one generator draws the values: another order changes every value."""
+    if not order:
+        return manifest
+
+    def key(name: str) -> list[int]:
+        return [int(part) if part.isdecimal() else order.index(part) for part in name.split(".")]
+
+    return {name: manifest[name] for name in sorted(manifest, key=key)}
+
+
+def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator, experts: int) -> torch.Tensor:
+    """Values at which every part has an effect: activations of order 1, logits that spread, norms that are not 1.
+
+    experts: the number of experts that a table of experts names
+    """
+    if name.endswith("tid2eid"):
+        return torch.rand(shape[0], experts, generator=generator, device="cpu").argsort(-1)[:, : shape[1]].contiguous()
+    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    if name.endswith("norm.weight") or re.search(r"hc_\w+_scale$", name):
+        return 1 + 0.1 * values
+    if name.endswith(("k_norm.bias", "e_score_correction_bias", "gate.bias")):
+        return 0.1 * values
+    if name.endswith(("attn_sink", "ape", "_base")):
+        return 0.5 * values
+    if name.endswith(("embed_tokens.weight", "embed.weight")):
+        return values
+    # Of unit gain, except the heads: their rows see a normalised input, and twice the gain sharpens the softmax.
+    gain = 2 if name.endswith("head.weight") else 1
+    return values * gain * shape[1] ** -0.5
+
+
+def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
+    """The fields of tokenizer_config.json. max_length: of the model's context, in tokens. The releases of models that
+    have a chat format of their own hold no template."""
+
+    return {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": _BOS,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": _EOS,
+        "model_max_length": max_length,
+        "pad_token": _EOS,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
+        **({} if model_type in FORMATS else {"chat_template": _CHAT_TEMPLATE}),
+    }
+
+
+def train_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer, as DeepSeek's is: any text can be written in it. BOS is 0 and EOS is 1."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_BOS, _EOS, _USER, _ASSISTANT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    corpus = sorted(Path(__file__).parent.rglob("*.py"))
+    tokenizer.train_from_iterator([path.read_text(encoding="utf-8") for path in corpus], trainer)
+    return tokenizer
