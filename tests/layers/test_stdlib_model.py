@@ -105,7 +105,7 @@ def test_the_demo_runs_it(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         assert main([*shlex.split(generate), "--max-tokens", "3", "--device", "cpu", "--dtype", "float32"]) == 0
         captured = capsys.readouterr()
-        assert captured.out.startswith(given.decode()) and "keys read: " in captured.err
+        assert captured.out.startswith(given.decode())
         assert "tokens/s" in captured.err and ("; drafts: " in captured.err) == ("--draft" in generate)
         texts.append(captured.out)
     assert len(texts) == 2 and texts[0] == texts[1] and "--draft" in generations[1][1]

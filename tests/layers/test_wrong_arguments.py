@@ -9,7 +9,7 @@ from dsa_layers.hf import accelerate
 from dsa_layers.layers.rope import rope_frequencies, yarn_frequencies
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training import IndexerStage
 
 
 def refused(message, call, *arguments, **options):

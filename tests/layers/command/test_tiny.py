@@ -1,7 +1,6 @@
 """`dsa tiny`: what it writes, and what it replaces."""
 
 import errno
-import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,18 +21,10 @@ def test_a_checkpoint_that_generates_and_is_replaced(tmp_path, capsys):
     assert main(["generate", str(directory), "--prompt", "a", *size]) == 0
 
 
-def test_files_have_the_mode_that_the_umask_allows(tmp_path):
-    before = os.umask(0o027)
-    try:
-        assert main(["tiny", str(tmp_path)]) == 0
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
-
-
 def test_the_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, error):
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(Path, "write_text", Mock(side_effect=full))
         assert main(["tiny", str(tmp_path)]) == 2
     assert error().endswith("/config.json: No space left on device")
     monkeypatch.setattr(shards, "save_file", Mock(side_effect=SafetensorError("No space left")))
@@ -42,15 +33,7 @@ def test_the_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch,
 
 
 def test_other_files_are_not_replaced(tmp_path, error):
-    file = tmp_path / "thesis.tex"
-    file.write_text("years of work")
-    for directory, problem in [
-        (tmp_path, f"{tmp_path}: holds 'thesis.tex', which is not part of a tiny checkpoint"),
-        (file, f"{file}: "),
-        (file / "within", f"{file / 'within'}: Not a directory"),
-    ]:
-        assert main(["tiny", str(directory)]) == 2
-        assert error().startswith(f"dsa tiny: {problem}")
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert main(["tiny", str(tmp_path)]) == 2
+    assert error().startswith(f"dsa tiny: {tmp_path}: holds 'thesis.tex', which is not part of a tiny checkpoint")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    assert main(["tiny", str(tmp_path / "new"), "--seed", "-1"]) == 2
-    assert error() == "dsa tiny: --seed: must be at least 0, got -1"

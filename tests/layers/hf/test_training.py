@@ -11,7 +11,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import accelerate
 from dsa_layers.hf.paged_layer import CACHE
 from dsa_layers.io.loading import load_model
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training import IndexerStage
 from tests.layers.hf.pairs import KINDS, Adapter, load_model_reads_it, padded, pair
 
 CLOSE = 1e-4  # of the largest gradient of a parameter: fp32 sums, in an order that the CPU's instructions decide

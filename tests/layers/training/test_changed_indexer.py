@@ -14,7 +14,7 @@ from dsa_layers.io.loading import load_model
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training import IndexerStage
 from tests.layers.training.test_indexer_stage import trained
 from tests.reference.common import assert_refused
 
