@@ -16,10 +16,8 @@ from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import (
     META,
-    MOST_ROWS,
     TILES,
     decode,
-    growing,
     model_variants,
     prefill,
     with_all_tiles,
@@ -120,14 +118,6 @@ def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoi
     assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts=drafts)
 
 
-def test_layers_alike_are_asked_once():
-    config = tiny("deepseek_v32", num_hidden_layers=12)
-    model, _ = without_memory(config, precision_of(config))
-    kinds = [type(layer).__name__ for layer in model.model.layers]
-    assert kinds.count("_SameBlock") == 10  # one with a dense MLP and one with experts stay
-    assert {parameter.device for parameter in model.parameters()} == {META}
-
-
 def test_all_tiles_of_a_kernel():
     """With the arguments that the bridge gives: what has a default may be missing."""
     name, given = "compile_per_token_cast_to_fp8", ("bfloat16", True, False)
@@ -156,8 +146,3 @@ def test_nothing_is_kept_of_the_search():
     assert torch.allclose(normed.square().mean(-1), torch.ones(4))
     assert not any(op.known.steps or op.known._times for op in OPS.values())
     assert not x.is_cuda
-
-
-def test_sizes_grow():
-    assert growing(10, 1.5) == [1, 2, 3, 4, 6, 9, 10] and growing(1, 2) == [1]
-    assert growing(MOST_ROWS, 1.2)[-1] == MOST_ROWS

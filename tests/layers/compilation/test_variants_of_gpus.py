@@ -13,7 +13,6 @@ from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, decode, without_memory
-from dsa_layers.engine.cuts import DoesNotDivide
 from dsa_layers.io.gpu_plan import precision_of
 from dsa_layers.parallel.one_shot_sum import OneShotSum
 from tests.layers.compilation.configs import tiny
@@ -83,20 +82,3 @@ def test_sums_ask_for_what_is_listed(gpus, monkeypatch):
     with asked_variants("sm_90") as asked:
         OneShotSum(None, memory)
     assert asked.keys() == sums(gpus)
-
-
-def without_memory_of_v32(gpus):
-    config = tiny("deepseek_v32")
-    return without_memory(config, precision_of(config), gpus=gpus)[0]
-
-
-def test_a_model_that_does_not_come_apart():
-    with pytest.raises(DoesNotDivide, match=r"^gpus: 3 do not evenly share the "):
-        without_memory_of_v32(gpus=3)
-
-
-def test_ranks_that_are_to_compare_their_picks_compile_all_the_same(monkeypatch):
-    """There is nobody to compare with."""
-    monkeypatch.setenv("DSA_COMPARE_RANKS", "1")
-    model = without_memory_of_v32(gpus=2)
-    assert all(ranks.shares_rows for module in model.modules() if (ranks := getattr(module, "ranks", None)))

@@ -11,6 +11,19 @@ from dsa_bench.harness.benchmarks import benchmarks
 from dsa_layers.command.main import main
 
 
+@pytest.fixture
+def error(capsys):
+    """Return the one line of a wrong call, which has no standard output."""
+
+    def line():
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        (only,) = captured.err.splitlines()
+        return only
+
+    return line
+
+
 @pytest.mark.parametrize("name", ["nonsense", "harness", ""])
 def test_bench_names_what_it_can_run(name, error):
     assert main(["bench", name]) == 2
