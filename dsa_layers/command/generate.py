@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent, Tokenizer
+from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent
 from dsa_layers.arguments import shown
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.command.messages import by_options, say, say_json
@@ -27,8 +27,6 @@ BEGIN_REASONING, END_REASONING = "<think>", "</think>"
 def generate(args: argparse.Namespace) -> int:
     if not args.prompts:
         raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
-    if args.raw and args.chat_option:
-        raise ValueError("--chat-option: must not be given with --raw, which sends prompts as they are")
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
     if args.batch_invariant and (
@@ -45,12 +43,16 @@ def generate(args: argparse.Namespace) -> int:
     directory, config, tokenizer = read_files(args)
     check_stop_strings(params.stop, tokenizer)
     echoed, prompts = texts, texts
-    if not args.raw and has_chat_format(args, tokenizer):
+    if not args.raw and tokenizer.has_chat_template:
         prompts = [
             tokenizer.apply_chat_template([{"role": "user", "content": text}], **dict(args.chat_option))
             for text in texts
         ]
         echoed = [f"{text}\n\n" for text in texts]
+    elif args.chat_option:
+        raise ValueError("--chat-option: needs a checkpoint with a chat template or format, and no --raw")
+    elif not args.raw and args.checkpoint != SHIPPED_MODEL:
+        say("The checkpoint has no chat template and no known chat format: text is sent as it is.")
     encoded = encode_prompts(prompts, tokenizer, config.vocab_size)
     generator = Generator(
         load(args, directory, ranks),
@@ -114,17 +116,6 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
     names = SamplingParams.__dataclass_fields__
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     return SamplingParams(**sampling_defaults(args.checkpoint) | given)
-
-
-def has_chat_format(args: argparse.Namespace, tokenizer: Tokenizer) -> bool:
-    """Return whether messages become prompts by a template or a format. Say so if they do not, except for the shipped
-    model, which continues source code."""
-    if not tokenizer.has_chat_template:
-        if args.chat_option:
-            raise ValueError("--chat-option: must not be given for a checkpoint without a chat template or format")
-        if args.checkpoint != SHIPPED_MODEL:
-            say("The checkpoint has no chat template and no known chat format: text is sent as it is.")
-    return tokenizer.has_chat_template
 
 
 def events_of(generator: Generator, prompts: list, params: SamplingParams) -> Iterator[TokenEvent]:

@@ -56,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         note_failure("nobody reads the output")
         return NO_READER
     except (OSError, ValueError, ImportError, RuntimeError, MemoryError) as error:
-        problem, code = _problem(error, args), 1 if isinstance(error, RuntimeError | MemoryError) else 2
+        problem = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.filename:
+            problem = f"{error.filename}: {error.strerror}"
+        command = f"dsa {args.command}".rstrip()  # no subcommand if the call names none
+        problem = f"{command}: {by_options(problem, args)}"
+        code = 1 if isinstance(error, RuntimeError | MemoryError) else 2
         note_failure(problem)
         if "--json" in args.argv:
             with contextlib.suppress(OSError):
@@ -69,15 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except OSError:  # Python would try again when it ends, and print a traceback
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _problem(error: Exception, args: argparse.Namespace) -> str:
-    """Return the line that reports an error."""
-    problem = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.filename:
-        problem = f"{error.filename}: {error.strerror}"
-    command = f"dsa {args.command}".rstrip()
-    return f"{command}: {by_options(problem, args)}"
 
 
 if __name__ == "__main__":

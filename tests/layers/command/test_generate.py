@@ -96,7 +96,7 @@ def test_a_checkpoint_without_a_chat_format_gets_the_text_as_it_is(damaged, caps
     path = damaged / "tokenizer.json"
     path.write_bytes(path.read_bytes().replace("<｜User｜>".encode(), b"<u>"))
     assert generate(damaged, "--chat-option", "mode=a") == 2
-    assert "--chat-option: must not be given for a checkpoint without" in capsys.readouterr().err
+    assert "--chat-option: needs a checkpoint with a chat template or format, and no --raw" in capsys.readouterr().err
     assert generate(damaged) == 0
     captured = capsys.readouterr()
     told = "The checkpoint has no chat template and no known chat format: text is sent as it is"

@@ -102,7 +102,10 @@ def test_prompts_that_cannot_be_read(checkpoint, tmp_path, monkeypatch, error):
         (("--n", "0"), "--n: must be at least 1 and at most 16384, got 0"),
         (("--logprobs", "1"), "--logprobs: needs --json"),
         (("--chat-option", "mood=good"), "mood: is no option of this chat format; accepted: thinking, enable_thinking"),
-        (("--chat-option", "thinking=true", "--raw"), "--chat-option: must not be given with --raw"),
+        (
+            ("--chat-option", "thinking=true", "--raw"),
+            "--chat-option: needs a checkpoint with a chat template",
+        ),
     ],
 )
 def test_wrong_options_are_named(checkpoint, error, options, expected):

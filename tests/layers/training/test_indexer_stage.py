@@ -230,15 +230,6 @@ def test_wrapped_layers_are_found_once(wrap):
     assert [layer.indexer_stage for layer in layers] == [None, None]
 
 
-def test_an_indexer_of_two_layers_has_its_parameters_once():
-    model, (tokens, batch) = Small(6), inputs()
-    model.layers[1].indexer = model.layers[0].indexer
-    with IndexerStage(model, "sparse") as stage:
-        model(tokens, batch)
-        assert len(stage._kls) == 2
-    assert list(map(id, stage.parameters())) == list(map(id, model.layers[0].indexer.parameters()))
-
-
 def test_a_stage_within_another():
     model, (tokens, batch) = Small(6), inputs()
     with IndexerStage(model, "sparse") as sparse:
