@@ -27,8 +27,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 DEMO_PROMPT := class Stack:\n    """Last in, first out."""\n\n    def __init__(self, items=()):
 demo: .venv/installed
-	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-tokens 300 --seed 4 --stats
-	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-tokens 300 --seed 4 --stats --draft 1 >/dev/null
+	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-tokens 300 --seed 4
+	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-tokens 300 --seed 4 --draft 1 >/dev/null
 	$(BIN)/dsa compare
 
 # Tests start hundreds of processes. Where the environment says that byte code is not to be kept, each compiles again
@@ -66,7 +66,7 @@ wheel: .venv/installed
 	rm -rf build/release dist
 	mkdir -p build/release
 	git archive HEAD | tar -x -C build/release
-	$(BIN)/python -m dsa_layers.compilation.pack build/release/dsa/compiled $(MODULES)
+	$(BIN)/python -m dsa_layers.compilation.build build/release/dsa/compiled $(MODULES)
 	$(BIN)/python -m build --outdir dist build/release
 
 INSTALLED := build/installed/bin/python

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from dsa_layers.parallel.context import ContextBatch
     from dsa_layers.parallel.ranks import Ranks
     from dsa_layers.tiny import write_tiny_checkpoint
-    from dsa_layers.training.indexer_stage import IndexerStage
-    from dsa_layers.training.next_tokens import next_tokens
+    from dsa_layers.training import IndexerStage, next_tokens
 
 __all__ = [
     "SHIPPED_MODEL",
@@ -71,7 +70,7 @@ _MODULES = {
     "DecodeBatch": "dsa_layers.batch.decode_batch",
     "Engine": "dsa_layers.generation.engine",
     "Generator": "dsa_layers.generation.generator",
-    "IndexerStage": "dsa_layers.training.indexer_stage",
+    "IndexerStage": "dsa_layers.training",
     "LayerCache": "dsa_layers.cache.kv_cache",
     "LightningIndexer": "dsa_layers.layers.indexer",
     "Precision": "dsa_layers.models.precision",
@@ -86,7 +85,7 @@ _MODULES = {
     "fuse": "dsa_layers.engine.fuse",
     "fused": "dsa_layers.engine.fuse",
     "load_model": "dsa_layers.io.loading",
-    "next_tokens": "dsa_layers.training.next_tokens",
+    "next_tokens": "dsa_layers.training",
     "read_config": "dsa_layers.models.config_file",
     "rope_frequencies": "dsa_layers.layers.rope",
     "save_model": "dsa_layers.io.save",

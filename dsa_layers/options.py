@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,12 +34,8 @@ def path(text: str) -> Path:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Raise ValueError for a file that cannot be written, before the work whose result it would hold."""
-    if path is None:
-        return
-    if path.is_dir():
+    """Raise ValueError for a path that no file can have, before the work whose result it would hold."""
+    if path is not None and path.is_dir():
         raise ValueError(f"{option}: must be a file, got the directory {path}")
-    if not path.parent.is_dir():
+    if path is not None and not path.parent.is_dir():
         raise ValueError(f"{option}: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option}: {path} cannot be written")

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model, options
-from dsa_layers.evaluation.selections import all_keys, latest_keys
+from dsa_layers.evaluation import all_keys, latest_keys
 
 LENGTH = 1024
 

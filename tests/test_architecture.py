@@ -85,7 +85,7 @@ def test_its_own_tests_pass(project):
 # Tests that loop over all ops. The pytest plugin WITHOUT_OTHERS deselects the parametrized tests of other ops and
 # entries.
 EVERYTHING = (
-    *("tests/test_receipt.py", "tests/layers/command/test_check.py", "tests/test_generated.py"),
+    *("tests/test_receipt.py", "tests/ops/test_self_checks.py", "tests/test_generated.py"),
     *("tests/test_imports.py", "tests/ops/test_tensor_kinds.py"),
     *("tests/test_cases.py", "tests/reference/test_exports.py", "tests/ops/test_torch_defaults.py"),
     "tests/reference/test_every_reference.py",
@@ -107,7 +107,7 @@ def test_nothing_else_misses_it(project):
     (project / "without_others.py").write_text(WITHOUT_OTHERS)
     printed = run(project, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "without_others", *EVERYTHING)
     found = set(re.findall(r"^(tests/\S+?)::\S*\[scale_rows", printed, re.M))
-    with_cases = ("tests/test_receipt.py", "tests/layers/command/test_check.py", "tests/ops/test_torch_defaults.py")
+    with_cases = ("tests/test_receipt.py", "tests/ops/test_self_checks.py", "tests/ops/test_torch_defaults.py")
     assert found >= {*with_cases, "tests/ops/test_tensor_kinds.py"}
 
 

@@ -16,9 +16,12 @@ replacement, as many as the text has, and the same sequences for all kernels (pa
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
+from torch.nn.functional import cross_entropy, kl_div
 
 import dsa
 from dsa_bench.e2e.command import Row, Tell, quiet
@@ -26,7 +29,7 @@ from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
-from dsa_layers.evaluation.held_out_loss import Difference, logits_of
+from dsa_layers.evaluation import predictions
 from dsa_layers.layers.score_accumulators import set_score_accumulators
 from dsa_layers.models.protocols import Model
 
@@ -35,6 +38,46 @@ PEERS = "peers"
 KERNELS = {"ours, fp16 accumulators": torch.float16, "ours, fp32 accumulators": torch.float32}
 OPTIONS = {"checkpoints": {"nargs": "*", "type": Path, "default": [SHIPPED_MODEL], "metavar": "CHECKPOINT"}}
 Interval = list[float]  # the mean, and the lower and upper end of its 95% interval
+
+
+@torch.inference_mode()
+def logits_of(model: Model, tokens: Sequence[int], chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits [T, vocab_size] in fp32 and the targets [T] of all tokens but the last one."""
+    logits, targets = zip(*((x.float(), y) for x, y in predictions(model, [tokens], chunk)))
+    return torch.cat(logits), torch.cat(targets)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How predictions q of a text differ from predictions p that they are compared with.
+
+    loss, expected_loss  mean of -log q and of -log p of the text's tokens, in nats
+    error                |logits - expected logits| / |expected logits|, 2-norms over positions and vocabulary
+    divergence           mean over positions of KL(p || q) = sum_v p_v (log p_v - log q_v), in nats
+    largest              largest |log q - log p| of a token of the text
+    same_first           share of positions at which both have the same likeliest token
+    """
+
+    loss: float
+    expected_loss: float
+    error: float
+    divergence: float
+    largest: float
+    same_first: float
+
+    @classmethod
+    def between(cls, logits: torch.Tensor, expected: torch.Tensor, targets: torch.Tensor) -> Self:
+        """logits, expected: [T, vocab_size]; targets: [T]."""
+        logits, expected = logits.float(), expected.float()
+        q, p = logits.log_softmax(-1), expected.log_softmax(-1)
+        losses = [cross_entropy(x, targets, reduction="none") for x in (q, p)]
+        return cls(
+            *(x.mean().item() for x in losses),
+            error=((logits - expected).norm() / expected.norm()).item(),
+            divergence=kl_div(q, p, log_target=True, reduction="batchmean").item(),
+            largest=(losses[0] - losses[1]).abs().max().item(),
+            same_first=(q.argmax(-1) == p.argmax(-1)).float().mean().item(),
+        )
 
 
 def rows(

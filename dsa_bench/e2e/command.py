@@ -21,7 +21,7 @@ from dsa.runtime.variants import Variant
 from dsa_bench.harness.calls import free
 from dsa_layers.compilation import passes
 from dsa_layers.compilation.build import build
-from dsa_layers.compilation.variants import with_all_tiles
+from dsa_layers.compilation.passes import with_all_tiles
 from dsa_layers.engine.fuse import prepare
 from dsa_layers.models.protocols import CheckpointModel
 

@@ -30,7 +30,7 @@ from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.engines.command import add_engine, check_engine, positive, print_rows
 from dsa_bench.engines.turns import Side, started
 from dsa_layers import Tokenizer, load_model
-from dsa_layers.evaluation.held_out_loss import predictions
+from dsa_layers.evaluation import predictions
 from dsa_layers.models.config_file import read_config
 
 # Of each request: `logprobs` of the prompt's tokens but the first, `tokens`, and for each of these `likely`, the most

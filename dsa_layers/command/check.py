@@ -18,16 +18,15 @@ from dsa.runtime import backends
 PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
 
 
-def run(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     print(f"python {platform.python_version()}")
     for package, version in versions(PACKAGES).items():
         print(f"{package} {version or 'not installed'}")
-    on_gpu = torch.cuda.is_available()
-    print(f"GPU: {torch.cuda.get_device_name() if on_gpu else 'none'}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"GPU: {torch.cuda.get_device_name() if device == 'cuda' else 'none'}")
     reason = backends.why_no_kernels()
     print(f"backend: {dsa.backend()}" + (f" ({reason})" if reason else ""))
-    print(f"compile cache: {_cache_state()}")
-    passed = [_test(name, "cuda" if on_gpu else "cpu") for name in op_modules()]
+    passed = [_test(name, device) for name in op_modules()]
     print(f"{sum(passed)} of {len(passed)} ops passed")
     return 0 if all(passed) else 1
 
@@ -41,25 +40,13 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
     return found
 
 
-def _cache_state() -> str:
-    try:
-        from dsa.runtime.compile_cache import cache_dir
-    except ImportError as error:
-        return f"unavailable ({error})"
-    directory = cache_dir()
-    if directory is None:
-        return "off (DSA_CACHE_DIR is empty)"
-    sizes = [path.stat().st_size for path in directory.glob("*.o")]
-    return f"{directory}, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
-
-
 def _test(op: str, device: str) -> bool:
-    """Print what the op's test says. Return whether it passed."""
+    """Print the outcome of the op's test. Return whether it passed."""
     started = time.perf_counter()
     outcome = "ok"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ops without a kernel: the report says so
+            warnings.simplefilter("ignore")  # ops without a kernel warn, and the report says it too
             check_op(op, device)
     except Exception as error:
         outcome = f"FAILED: {type(error).__name__}: {error}"

@@ -1,37 +1,31 @@
-"""`dsa generate`: continue prompts with a checkpoint."""
+"""`dsa generate` and `dsa chat`: continue prompts, or hold a conversation, with a checkpoint."""
 
 import argparse
 import contextlib
-import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
-from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent, Tokenizer
+from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent
 from dsa_layers.arguments import shown
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.command.messages import by_options, say, say_json
-from dsa_layers.command.model import join_ranks, load, read_files, start_ranks
-from dsa_layers.command.parser import DEFAULT_CACHE, PromptSource
-from dsa_layers.evaluation.keys_read import KeysRead
+from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks
 from dsa_layers.generation.requests import check_stop_strings, encode_prompts
-from dsa_layers.generation.sampling import sampling_defaults
+from dsa_layers.generation.sampling import sampling_defaults, with_seed
 from dsa_layers.models.precision import check_device
 from dsa_layers.parallel.process_group import agreed
 
-# Styles of text on a terminal.
-BOLD, DIM = 1, 2
+BEGIN_REASONING, END_REASONING = "<think>", "</think>"
 
 
-def run(args: argparse.Namespace) -> int:
+def generate(args: argparse.Namespace) -> int:
     if not args.prompts:
         raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
-    if args.raw and args.chat_option:
-        raise ValueError("--chat-option: must not be given with --raw, which sends prompts as they are")
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
     if args.batch_invariant and (
@@ -45,126 +39,120 @@ def run(args: argparse.Namespace) -> int:
     ranks = join_ranks(args)
 
     texts = read_prompts(args.prompts) if ranks is None else agreed(ranks, lambda: read_prompts(args.prompts))
-    files = read_files(args)
-    check_stop_strings(params.stop, files.tokenizer)
+    directory, config, tokenizer = read_files(args)
+    check_stop_strings(params.stop, tokenizer)
     echoed, prompts = texts, texts
-    if not args.raw and has_chat_format(args, files.tokenizer):
+    if not args.raw and tokenizer.has_chat_template:
         prompts = [
-            files.tokenizer.apply_chat_template([{"role": "user", "content": text}], **dict(args.chat_option))
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], **dict(args.chat_option))
             for text in texts
         ]
         echoed = [f"{text}\n\n" for text in texts]
-    encoded = encode_prompts(prompts, files.tokenizer, files.config.vocab_size)
-    loaded = load(args, files, ranks)
-    cache_tokens = args.cache_tokens
-    needed = args.n * sum(len(ids) + args.max_tokens + loaded.model.page_size for ids in encoded)
-    if cache_tokens is None and needed <= DEFAULT_CACHE:
-        cache_tokens = DEFAULT_CACHE  # leaves memory to other processes
-
-    with KeysRead(loaded.model) if args.stats else contextlib.nullcontext() as keys:
-        generator = Generator(
-            loaded.model,
-            files.tokenizer,
-            cache_tokens=cache_tokens,
-            prefill_chunk=args.prefill_chunk,
-            draft_tokens=args.draft,
-            prefix_cache=args.prefix_cache,
-            batch_invariant=args.batch_invariant,
-            cuda_graphs=not args.stats,
-        )
-        try:
-            events = events_of(generator, encoded, params)
-            if args.json:
-                say_json(
-                    "start",
-                    checkpoint=str(files.directory),
-                    device=loaded.device,
-                    backend=loaded.backend,
-                    dequantized=loaded.dequantized,
-                    prompts=len(texts),
-                    **asdict(params),
-                )
-                errors = _print_events(events, texts, encoded, params.n)
-            else:
-                errors = _print_texts(events, echoed, params.n)
-        except OutOfPages as error:
-            raise ValueError(str(error)) from None
+    elif args.chat_option:
+        raise ValueError("--chat-option: needs a checkpoint with a chat template or format, and no --raw")
+    elif not args.raw and args.checkpoint != SHIPPED_MODEL:
+        say("The checkpoint has no chat template and no known chat format: text is sent as it is.")
+    encoded = encode_prompts(prompts, tokenizer, config.vocab_size)
+    generator = Generator(
+        load(args, directory, ranks),
+        tokenizer,
+        cache_tokens=args.cache_tokens,
+        prefill_chunk=args.prefill_chunk,
+        draft_tokens=args.draft,
+        prefix_cache=args.prefix_cache,
+        batch_invariant=args.batch_invariant,
+    )
+    completions = [Completion(len(ids)) for ids in encoded for _ in range(params.n)]
+    try:
+        events = events_of(generator, encoded, params)
+        if args.json:
+            start = {"checkpoint": str(directory), **place(args), "prompts": len(texts), **asdict(params)}
+            say_json("start", **start)
+            _print_events(events, completions, texts)
+        else:
+            _print_texts(events, completions, echoed)
+    except OutOfPages as error:
+        raise ValueError(str(error)) from None
     if ranks is not None and ranks.rank > 0:
         return 0  # the first rank reports
-    counts = keys.counts() if args.stats else None
     if args.json:
         say_json("throughput", **asdict(generator.throughput))
-        if counts is not None:
-            say_json("keys_read", **asdict(counts), share=counts.share)
     else:
-        if counts is not None:
-            say(
-                f"keys read: {counts.read:.1f} a token of the {counts.dense:.1f} that dense attention reads "
-                f"({counts.share:.0%}), at most {counts.most_read} of {counts.most_dense}; context: "
-                f"{counts.context:.1f} tokens, at most {counts.longest_context}"
-            )
         how = f"temperature {params.temperature:g}, top-p {params.top_p:g}" if params.temperature else "greedy"
-        weights = ", dequantised" if loaded.dequantized else ""
-        say(f"{generator.throughput} ({loaded.device}, backend {loaded.backend}{weights}, {how})")
+        weights = ", dequantised" if args.dequantize else ""
+        say(f"{generator.throughput} ({args.device}, backend {place(args)['backend']}{weights}, {how})")
+    errors = [completion.error for completion in completions if completion.error is not None]
     for error in errors:
-        say(f"dsa generate: {by_options(error, args)}")
+        say(f"dsa generate: {error}")
     return 1 if errors else 0
 
 
-def read_prompts(sources: list[PromptSource]) -> list[str]:
-    """Raise ValueError, which names the option, for a prompt that cannot be read."""
+def read_prompts(prompts: Iterable[str | Path]) -> list[str]:
+    """Return the texts of prompts: those of files, and for "-" that of the standard input. Raise ValueError for a text
+    that is empty or not UTF-8."""
     texts = []
-    for i, source in enumerate(sources):
-        name, text = source.name(i, len(sources)), source.value
-        if source.option == "--prompt-file":
-            try:
-                text = read_text(name, Path(text).read_bytes())
-            except OSError as error:
-                raise ValueError(f"{name}: {error.strerror}") from None
-        elif text == "-":
-            text = read_text(name, sys.stdin.buffer.read())
-        if not text:
-            raise ValueError(f"{name}: must not be empty, got no text")
-        texts.append(text)
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, Path):
+            prompt = read_text(prompt, prompt.read_bytes())
+        elif prompt == "-":
+            prompt = read_text("--prompt -", sys.stdin.buffer.read())
+        if not prompt:
+            raise ValueError(f"prompts[{i}]: must not be empty, got no text")
+        texts.append(prompt)
     return texts
 
 
-def _print_texts(events: Iterator[TokenEvent], prompts: list[str], n: int) -> list[str]:
-    """Print each prompt and the text that follows it. Return the errors of sequences that failed.
-
-    One sequence is printed token by token. Several take turns by whole lines, each with the number of its sequence:
-    "[0] def f(x):".
-    """
-    numbered = len(prompts) * n > 1
-    unfinished: dict[int, str] = {}  # the last line of each sequence that has begun
-    errors = []
-
-    def add(sequence: int, text: str) -> None:
-        if numbered:
-            *lines, unfinished[sequence] = (unfinished[sequence] + text).split("\n")
-            text = "".join(f"[{sequence}] {line}\n" for line in lines)
-        print(text, end="", flush=True)
-
+def read_text(source: str | Path, content: bytes) -> str:
+    """Return UTF-8 text without a newline at its end. Raise ValueError, which names the source, for other bytes."""
     try:
-        for event in events:
-            if event.sequence not in unfinished:
-                unfinished[event.sequence] = ""
-                add(event.sequence, styled(prompts[event.sequence // n], BOLD))
-            add(event.sequence, event.text)
-            if event.error is not None:
-                errors.append(event.error)
-            if event.finish_reason is not None and unfinished[event.sequence]:
-                add(event.sequence, "\n")
-    finally:
-        for sequence, line in unfinished.items():
-            if line or not numbered:
-                add(sequence, "\n")
-    return errors
+        return re.sub(r"\r?\n\Z", "", content.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: must be UTF-8, got {shown(error.object[error.start : error.end])}") from None
 
 
-def _print_events(events: Iterator[TokenEvent], prompts: list[str], encoded: list[list[int]], n: int) -> list[str]:
-    """Print an event "token" for each token and "completion" for each sequence that has ended. Return the errors."""
-    completions = [Completion(len(ids)) for ids in encoded for _ in range(n)]
+def sampling(args: argparse.Namespace) -> SamplingParams:
+    """Options override what the checkpoint's generation_config.json says."""
+    names = SamplingParams.__dataclass_fields__
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    return SamplingParams(**sampling_defaults(args.checkpoint) | given)
+
+
+def events_of(generator: Generator, prompts: list, params: SamplingParams) -> Iterator[TokenEvent]:
+    """Yield the events of a generation. On a terminal, prompts that take more than a second have a progress bar, which
+    is removed before the first event."""
+    with tqdm(desc="Prefill", unit=" tokens", leave=False, disable=None, delay=1) as bar:
+
+        def on_prefill(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        with contextlib.closing(generator.stream(prompts, params, on_prefill=on_prefill)) as events:
+            for event in events:
+                bar.close()
+                yield event
+
+
+def _print_texts(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str]) -> None:
+    """Print each prompt and the text that follows it. One sequence is printed token by token. Of several, each is
+    printed when it ends, with its number before each line: "[0] def f(x):"."""
+    n = len(completions) // len(prompts)
+    shown_prompt = False
+    for event in events:
+        completion = completions[event.sequence]
+        completion.add(event)
+        if len(completions) == 1:
+            print(event.text if shown_prompt else prompts[0] + event.text, end="", flush=True)
+            shown_prompt = True
+        elif event.finish_reason is not None:
+            text = prompts[event.sequence // n] + completion.text
+            print("".join(f"[{event.sequence}] {line}\n" for line in text.split("\n")), end="", flush=True)
+    if len(completions) == 1:
+        print(flush=True)
+
+
+def _print_events(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str]) -> None:
+    """Print an event "token" for each token and "completion" for each sequence that has ended."""
+    n = len(completions) // len(prompts)
     for event in events:
         completion = completions[event.sequence]
         completion.add(event)
@@ -183,61 +171,84 @@ def _print_events(events: Iterator[TokenEvent], prompts: list[str], encoded: lis
                 finish_reason=completion.finish_reason,
                 error=completion.error,
             )
-    return [completion.error for completion in completions if completion.error is not None]
 
 
-def read_text(source: str, content: bytes) -> str:
-    """Return UTF-8 text without a newline at its end. Raise ValueError, which names the source, for other bytes."""
-    try:
-        return re.sub(r"\r?\n\Z", "", content.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: must be UTF-8, got {shown(error.object[error.start : error.end])}") from None
+def chat(args: argparse.Namespace) -> int:
+    start_ranks(args)  # checks the memory; there is only one GPU
+    params = sampling(args)
+    directory, _, tokenizer = read_files(args)
+    check_stop_strings(params.stop, tokenizer)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    begin = len(messages)
+
+    def prompt_after(question: dict[str, str]) -> str:
+        return tokenizer.apply_chat_template([*messages, question], **dict(args.chat_option))
+
+    prompt_after({"role": "user", "content": "Hello"})  # a wrong --chat-option ends the program here
+    generator = Generator(
+        load(args, directory),
+        tokenizer,
+        cache_tokens=args.cache_tokens,
+        prefill_chunk=args.prefill_chunk,
+        draft_tokens=args.draft,
+        prefix_cache=True,
+    )
+    exit_code = replies = 0
+    for line in _lines():
+        if line == "/exit":
+            break
+        if line == "/reset":
+            del messages[begin:]
+            continue
+        question = {"role": "user", "content": line}
+        try:
+            reply = _reply(generator, prompt_after(question), with_seed(params, replies))
+        except (OutOfPages, ValueError) as error:
+            problem = by_options(str(error).replace("prompts[0]", "the conversation"), args)
+            say(f"dsa chat: {problem}; /reset forgets the conversation")
+            exit_code = 1
+            continue
+        messages += [question, assistant_message(reply)]
+        replies += 1
+    return exit_code
 
 
-def sampling(args: argparse.Namespace) -> SamplingParams:
-    """Options override what the checkpoint's generation_config.json says."""
-    names = SamplingParams.__dataclass_fields__
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    return SamplingParams(**sampling_defaults(args.checkpoint) | given)
+def assistant_message(reply: str) -> dict[str, str]:
+    """Return the message of a reply. Reasoning is what stands between marks before the answer."""
+    begun = reply.lstrip()
+    if not begun.startswith(BEGIN_REASONING):
+        return {"role": "assistant", "content": reply}
+    reasoning, _, answer = begun.removeprefix(BEGIN_REASONING).partition(END_REASONING)
+    return {"role": "assistant", "content": answer, "reasoning_content": reasoning}
 
 
-def has_chat_format(args: argparse.Namespace, tokenizer: Tokenizer) -> bool:
-    """Return whether messages become prompts by a template or a format. Say so if they do not, except for the shipped
-    model, which continues source code."""
-    if not tokenizer.has_chat_template:
-        if args.chat_option:
-            raise ValueError("--chat-option: must not be given for a checkpoint without a chat template or format")
-        if args.checkpoint != SHIPPED_MODEL:
-            say("The checkpoint has no chat template and no known chat format: text is sent as it is.")
-    return tokenizer.has_chat_template
+def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
+    """Print the reply until it ends, or until Ctrl-C, and return it. Raise ValueError for logits that are not finite.
+    A reply whose reasoning the prompt has begun starts with the mark, if the tokenizer shows the mark of its end."""
+    tokenizer, reply = generator.tokenizer, ""
+    shows_end = tokenizer.decode(tokenizer.encode(END_REASONING, add_bos=False)) == END_REASONING
+    if shows_end and prompt.rstrip().endswith(BEGIN_REASONING):
+        reply = BEGIN_REASONING
+    print(reply, end="", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for event in events_of(generator, [prompt], params):
+            reply += event.text
+            print(event.text, end="", flush=True)
+            if event.error is not None:
+                raise ValueError(event.error)
+    print(flush=True)
+    return reply
 
 
-def events_of(
-    generator: Generator, prompts: list, params: SamplingParams, interrupts: Sequence = ()
-) -> Iterator[TokenEvent]:
-    """Yield the events of a generation. On a terminal, prompts that need several passes have a progress bar, which is
-    removed before the first event. If `interrupts` is not empty, KeyboardInterrupt is raised before the next pass over
-    prompts."""
-    bar = None
-
-    def on_prefill(done: int, total: int) -> None:
-        nonlocal bar
-        if interrupts:
-            raise KeyboardInterrupt
-        if bar is None and total - done > generator.prefill_chunk:
-            bar = tqdm(desc="Prefill", total=total, unit=" tokens", leave=False, disable=None)
-        if bar is not None:
-            bar.update(done - bar.n)
-
-    with contextlib.closing(generator.stream(prompts, params, on_prefill=on_prefill)) as events:
-        for event in events:
-            if bar is not None:
-                bar.close()
-            yield event
-
-
-def styled(text: str, style: int) -> str:
-    """Return the text as a terminal shows it in a style, which ends with each line; elsewhere the text itself."""
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("NO_COLOR"):
-        return text
-    return "\n".join(f"\x1b[{style}m{line}\x1b[0m" if line else line for line in text.split("\n"))
+def _lines() -> Iterator[str]:
+    """Yield the lines of the standard input that are not blank."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() a history and an editor
+        say("/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply.")
+    with contextlib.suppress(EOFError):
+        while True:
+            line = input("> " if is_terminal else "").strip()
+            if line:
+                yield line

@@ -1,7 +1,6 @@
-"""What the command writes besides its results: messages on the standard error, and events in JSON."""
+"""Messages on the standard error, and events in JSON on the standard output."""
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -12,9 +11,7 @@ _POSITIONAL = {"checkpoint", "directory", "op"}
 
 
 def say(line: str) -> None:
-    """Write a line to the standard error in one piece, because other ranks may write at the same time."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{line}\n")
+    print(line, file=sys.stderr, flush=True)
 
 
 def say_json(event: str, **fields: object) -> None:
@@ -23,20 +20,13 @@ def say_json(event: str, **fields: object) -> None:
 
 
 def by_options(problem: str, args: argparse.Namespace) -> str:
-    """Return an error message of the library with the names of the command's options.
-
-    "top_p: ..." becomes "--top-p: ...", and "prompts[1]: ..." becomes the option that gave the second prompt. The same
-    is done for a name in parentheses at the end of the message.
-    """
+    """Return an error message of the library with the command's options in place of the library's parameters:
+    "top_p: ..." becomes "--top-p: ...", and "... (cache_tokens)" becomes "... (--cache-tokens)"."""
 
     def option(found: re.Match[str]) -> str:
-        name, index = found["name"], found["index"]
-        if name == "prompts" and index and "prompts" in args:
-            return args.prompts[int(index)].name(int(index), len(args.prompts))
-        if name in dict(getattr(args, "chat_option", ())):
-            return f"--chat-option: {name}"
+        name = found[0]
         if name in args and name not in _POSITIONAL:
             return f"--{name.replace('_', '-')}"
-        return _OPTIONS.get(name, found[0])
+        return _OPTIONS.get(name, name)
 
-    return re.sub(r"(^|(?<=\())(?P<name>\w+)(\[(?P<index>\d+)\])?(?=:|\)$)", option, problem)
+    return re.sub(r"(^|(?<=\())\w+(?=:|\)$)", option, problem)

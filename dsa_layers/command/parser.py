@@ -3,9 +3,8 @@
 # Nothing here is slow to import, so that help is there at once.
 import argparse
 import json
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsa_bench import command as bench
 from dsa_layers import SHIPPED_MODEL
@@ -15,7 +14,6 @@ from dsa_layers.options import at_least, gigabytes, path, positive
 
 # Text that the model that comes with dsa was not trained on. Its license is LICENSE.python.txt in the same folder.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
-DEFAULT_CACHE = 65536  # --cache-tokens of `dsa generate`, if the prompts need no more
 COMPARED_TOKENS = 4096  # --max-tokens of `dsa compare`
 SELECTIONS = 16  # --length of `dsa compare`, in multiples of what a token selects
 MOST_GPUS = 16  # in lists of numbers of GPUs
@@ -27,25 +25,15 @@ _CONFIG_HELP = (
 )
 
 
-class WrongCall(Exception):
-    """A command line that the parser refuses."""
-
-
 class Parser(argparse.ArgumentParser):
-    """A parser that takes only whole names of options: an option that is added later breaks no script."""
+    """A parser that takes only whole names of options, because an option that is added later then breaks no script, and
+    whose errors have one line."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
-    def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
-        """Refuse unknown arguments of a subcommand here, so that the error names the subcommand."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return namespace, unknown
-
     def error(self, message: str) -> None:
-        raise WrongCall(f"{self.prog}: {message} (see {self.prog} --help)")
+        raise ValueError(f"{message} (see {self.prog} --help)")
 
 
 class _Version(argparse.Action):
@@ -56,33 +44,25 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class PromptSource(NamedTuple):
-    """A --prompt or --prompt-file and its value."""
-
-    option: str
-    value: str
-
-    def name(self, i: int, prompts: int) -> str:
-        """Return what messages call prompt i of so many."""
-        if self.option == "--prompt-file" or self.value == "-":
-            return f"{self.option} {self.value}"
-        return self.option if prompts == 1 else f"{self.option} (prompt {i + 1} of {prompts})"
-
-
 def make_parser() -> Parser:
     parser = Parser(prog="dsa", description="DeepSeek Sparse Attention: run models, and check what they run on.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (
-        *(_add_generate, _add_chat, _add_compare, _add_check, _add_verify, _add_compile, _add_plan, _add_convert),
-        bench.add_parsers,
-        _add_tiny,
-    ):
-        add(commands)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_compare(commands)
+    commands.add_parser("check", help="print versions, GPU and backend, and test every op")
+    _add_verify(commands)
+    _add_compile(commands)
+    _add_plan(commands)
+    _add_convert(commands)
+    bench.add_parsers(commands)
+    _add_tiny(commands)
     return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(gpus=1, draft=0, cache_tokens=None, json=False)  # of commands without these options
     parser.add_argument(
         "checkpoint",
         type=path,
@@ -99,13 +79,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         default=2048,
         metavar="N",
         help="prompt tokens per pass (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="CPU threads (default: PyTorch's choice; 1 for the model that comes with dsa, which is too small for "
-        "several)",
     )
 
 
@@ -147,14 +120,15 @@ def _add_gpus_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus",
         type=positive,
+        default=None,
         metavar="N",
         help="split the model over N GPUs of this machine, a process each, or with --device cpu over N processes; "
         "torchrun may start them too (default: 1)",
     )
 
 
-def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str, cache_tokens: str) -> None:
-    """max_tokens: its default; each: "sequence" or "reply"; cache_tokens: its default, in words."""
+def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str) -> None:
+    """max_tokens: its default; each: "sequence" or "reply"."""
     parser.add_argument(
         "--chat-option",
         type=_named_value,
@@ -211,7 +185,13 @@ def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int,
         metavar="TEXT",
         help="end at this string, which is not shown; no special token; may be repeated (default: none)",
     )
-    parser.add_argument("--cache-tokens", type=positive, metavar="N", help=f"the paged cache (default: {cache_tokens})")
+    parser.add_argument(
+        "--cache-tokens",
+        type=positive,
+        metavar="N",
+        help="the paged cache (default: on a GPU what its memory has room for; on a CPU 65536, and more for one long "
+        "sequence)",
+    )
 
 
 def _named_value(text: str) -> tuple[str, Any]:
@@ -233,8 +213,6 @@ With --json the standard output is one JSON object a line, each with the key "ev
   completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
   throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds, drafted, taken (drafts that were right),
               reused_tokens (of prompts, with --prefix-cache)
-  keys_read   read, dense (what dense attention over the same cache reads), context, share (read / dense), most_read,
-              most_dense, longest_context (with --stats)
   error       error, exit_code: nothing follows, but with --gpus perhaps another one, of the rank that is the cause
 Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or input; 130 after Ctrl-C."""
 
@@ -245,16 +223,15 @@ def _add_generate(commands: _Commands) -> None:
     _add_gpus_option(parser)
     parser.add_argument(
         "--prompt",
-        type=partial(PromptSource, "--prompt"),
         action="append",
         dest="prompts",
         metavar="TEXT",
-        help="a prompt, or - for the standard input; may be repeated, for a batch, whose printed lines start with [i], "
-        "the number of their sequence from 0 on (default: none; one is needed)",
+        help="a prompt, or - for the standard input; may be repeated, for a batch, whose sequences are printed when "
+        "they end, with [i] before each line, the sequence's number from 0 on (default: none; one is needed)",
     )
     parser.add_argument(
         "--prompt-file",
-        type=partial(PromptSource, "--prompt-file"),
+        type=path,
         action="append",
         dest="prompts",
         metavar="FILE",
@@ -266,12 +243,7 @@ def _add_generate(commands: _Commands) -> None:
         action="store_true",
         help="send prompts as they are (default: off; as messages, by the chat template or format if there is one)",
     )
-    _add_generation_options(
-        parser,
-        max_tokens=256,
-        each="sequence",
-        cache_tokens=f"{DEFAULT_CACHE}; if prompts need more, what the GPU's memory has room for",
-    )
+    _add_generation_options(parser, max_tokens=256, each="sequence")
     parser.add_argument(
         "--prefix-cache",
         action="store_true",
@@ -289,12 +261,6 @@ def _add_generate(commands: _Commands) -> None:
         f"draft up to {DRAFTS} tokens ahead by the checkpoint's multi-token-prediction layer, so that a pass may give "
         "several",
     )
-    parser.add_argument(
-        "--stats",
-        action="store_true",
-        help="count the keys that tokens read, also those of drafts that are not taken and of the drafter's layer; "
-        "disables CUDA graphs, which is slower (default: off)",
-    )
     parser.add_argument("--n", type=int, default=1, help="sequences of each prompt (default: %(default)s)")
     parser.add_argument(
         "--logprobs",
@@ -305,31 +271,21 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
 
 
-CHAT_COMMANDS = """\
-/reset        forget the conversation
-/system TEXT  set the system message, without TEXT remove it
-/help         list these commands
-/exit         end, as does Ctrl-D
-Ctrl-C        end a reply; twice at an empty prompt: end"""
-_CHAT = f"""\
+_CHAT = """\
 Each line of the standard input is a message, or one of these:
-{CHAT_COMMANDS}
-Reasoning is printed between <think> and </think>; a terminal dims it.
+/reset  forget the conversation
+/exit   end, as does Ctrl-D
+Ctrl-C ends a reply; at the prompt it ends the program.
+Reasoning is printed between <think> and </think>.
 Exit codes: 0; 1 where a reply failed; 2 for a wrong call or input; 130 after Ctrl-C."""
 
 
 def _add_chat(commands: _Commands) -> None:
     parser = commands.add_parser("chat", help="talk with a checkpoint on the terminal", epilog=_CHAT)
-    # A reply that Ctrl-C ends would end at another token on each of several GPUs.
-    parser.set_defaults(gpus=1)
+    # It has no --gpus: a reply that Ctrl-C ends would end at another token on each of several GPUs.
     _add_model_options(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message (default: none)")
-    _add_generation_options(
-        parser,
-        max_tokens=4096,
-        each="reply",
-        cache_tokens="on a GPU what its memory has room for; on a CPU 65536, and more as needed",
-    )
+    _add_generation_options(parser, max_tokens=4096, each="reply")
     _add_draft_option(
         parser, "draft so many tokens ahead by the checkpoint's multi-token-prediction layer, as `dsa generate` does"
     )
@@ -351,7 +307,6 @@ def _add_compare(commands: _Commands) -> None:
         "the latest, and with all keys.",
         epilog=_COMPARE,
     )
-    parser.set_defaults(draft=0)
     _add_model_options(parser)
     parser.add_argument(
         "--text",
@@ -372,14 +327,10 @@ def _add_compare(commands: _Commands) -> None:
         "--max-tokens",
         type=at_least(2),
         metavar="N",
-        help="tokens from the beginning of the text, in whole sequences; at least --length if that is given "
-        f"(default: {COMPARED_TOKENS}, or one sequence if that is longer)",
+        help="tokens from the beginning of the text, in whole sequences, at least one of them (default: "
+        f"{COMPARED_TOKENS})",
     )
     parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
-
-
-def _add_check(commands: _Commands) -> None:
-    commands.add_parser("check", help="print versions, GPU and backend, and test every op")
 
 
 _VERIFY = """\
@@ -392,12 +343,10 @@ def _add_verify(commands: _Commands) -> None:
     parser = commands.add_parser(
         "verify",
         help="test a checkpoint's weights on this machine and write a report to send to the project",
-        description="Load a checkpoint, look for NaN in every tensor, generate from fixed prompts, measure the loss on "
-        "a text by the kernels, by other libraries' kernels where these are installed, and on a slice by the PyTorch "
-        "references, and time prompts and steps.",
+        description="Load a checkpoint, look for NaN in every tensor, generate from fixed prompts twice, and measure "
+        "the loss on a text; on a GPU compare the kernels with the PyTorch references on the text's first tokens.",
         epilog=_VERIFY,
     )
-    parser.set_defaults(json=False)
     _add_model_options(parser)
     _add_gpus_option(parser)
     parser.add_argument(
@@ -428,13 +377,16 @@ def _add_compile(commands: _Commands) -> None:
     parser = commands.add_parser(
         "compile", help="compile a model's kernels in advance, without a GPU", description=_COMPILE
     )
-    parser.add_argument("--model", type=path, default=SHIPPED_MODEL, metavar="CONFIG", help=_CONFIG_HELP)
     parser.add_argument(
-        "--heads",
+        "--model", type=path, default=SHIPPED_MODEL, dest="checkpoint", metavar="CONFIG", help=_CONFIG_HELP
+    )
+    parser.add_argument(
+        "--gpus",
         type=positive,
+        default=1,
         metavar="N",
-        help="attention heads of one GPU, if several GPUs share the model: for dsa generate --gpus, sums over the GPUs "
-        "included, and for engines that split attention by heads (default: all)",
+        help="the kernels of one of N GPUs that share the model, as dsa generate --gpus N needs them (default: "
+        "%(default)s)",
     )
     _add_draft_option(parser, "as dsa generate has it")
     parser.add_argument(

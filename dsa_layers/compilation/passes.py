@@ -1,11 +1,19 @@
-"""The passes of a generator over a model on the meta device: of all kinds, from one row to tens of thousands."""
+"""Which compiled variants of kernels the passes of a model ask for.
 
-from collections.abc import Iterator
+A generator's passes of all kinds, from one row to tens of thousands, run over a model on the meta device, and
+`asked_variants` notes what they ask for.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.variants import Variant
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
@@ -18,6 +26,7 @@ from dsa_layers.layers.indexer import FUSED_TOKENS
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
+from dsa_layers.parallel.one_shot_sum import RANKS, compiled_sums
 from dsa_layers.parallel.ranks import Ranks
 
 MOST_ROWS = 32768  # new tokens per pass; passes of more use the same kernels
@@ -26,6 +35,67 @@ MOST_KEYS = 2**24  # of all sequences of a decoding pass, each as long as the lo
 # New tokens times earlier ones. Passes with more scores compute them in equal parts of at least FUSED_TOKENS tokens.
 MOST_SCORES = 2**29
 META = torch.device("meta")
+
+# {compile function whose work tile follows from the number of rows: position of the tile among its arguments}. All
+# tiles of a kernel that passes ask for are compiled.
+TILES = {
+    "compile_apply_rotary": 2,
+    "compile_fp8_fp4_gemm": 1,
+    "compile_fp8_fp4_gemm_few_rows": 1,
+    "compile_fp8_gemm": 1,
+    "compile_fp8_gemm_few_rows": 1,
+    "compile_fp8_gemm_swiglu": 3,
+    "compile_grouped_fp8_gemm": 1,
+    "compile_grouped_fp8_gemm_few_rows": 1,
+    "compile_hyper_expand_mix": 0,
+    "compile_hyper_mix": 0,
+    "compile_hyper_mix_few_tokens": 0,
+    "compile_linear_fp32": 1,
+    "compile_mla_combine": 1,
+    "compile_per_token_cast_to_fp8": 3,
+    "compile_route_by_table": 1,
+    "compile_route_to_experts": 1,
+    "compile_sparse_mla_combine": 1,
+    "compile_sparse_mla_fp8_kv": 1,
+    "compile_topk_indices": 1,
+}
+
+
+def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0, gpus: int = 1) -> list[Variant]:
+    """Return the variants for sm_90 that a generator's passes over the model ask for, sorted.
+
+    drafts: with the drafter's variants. gpus: the variants of one rank of so many, and of sums over the ranks. Raises
+    DoesNotDivide, a ValueError, if so many GPUs cannot share the model evenly.
+    """
+    model, cache = without_memory(config, precision, drafter=drafts > 0, gpus=gpus)
+    with asked_variants("sm_90") as asked:
+        run_passes(model, cache, drafts)
+        if gpus in RANKS:
+            compiled_sums(gpus)
+    return sorted(with_all_tiles(asked), key=repr)
+
+
+def with_all_tiles(variants: Iterable[Variant]) -> set[Variant]:
+    """Return these and those that differ from one of them only in a tile that follows from the number of rows."""
+    return {other for variant in variants for other in (variant, *_other_tiles(variant))}
+
+
+def _other_tiles(variant: Variant) -> Iterator[Variant]:
+    place = TILES.get(variant.function)
+    if place is None:
+        return
+    module, given = importlib.import_module(variant.module), variant.arguments
+    signature = inspect.signature(getattr(module, variant.function))
+
+    def others(arguments: tuple) -> tuple:
+        """Return the arguments except the tile. Arguments that are not given have their defaults."""
+        bound = signature.bind(*arguments)
+        bound.apply_defaults()
+        return bound.args[:place] + bound.args[place + 1 :]
+
+    for function, arguments in module.shipped_variants():
+        if function.__name__ == variant.function and others(arguments) == others(given):
+            yield variant._replace(arguments=(*given[:place], arguments[place], *given[place + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -86,23 +156,22 @@ def _kind(layer: nn.Module) -> tuple:
     return layer.is_last, modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
 
 
-def passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> Iterator[None]:
-    """Run one pass per item: prefill of one sequence and of several, with and without earlier tokens, and decoding, at
-    lengths at which tokens read all keys and at lengths at which they select. With drafts, the drafter's passes follow
-    each."""
+def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
+    """Run passes of all kinds: prefill of one sequence and of several, with and without earlier tokens, and decoding.
+    Tokens read all keys at some lengths and select at others. With drafts, the drafter's passes follow each."""
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
     for rows in growing(min(MOST_ROWS, context), 1.3):
-        yield prefill(model, cache, [(rows, 0)])
+        prefill(model, cache, [(rows, 0)])
     for rows in growing(min(MOST_ROWS, context), 8):
         for cached in (0, *lengths, context - rows):
             new = min(rows, context - cached, max(MOST_SCORES // (cached + 1), FUSED_TOKENS))
-            yield prefill(model, cache, [(new, cached)])
-            yield prefill(model, cache, [(-(-new // 3), cached)] * 3)
-            yield prefill(model, cache, [(new, 0), (1, cached)])
+            prefill(model, cache, [(new, cached)])
+            prefill(model, cache, [(-(-new // 3), cached)] * 3)
+            prefill(model, cache, [(new, 0), (1, cached)])
     for count in growing(MOST_SEQUENCES, 1.6):
         for tokens in (*lengths, context):
-            yield decode(model, cache, count, min(tokens, MOST_KEYS // count), drafts)
+            decode(model, cache, count, min(tokens, MOST_KEYS // count), drafts)
 
 
 def growing(most: int, factor: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""What `dsa generate --stats` and `dsa compare` ask of attention layers whose tokens select the keys that they read.
+"""What `dsa compare` asks of attention layers whose tokens select the keys that they read.
 
 Layers are found by these attributes, whatever their class: a family with an attention of its own needs nothing else.
 """

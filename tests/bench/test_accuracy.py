@@ -58,3 +58,15 @@ def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
     peers.values.append((accuracy, "an_absent_attribute", None))
     half, _, theirs = accuracy.rows([checkpoint], most=1, device="cpu")
     assert theirs["figure"].startswith("failed: ") and half["over_peers"] is None
+
+
+def test_a_difference_is_its_formulas():
+    logits, expected = torch.randn(2, 5, 7, dtype=torch.float64)
+    targets = torch.randint(7, (5,))
+    found = accuracy.Difference.between(logits, expected, targets)
+    q, p = logits.log_softmax(-1), expected.log_softmax(-1)
+    own, theirs = (-x[torch.arange(5), targets] for x in (q, p))
+    assert found.loss == pytest.approx(own.mean().item()) and found.expected_loss == pytest.approx(theirs.mean().item())
+    assert found.divergence == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item())
+    assert found.largest == pytest.approx((own - theirs).abs().max().item())
+    assert found.same_first == (logits.argmax(-1) == expected.argmax(-1)).double().mean().item()

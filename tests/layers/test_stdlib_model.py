@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shlex
-import string
 import subprocess
 import sys
 from pathlib import Path
@@ -65,18 +64,6 @@ def test_the_recorded_loss(model):
 
 
 @pytest.mark.slow
-def test_its_text(model):
-    """Beyond the keys that it selects: words, in lines, of letters that Python has."""
-    generator = Generator(model, Tokenizer(SHIPPED_MODEL), cache_tokens=1024)
-    (done,) = generator.generate(["class Queue:\n"], SamplingParams(140, temperature=0.6, seed=1))
-    printable = sum(letter in string.printable for letter in done.text)
-    assert len(done.tokens) > model.config.index_topk and printable > 0.95 * len(done.text)
-    assert done.text.count("\n") > 1 and any(
-        word in done.text.split() for word in ("def", "return", "if", "the", "self")
-    )
-
-
-@pytest.mark.slow
 def test_it_drafts():
     """The same greedy tokens with drafts, of which as many are taken as its card says, about."""
     model = load_model(SHIPPED_MODEL, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
@@ -90,11 +77,6 @@ def test_it_drafts():
     assert throughput.taken / throughput.drafted > METRICS["acceptance"]["right"][0] - 0.2 > 0.2
 
 
-def test_generate_without_a_directory_runs_it(capsys):
-    assert main(["generate", "--prompt", "def f(", "--max-tokens", "4", "--device", "cpu"]) == 0
-    assert len(capsys.readouterr().out) > 1
-
-
 def test_the_demo_runs_it(monkeypatch, capsys):
     """The Makefile's commands, but for how much they write and read."""
     recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -105,7 +87,7 @@ def test_the_demo_runs_it(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         assert main([*shlex.split(generate), "--max-tokens", "3", "--device", "cpu", "--dtype", "float32"]) == 0
         captured = capsys.readouterr()
-        assert captured.out.startswith(given.decode()) and "keys read: " in captured.err
+        assert captured.out.startswith(given.decode())
         assert "tokens/s" in captured.err and ("; drafts: " in captured.err) == ("--draft" in generate)
         texts.append(captured.out)
     assert len(texts) == 2 and texts[0] == texts[1] and "--draft" in generations[1][1]

@@ -9,7 +9,7 @@ from dsa_layers.hf import accelerate
 from dsa_layers.layers.rope import rope_frequencies, yarn_frequencies
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training import IndexerStage
 
 
 def refused(message, call, *arguments, **options):
@@ -18,7 +18,7 @@ def refused(message, call, *arguments, **options):
 
 
 @pytest.mark.parametrize("call", [load_model, Tokenizer, write_tiny_checkpoint])
-@pytest.mark.parametrize("directory", [None, 5, b"here", ["here"]])
+@pytest.mark.parametrize("directory", [None, b"here"])
 def test_directories(call, directory):
     refused(f"directory: must be a string or a path, got {directory!r}", call, directory)
 
@@ -44,29 +44,16 @@ TOKENIZER = Tokenizer(SHIPPED_MODEL)
     ("call", "arguments", "message"),
     [
         (TOKENIZER.encode, (None,), "text: must be a string, got NoneType"),
-        (TOKENIZER.encode, ([1],), "text: must be a string, got list"),
-        (TOKENIZER.encode, (b"a",), "text: must be a string, got bytes"),
-        *(
-            (TOKENIZER.decode, (ids,), f"ids: must be a list of token ids, got {ids!r}")
-            for ids in (None, 5, "12", b"12")
-        ),
+        (TOKENIZER.decode, ("12",), "ids: must be a list of token ids, got '12'"),
         (accelerate, (None,), "model: must be a torch.nn.Module, got NoneType"),
-        (accelerate, ("model",), "model: must be a torch.nn.Module, got str"),
         (IndexerStage, (None, "sparse"), "model: must be a torch.nn.Module, got NoneType"),
-        (IndexerStage, ("model", "sparse"), "model: must be a torch.nn.Module, got str"),
         (Ranks, (2, 2), "rank: must be at most 1, got 2"),
-        (Ranks, (-1, 2), "rank: must be at least 0, got -1"),
         (Ranks, (0, 0), "size: must be at least 1, got 0"),
         (Ranks, (0, 2.0), "size: must be an integer, got 2.0"),
-        (Ranks, (None, 2), "rank: must be an integer, got None"),
     ],
 )
 def test_tokens_models_and_ranks(call, arguments, message):
     refused(message, call, *arguments)
-
-
-def test_an_id_that_no_token_has_is_no_text():
-    assert TOKENIZER.decode([10**9]) == ""
 
 
 def test_a_process_outside_of_a_group_has_no_rank():
@@ -78,10 +65,8 @@ def test_a_process_outside_of_a_group_has_no_rank():
     ("dim", "theta", "message"),
     [
         (63, 1e4, "dim: must be even, got 63"),
-        (0, 1e4, "dim: must be at least 2, got 0"),
         (64.0, 1e4, "dim: must be an integer, got 64.0"),
         (64, 0, "theta: must be a finite number above 0, got 0"),
-        (64, -1.0, "theta: must be a finite number above 0, got -1.0"),
         (64, float("nan"), "theta: must be a finite number above 0, got nan"),
         (64, None, "theta: must be a number, got None"),
     ],

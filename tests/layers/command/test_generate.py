@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from dsa_layers import Generator, SamplingParams, TokenEvent, Tokenizer, load_model
+from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, TokenEvent, Tokenizer, load_model
 from dsa_layers.command.main import main
 from tests.layers.command.calls import PROMPT, TOKENS, generate
 from tests.layers.io.stand_ins import changed
@@ -35,16 +35,20 @@ def events(capsys):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Make the generator give these events, and raise the exceptions among them."""
+    """Make the generator give these events, and raise the exceptions among them. Return the list of prompts, as token
+    ids, and parameters that reach the generator."""
+    calls = []
 
     def install(*events):
         def stream(self, prompts, params, on_prefill):
+            calls.append((prompts, params))
             for event in events:
                 if isinstance(event, BaseException):
                     raise event
                 yield event
 
         monkeypatch.setattr(Generator, "stream", stream)
+        return calls
 
     return install
 
@@ -60,7 +64,7 @@ def test_one_prompt_is_streamed_and_followed_by_the_throughput(checkpoint, monke
         patch.setattr(sys, "stdout", output := Output())
         assert generate(checkpoint, "--raw") == 0
     assert output.getvalue() == f"{PROMPT}{texts(checkpoint, PROMPT)[0]}\n"
-    assert PROMPT in pieces and len(set(pieces)) > 3  # seen as it came, not at the end
+    assert len(set(pieces)) > 3  # seen as it came, not at the end
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(SPEED + r" \(cpu, backend reference, dequantised, greedy\)", line)
 
@@ -80,25 +84,11 @@ def test_chat_options_change_the_prompt(checkpoint, monkeypatch):
     assert [prompt.partition("<｜Assistant｜>")[2] for prompt in prompts] == ["</think>", "<think>"]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["mood=good"], "--chat-option: mood: is no variable of the chat template; accepted: drop_thinking, enable_"),
-        (["thinking=maybe"], "deepseek_v32.jinja: chat template: thinking: must be true or false, got maybe"),
-        (["thinking=true", "--raw"], "--chat-option: must not be given with --raw"),
-    ],
-)
-def test_a_wrong_chat_option_is_named(checkpoint, error, options, problem):
-    assert generate(checkpoint, "--chat-option", *options) == 2 and problem in error()
-
-
 @pytest.mark.slow
 def test_a_template_that_does_not_compile_stops_only_those_who_use_it(damaged, capsys):
     (damaged / "chat_template.jinja").write_text("{% if %}")
     assert generate(damaged) == 2 and generate(damaged, "--raw") == 0
     assert "chat_template.jinja: chat template: " in capsys.readouterr().err
-    (damaged / "chat_template.jinja").write_text("{{ mode }}")
-    assert generate(damaged, "--chat-option", "mode=a b") == 0
 
 
 @pytest.mark.slow
@@ -106,49 +96,30 @@ def test_a_checkpoint_without_a_chat_format_gets_the_text_as_it_is(damaged, caps
     path = damaged / "tokenizer.json"
     path.write_bytes(path.read_bytes().replace("<｜User｜>".encode(), b"<u>"))
     assert generate(damaged, "--chat-option", "mode=a") == 2
-    assert "--chat-option: must not be given for a checkpoint without" in capsys.readouterr().err
+    assert "--chat-option: needs a checkpoint with a chat template or format, and no --raw" in capsys.readouterr().err
     assert generate(damaged) == 0
     captured = capsys.readouterr()
     told = "The checkpoint has no chat template and no known chat format: text is sent as it is"
     assert captured.err.startswith(told) and not captured.out.startswith(f"{PROMPT}\n\n")
 
 
-@pytest.mark.parametrize(
-    ("terminal", "environment", "bold"),
-    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
-)
-def test_the_prompt_is_bold_only_on_a_terminal(checkpoint, monkeypatch, stand_in, terminal, environment, bold):
-    stand_in(TokenEvent(0, 1, " x", "eos"))
-    for name, value in ({"TERM": "xterm", "NO_COLOR": ""} | environment).items():
-        monkeypatch.setenv(name, value)
-    for prompts, styled in (
-        (("a\nb",), "\x1b[1ma\x1b[0m\n\x1b[1mb\x1b[0m x"),
-        (("a\nb", "c"), "[0] \x1b[1ma\x1b[0m\n[0] \x1b[1mb\x1b[0m x"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", output := io.StringIO())
-            output.isatty = lambda: terminal
-            assert generate(checkpoint, "--raw", prompts=prompts) == 0
-        assert output.getvalue() == (styled if bold else re.sub(r"\x1b\[\dm", "", styled)) + "\n"
-
-
-def test_lines_of_a_batch_are_whole_and_in_the_order_in_which_they_are_complete(checkpoint, stand_in, capsys):
+def test_each_sequence_of_a_batch_is_printed_whole_when_it_ends(checkpoint, stand_in, capsys):
     stand_in(
         TokenEvent(0, 1, " one", None),
         TokenEvent(1, 1, " x\nsec", None),
         TokenEvent(0, 1, " two\nthree", None),
-        TokenEvent(1, 1, "ond\n", "eos"),
+        TokenEvent(1, 1, "ond", "eos"),
         TokenEvent(0, 1, " four", "length"),
     )
     assert generate(checkpoint, "--raw", prompts=("A\nB", "C")) == 0
-    lines = ["[0] A", "[1] C x", "[0] B one two", "[1] second", "[0] three four"]
+    lines = ["[1] C x", "[1] second", "[0] A", "[0] B one two", "[0] three four"]
     assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_an_interrupt_shows_the_lines_that_are_not_complete(checkpoint, stand_in, capsys):
-    stand_in(TokenEvent(0, 1, " a", None), TokenEvent(1, 1, " x\nrest", None), KeyboardInterrupt())
-    assert generate(checkpoint, "--raw", prompts=("A", "C")) == 130
-    assert capsys.readouterr() == ("[1] C x\n[0] A a\n[1] rest\n", "\n")
+def test_an_interrupt_ends_the_command(checkpoint, stand_in, capsys):
+    stand_in(TokenEvent(0, 1, " a", None), KeyboardInterrupt())
+    assert generate(checkpoint, "--raw", prompts=("A",)) == 130
+    assert capsys.readouterr() == ("A a", "\n")
 
 
 def test_events_in_json(checkpoint, capsys):
@@ -192,74 +163,62 @@ def test_drafts_are_counted(checkpoint, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (("--max-new-tokens", "2"), "unrecognized arguments: --max-new-tokens 2"),
-        (("--prompt", ""), "--prompt (prompt 2 of 2): must not be empty, got no text"),
-        (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
-    ],
+    ("raised", "code", "problem"),
+    [(ValueError("top_p: is wrong"), 2, "--top-p: is wrong"), (RuntimeError("CUDA error"), 1, "CUDA error")],
 )
-def test_errors_are_events_and_lines_on_the_standard_error(checkpoint, capsys, options, problem):
-    assert generate(checkpoint, *options, "--json") == 2
-    (found,), err = events(capsys)
-    assert set(found) == {"event", "error", "exit_code"} and (found["event"], found["exit_code"]) == ("error", 2)
-    assert problem in found["error"] and err == found["error"] + "\n"
-
-
-def test_a_defect_is_an_event_and_a_traceback(checkpoint, capsys, stand_in):
-    stand_in(KeyError("missing"))
-    with pytest.raises(KeyError):
-        generate(checkpoint, "--json")
-    assert events(capsys)[0][-1] == {"event": "error", "error": "KeyError: 'missing'", "exit_code": 1}
-
-
-@pytest.mark.parametrize(
-    ("raised", "line"), [(RuntimeError("CUDA error"), "CUDA error"), (MemoryError(), "out of memory")]
-)
-def test_a_failure_is_no_wrong_call(checkpoint, stand_in, capsys, raised, line):
+def test_errors_are_events_and_lines_on_the_standard_error(checkpoint, stand_in, capsys, raised, code, problem):
     stand_in(raised)
-    assert generate(checkpoint) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == f"dsa generate: {line}"
-
-
-def test_keys_read(tmp_path, checkpoint, capsys):
-    """Of a prompt of 200 tokens and of the three that follow it, 128 keys at most: the tiny checkpoint selects 128. The
-    last token is not read."""
-    tokenizer, prompt = Tokenizer(checkpoint), tmp_path / "prompt"
-    prompt.write_text(tokenizer.decode(tokenizer.encode("a b c d " * 100)[:200]), newline="")
-    tokens = len(tokenizer.encode(prompt.read_text()))
-    contexts = range(1, tokens + 4)
-    read, context = (sum(values) / len(contexts) for values in ([min(n, 128) for n in contexts], contexts))
-    options = ["--raw", "--prompt-file", prompt, "--stats", "--max-tokens", 4]
-    assert generate(checkpoint, *options, prompts=()) == 0
-    assert capsys.readouterr().err.splitlines()[-2] == (
-        f"keys read: {read:.1f} a token of the {context:.1f} that dense attention reads ({read / context:.0%}), at "
-        f"most 128 of {tokens + 3}; context: {context:.1f} tokens, at most {tokens + 3}"
-    )
-    assert generate(checkpoint, *options, "--json", prompts=()) == 0
-    expected = {"event": "keys_read", "most_read": 128, "most_dense": tokens + 3, "longest_context": tokens + 3}
-    expected |= {"read": read, "dense": context, "context": context, "share": read / context}
-    assert events(capsys)[0][-1] == pytest.approx(expected)
+    assert generate(checkpoint, "--json") == code
+    (_, found), err = events(capsys)
+    assert found == {"event": "error", "error": f"dsa generate: {problem}", "exit_code": code}
+    assert err == f"dsa generate: {problem}\n"
 
 
 def poison(tensors):
     tensors["model.norm.weight"][3] = torch.nan
 
 
-@pytest.mark.parametrize("prompts", [(PROMPT,), (PROMPT, "a")])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_logits_that_are_not_finite_are_a_failure(checkpoint, tmp_path, capsys, prompts, temperature):
+def test_logits_that_are_not_finite_are_a_failure(checkpoint, tmp_path, capsys, temperature):
     """Weights hold a NaN: one line per sequence on the standard error, and the exit code of a failure."""
-    damaged = changed(checkpoint, tmp_path, poison)
+    damaged, prompts = changed(checkpoint, tmp_path, poison), (PROMPT, "a")
     assert generate(damaged, "--raw", "--temperature", temperature, prompts=prompts) == 1
     captured = capsys.readouterr()
-    names = ["--prompt"] if len(prompts) == 1 else ["--prompt (prompt 1 of 2)", "--prompt (prompt 2 of 2)"]
-    for line, name in zip(captured.err.splitlines()[-len(prompts) :], names, strict=True):
-        told = rf"dsa generate: {re.escape(name)}: its logits after \d+ tokens hold NaN or infinity: .*"
+    for i, line in enumerate(captured.err.splitlines()[-2:]):
+        told = rf"dsa generate: prompts\[{i}\]: its logits after \d+ tokens hold NaN or infinity: .*"
         assert re.fullmatch(told, line)
-    shown = f"{PROMPT}\n" if len(prompts) == 1 else "".join(f"[{i}] {prompt}\n" for i, prompt in enumerate(prompts))
-    assert captured.out == shown
+    assert captured.out == "".join(f"[{i}] {prompt}\n" for i, prompt in enumerate(prompts))
     assert generate(damaged, "--raw", "--json", prompts=prompts) == 1
     completions = [event for event in events(capsys)[0] if event["event"] == "completion"]
-    assert [(one["finish_reason"], one["tokens"]) for one in completions] == [("error", [])] * len(prompts)
-    assert all("hold NaN or infinity" in completion["error"] for completion in completions)
+    assert [(one["finish_reason"], one["tokens"]) for one in completions] == [("error", [])] * 2
+
+
+def test_options_override_generation_config(stand_in, damaged):
+    given = stand_in()
+    written = json.loads((SHIPPED_MODEL / "generation_config.json").read_text())
+    assert written["do_sample"] and 0 < written["temperature"] < 1 and written["top_p"] < 1
+    sampled = "--temperature 2 --top-p 1 --top-k 7 --seed 3 --stop a --stop b --min-p 0.1 --repetition-penalty 1.2"
+    penalties = "--presence-penalty 0.5 --frequency-penalty -1 --n 3 --logprobs 2 --json"
+    shipped = ["generate", "--device", "cpu", "--cache-tokens", "512", "--prompt", "x"]
+    assert main(shipped) == main([*shipped, *sampled.split(), *penalties.split()]) == 0
+    (damaged / "generation_config.json").unlink()
+    assert main(["generate", str(damaged), *shipped[1:]]) == 0
+    (_, default), (_, own), (_, greedy) = given
+    assert (default.temperature, default.top_p, default.top_k) == (written["temperature"], written["top_p"], 0)
+    assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0, 1, 0)
+    assert (own.temperature, own.top_p, own.top_k, own.seed, own.stop) == (2, 1, 7, 3, ("a", "b"))
+    assert (own.n, own.min_p, own.repetition_penalty, own.logprobs) == (3, 0.1, 1.2, 2)
+    assert (own.presence_penalty, own.frequency_penalty) == (0.5, -1)
+
+
+def test_prompts_come_from_arguments_files_and_the_standard_input(stand_in, checkpoint, tmp_path, monkeypatch):
+    given = stand_in()
+    (tmp_path / "a").write_bytes("né\n\n".encode())
+    (tmp_path / "b").write_bytes(b"last\r\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped\nlines\n")))
+    files = [["--prompt-file", str(tmp_path / name)] for name in "ab"]
+    options = ["--prompt", "first", *files[0], "--prompt", "-", "--prompt", "x\n", *files[1]]
+    assert generate(checkpoint, "--raw", *options, prompts=()) == 0
+    tokenizer = Tokenizer(checkpoint)
+    read = [tokenizer.decode(ids[1:]) for ids in given[0][0]]  # without the token that begins a text
+    assert read == ["first", "né\n", "piped\nlines", "x\n", "last"]

@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsa.runtime import asked_variants
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.compilation.passes import META, without_memory
-from dsa_layers.compilation.variants import precisions
 from dsa_layers.generation.steps import DraftInputs, DraftStep
+from dsa_layers.io.gpu_plan import precision_of
 from tests.layers.compilation.configs import published
 
-AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
 # (Sequences, tokens of each) of a pass: with one token what decoding has without drafts, else a token and its drafts.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
 # Most launches of a layer of each kind, in the order of the model, by the tokens of all sequences.
@@ -103,7 +102,7 @@ def launches(monkeypatch):
 def made(name):
     """(model, cache, layers) of the published sizes; made once, which takes as long as a pass."""
     config = published(name)
-    model, cache = without_memory(config, precisions(config, **AS_LOADED)[-1], drafter=True)
+    model, cache = without_memory(config, precision_of(config), drafter=True)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
     return model, cache, layers, list(layers)
 

@@ -14,26 +14,26 @@ from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.op import OPS
 from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
-from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles
+from dsa_layers.compilation.passes import (
+    META,
+    TILES,
+    decode,
+    model_variants,
+    prefill,
+    with_all_tiles,
+    without_memory,
+)
 from dsa_layers.engine.batch_invariance import batch_invariant
-from dsa_layers.models.precision import Precision
+from dsa_layers.io.gpu_plan import precision_of
 from tests.kernels.variants import all_compile_functions
 from tests.layers.compilation.configs import published, tiny
 
-AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
-SLOW = pytest.mark.slow
-
-
-def variants_of(model_type, *, drafts=0, gpus=1, **options):
-    """Of the tiny model; listed once a process, which takes seconds."""
-    return _variants_of(model_type, drafts, gpus, **options)
-
 
 @functools.cache
-def _variants_of(model_type, drafts, gpus, **options):
+def variants_of(model_type, *, drafts=0, gpus=1, **options):
+    """Of the tiny model; listed once a process, which takes seconds."""
     config = tiny(model_type)
-    return set(model_variants(config, precisions(config, **AS_LOADED | options), drafts=drafts, gpus=gpus))
+    return set(model_variants(config, precision_of(config, **options), drafts=drafts, gpus=gpus))
 
 
 @pytest.mark.slow
@@ -53,18 +53,18 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
     config = tiny(model_type)
     listed = variants_of(model_type, **options)
     draw, context = random.Random(0), config.max_position_embeddings
-    for precision in precisions(config, **AS_LOADED | options):
-        model, cache = without_memory(config, precision)
-        with asked_variants("sm_90") as asked:
-            for _ in range(12):
-                count = round(2 ** draw.uniform(0, 6))
-                news = [min(round(2 ** draw.uniform(0, 12)), context // 2) for _ in range(draw.choice((1, 1, 2, 5)))]
-                earlier = (draw.choice((0, round(2 ** draw.uniform(0, 14)))) for _ in news)
-                prefill(model, cache, [(new, min(cached, context - new)) for new, cached in zip(news, earlier)])
+    precision = precision_of(config, **options)
+    model, cache = without_memory(config, precision)
+    with asked_variants("sm_90") as asked:
+        for _ in range(12):
+            count = round(2 ** draw.uniform(0, 6))
+            news = [min(round(2 ** draw.uniform(0, 12)), context // 2) for _ in range(draw.choice((1, 1, 2, 5)))]
+            earlier = (draw.choice((0, round(2 ** draw.uniform(0, 14)))) for _ in news)
+            prefill(model, cache, [(new, min(cached, context - new)) for new, cached in zip(news, earlier)])
+            decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
+            with batch_invariant("decoding" if precision.fp8_linear else None):
                 decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
-                with batch_invariant("decoding" if precision.fp8_linear else None):
-                    decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
-        assert asked and asked.keys() <= listed
+    assert asked and asked.keys() <= listed
     assert len(listed) < 130
 
 
@@ -73,12 +73,12 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
 def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(name):
     """It has so many keys that they are selected as their scores are computed."""
     config = published(name)
-    precision = Precision.of(config)
+    precision = precision_of(config)
     model, cache = without_memory(config, precision)
     with asked_variants("sm_90") as asked:
         prefill(model, cache, [(4096, config.max_position_embeddings - 4096)])
     assert "compile_candidate_scores" in {variant.function for variant in asked}
-    assert asked.keys() <= {*model_variants(config, [precision])}
+    assert asked.keys() <= {*model_variants(config, precision)}
 
 
 ZEROS = {
@@ -95,7 +95,7 @@ class Zeroed(TorchFunctionMode):
         return ZEROS.get(function, function)(*args, **(kwargs or {}))
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "drafts"),
     [
@@ -116,47 +116,6 @@ def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoi
             prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
             generator.generate(prompts, [SamplingParams(max_tokens=2 + i) for i in range(len(prompts))])
     assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts=drafts)
-
-
-def test_layers_alike_are_asked_once():
-    config = tiny("deepseek_v32", num_hidden_layers=12)
-    (precision,) = precisions(config, **AS_LOADED)
-    model, _ = without_memory(config, precision)
-    kinds = [type(layer).__name__ for layer in model.model.layers]
-    assert kinds.count("_SameBlock") == 10  # one with a dense MLP and one with experts stay
-    assert {parameter.device for parameter in model.parameters()} == {META}
-
-
-def test_a_share_of_the_heads():
-    config = tiny("deepseek_v32", num_attention_heads=128, num_key_value_heads=128)
-    share = config.with_heads(16)
-    assert share.num_attention_heads == 16 and share.index_n_heads == config.index_n_heads
-    whole, part = (
-        {name: x.shape for name, x in without_memory(each, *precisions(each, **AS_LOADED))[0].named_parameters()}
-        for each in (config, share)
-    )
-    changed = {name.rpartition("self_attn.")[2] for name in whole if whole[name] != part[name]}
-    assert {name.partition("_proj")[0] for name in changed} == {"q_b", "kv_b", "o"}
-    for heads in (3, 256):
-        with pytest.raises(ValueError, match=rf"heads: must be a GPU's share of 128 heads, one of .*, got {heads}"):
-            config.with_heads(heads)
-    # DeepSeek-V4: a share has whole groups of the output.
-    with pytest.raises(ValueError, match=r"heads: must be a GPU's share of 8 heads, one of \[4, 8\], got 2"):
-        tiny("deepseek_v4").with_heads(2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "fp4"),
-    [
-        ({}, {}, [True]),
-        ({}, {"widen_experts": True}, [False]),
-        ({}, {"dequantize": True}, [False]),
-        ({"expert_dtype": None}, {}, [False, True]),  # which only the files say
-    ],
-    ids=str,
-)
-def test_precisions_of_experts(changes, options, fp4):
-    assert [p.fp4_experts for p in precisions(tiny("deepseek_v4", **changes), **AS_LOADED | options)] == fp4
 
 
 def test_all_tiles_of_a_kernel():
@@ -187,8 +146,3 @@ def test_nothing_is_kept_of_the_search():
     assert torch.allclose(normed.square().mean(-1), torch.ones(4))
     assert not any(op.known.steps or op.known._times for op in OPS.values())
     assert not x.is_cuda
-
-
-def test_sizes_grow():
-    assert growing(10, 1.5) == [1, 2, 3, 4, 6, 9, 10] and growing(1, 2) == [1]
-    assert growing(MOST_ROWS, 1.2)[-1] == MOST_ROWS

@@ -13,11 +13,10 @@ from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, decode, without_memory
-from dsa_layers.compilation.variants import precisions
-from dsa_layers.engine.split import DoesNotDivide
+from dsa_layers.io.gpu_plan import precision_of
 from dsa_layers.parallel.one_shot_sum import OneShotSum
 from tests.layers.compilation.configs import tiny
-from tests.layers.compilation.test_variants import AS_LOADED, SLOW, Zeroed, variants_of
+from tests.layers.compilation.test_variants import Zeroed, variants_of
 from tests.layers.layers.calls import record
 from tests.layers.parallel.processes import in_ranks
 
@@ -43,7 +42,7 @@ def generated(ranks, directory):
     return set(asked)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
 def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
     """With weights, on the CPU, and kernels that do nothing; sums that go through NCCL, as those of much do."""
@@ -65,9 +64,7 @@ def test_products_of_split_experts_expect_their_share_of_the_rows(gpus, monkeypa
         seen=lambda *_, expected_rows, **__: expected_rows,
     )
     config = tiny("deepseek_v4")
-    precision = precisions(config, **AS_LOADED)[-1]
-    assert precision.fp4_experts
-    model, cache = without_memory(config, precision, gpus=gpus)
+    model, cache = without_memory(config, precision_of(config), gpus=gpus)
     for tokens in (1, 7):
         found.clear()
         with asked_variants("sm_90"):
@@ -85,14 +82,3 @@ def test_sums_ask_for_what_is_listed(gpus, monkeypatch):
     with asked_variants("sm_90") as asked:
         OneShotSum(None, memory)
     assert asked.keys() == sums(gpus)
-
-
-def without_memory_of_v32(gpus):
-    config = tiny("deepseek_v32")
-    (precision,) = precisions(config, **AS_LOADED)
-    return without_memory(config, precision, gpus=gpus)[0]
-
-
-def test_a_model_that_does_not_come_apart():
-    with pytest.raises(DoesNotDivide, match=r"^gpus: 3 do not evenly share the "):
-        without_memory_of_v32(gpus=3)

@@ -8,7 +8,7 @@ from dsa_bench.e2e.stacks import stack
 from dsa_layers import SHIPPED_MODEL
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.command.parser import HELD_OUT_TEXT
-from dsa_layers.evaluation.selections import latest_keys
+from dsa_layers.evaluation import latest_keys
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.layers import indexer

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dsa_layers.parallel import launch, process_group
 from dsa_layers.parallel.context import ContextBatch, cut
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.training.indexer_stage import STAGES, IndexerStage
+from dsa_layers.training import STAGES, IndexerStage
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.training.test_indexer_stage import Small
 

@@ -87,7 +87,7 @@ def test_torchrun_starts_ranks_too(checkpoint, generate_here):
         (["--gpus", "3"], "--gpus: 3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
         (["--gpus", "0"], "--gpus"),
         (["--gpus", "2", "--device", "cuda:1"], "--device: must be cpu or cuda, of which each rank takes its own GPU"),
-        (["--gpus", "2", "--prompt-file", "/nowhere"], "--prompt-file /nowhere: No such file or directory"),
+        (["--gpus", "2", "--prompt-file", "/nowhere"], "/nowhere: No such file or directory"),
         (["--gpus", "2", "--cache-tokens", "64", "--prompt", "a b " * 200], "--cache-tokens"),
     ],
 )

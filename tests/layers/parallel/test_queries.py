@@ -11,8 +11,7 @@ from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.evaluation.keys_read import KeysRead
-from dsa_layers.evaluation.selections import latest_keys
+from dsa_layers.evaluation import KeysRead, latest_keys
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.placement import Sharded, placement_of

@@ -18,7 +18,7 @@ from dsa_layers.io import loading
 from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training import IndexerStage
 from tests.layers.io.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by

@@ -14,7 +14,7 @@ from dsa_layers.io.loading import load_model
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training import IndexerStage
 from tests.layers.training.test_indexer_stage import trained
 from tests.reference.common import assert_refused
 
@@ -78,16 +78,6 @@ def test_it_selects_with_a_cache(model):
             for _ in range(6):
                 tokens.append(model(torch.tensor(tokens), SequenceBatch.without_cache([len(tokens)])).argmax().item())
         assert completion.tokens == tokens[len(prompt) :]
-
-
-def test_what_it_selects_is_attended_to(model):
-    """The scores matter: with their sign turned, other keys are attended to."""
-    tokens, batch = torch.arange(30), SequenceBatch.without_cache([30])
-    with torch.no_grad():
-        before = model(tokens, batch)
-        for layer in model.model.layers:
-            layer.self_attn.indexer.q.weight.neg_()
-        assert not torch.allclose(before, model(tokens, batch), atol=1e-3)
 
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])

@@ -13,13 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
-from dsa_layers.parallel.ranks import ALONE
-from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.training import IndexerStage, next_tokens
 from tests.reference.common import assert_refused
 
 
@@ -108,19 +105,17 @@ def test_the_indexers_learn(name):
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_what_is_no_stage_is_refused():
+def test_other_stages_and_models_without_an_indexer_per_layer_are_refused():
     model = Small(6)
     assert_refused("name: must be one of warmup, sparse, got 'dense'", IndexerStage, model, "dense")
     assert_refused("drafter: must be True or False, got 1", IndexerStage, model, "sparse", drafter=1)
-    without = r"train their indexers, .*, got Linear without an `indexer`"
+    without = "model: must have attention layers .* which train their indexers .*, got Linear without such a layer"
     assert_refused(without, IndexerStage, nn.Linear(2, 2), "warmup")
     with pytest.raises(RuntimeError, match="loss: no pass since"):
         IndexerStage(model, "warmup").loss()
-    for indexer, message in (
-        (nn.ReLU(), "model: its ReLU has no method `loss`"),
-        (None, "model: has layers that share an indexer"),
-    ):
+    for indexer, got in ((nn.ReLU(), "ReLU"), (None, "NoneType")):  # None: shared with another layer
         model.layers[1].indexer = indexer
+        message = f"model: each attention layer must have an indexer of its own, with a method `loss`, got {got}"
         assert_refused(message, IndexerStage, model, "sparse")
 
 
@@ -161,26 +156,6 @@ def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
                     model.drafter(share.own(tokens[1:]), states, share)
 
 
-def test_indexers_without_gradients_are_evaluated_alone():
-    model, (tokens, batch) = Small(6).requires_grad_(False), inputs()
-    with IndexerStage(model, "sparse") as stage:
-        model(tokens, batch)
-        with pytest.raises(RuntimeError, match=r"loss: no parameter of the indexers requires .* trainable=True"):
-            stage.loss()
-        model(tokens, batch)
-        with torch.no_grad():
-            assert stage.loss() > 0
-
-
-def test_what_deepseek_v4_lacks():
-    sizes = {"dim": 32, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16}
-    compressors = [Compressor(32, 32, 4, overlap=True) for _ in range(2)]
-    indexer = CompressedIndexer(32, 16, compressors[0], n_heads=2, top_k=4)
-    model = nn.Sequential(CompressedAttention(32, 2, compressor=compressors[1], indexer=indexer, **sizes))
-    lacking = "got CompressedAttention without `indexer_stage` and a pass that reports to it, whose CompressedIndexer "
-    assert_refused(f"^model: .*, {lacking}has no `loss`$", IndexerStage, model, "warmup")
-
-
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_checkpointed_activations(name, monkeypatch):
     """The same gradients, pass after pass, though layers run again in the backward pass."""
@@ -214,33 +189,26 @@ def test_reentrant_checkpoints_are_refused(name, monkeypatch):
             stage.loss()
 
 
-def test_passes_without_gradients():
-    """A validation pass has a loss of its own; behind it, one that is to be trained by is not its sum with others."""
+def test_a_pass_without_gradients_is_not_summed_with_one_that_trains():
     model, (tokens, batch) = Small(6), inputs()
     with IndexerStage(model, "sparse") as stage:
         with torch.no_grad():
             model(tokens, batch)
-            expected = stage.loss()
+            expected = pytest.approx(stage.loss().item(), rel=1e-6)
             model(tokens, batch)
         model(tokens, batch)
         with pytest.raises(RuntimeError, match=r"loss: a pass .* under torch.no_grad\(\)"):
             stage.loss()
         model(tokens, batch)
-        assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)  # what was refused is gone
+        assert stage.loss().item() == expected  # the refused losses are gone
         with torch.no_grad():
             model(tokens, batch)
+    with stage:  # it forgets the losses without gradients
         model(tokens, batch)
-    with stage:  # what nobody has taken of the `with` before, but for passes without gradients
-        model(tokens, batch)
-        assert stage.loss().item() == pytest.approx(2 * expected.item(), rel=1e-6)
+        assert stage.loss().item() == expected
     with torch.no_grad(), stage:
         model(tokens, batch)
-    assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)  # behind the `with`, where nothing learns
-    with torch.no_grad(), stage:
-        model(tokens, batch)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)  # nothing is to learn
+    assert stage.loss().item() == expected  # after the `with`, where nothing learns
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda layer: torch.compile(layer, backend="eager")])
@@ -260,15 +228,6 @@ def test_wrapped_layers_are_found_once(wrap):
         model(tokens, batch)
         assert torch.allclose(stage.loss(), loss)
     assert [layer.indexer_stage for layer in layers] == [None, None]
-
-
-def test_an_indexer_of_two_layers_has_its_parameters_once():
-    model, (tokens, batch) = Small(6), inputs()
-    model.layers[1].indexer = model.layers[0].indexer
-    with IndexerStage(model, "sparse") as stage:
-        model(tokens, batch)
-        assert len(stage._kls) == 2
-    assert list(map(id, stage.parameters())) == list(map(id, model.layers[0].indexer.parameters()))
 
 
 def test_a_stage_within_another():
@@ -338,3 +297,32 @@ def test_the_example_of_the_docstring():
     assert learned and names["model"].training
     # The experts that no token went to have none.
     assert sum(p.grad is not None and p.grad.any() for p in learned) > 0.9 * len(learned)
+
+
+TOKENS = torch.arange(10, 17)
+BATCH = SequenceBatch.without_cache([3, 1, 3])
+
+
+def test_a_sequence_s_last_token_has_no_target():
+    expected = [11, 12, -100, -100, 15, 16, -100]
+    share = IndexerStage(Small(6), "sparse").share([3, 1, 3], Ranks(0, 1))
+    starts = torch.tensor([0, 0, 3, 4, 7, 7], dtype=torch.int32)  # empty sequences, too
+    for sequences in (BATCH, share, starts):
+        assert next_tokens(TOKENS, sequences).tolist() == expected
+    assert next_tokens(TOKENS[:0], starts[:1]).tolist() == []
+    assert share.mean(torch.tensor([1.0, 1, 0, 0, 1, 1, 0]), count=4) == 1
+    assert_refused("count: must be at least 1, got 0", share.mean, torch.ones(7), count=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "message"),
+    [
+        (TOKENS.int(), BATCH, "tokens: dtype must be int64, got int32"),
+        (TOKENS[1:], BATCH, r"tokens: shape must be \[7\], got \[6\] \(sizes as of sequences\)"),
+        (TOKENS, [3, 1, 3], r"sequences: must be a SequenceBatch or int32 \[B \+ 1\], .*, got list"),
+        (TOKENS, torch.tensor([0, 7]), "sequences: dtype must be int32, got int64"),
+        (TOKENS, torch.tensor([0, 3]).int(), r"sequences: must ascend from 0 to 7, got \[0, 3\]"),
+    ],
+)
+def test_what_are_no_sequences_of_the_tokens(tokens, sequences, message):
+    assert_refused(message, next_tokens, tokens, sequences)

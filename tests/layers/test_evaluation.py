@@ -9,10 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, SequenceBatch, load_model
-from dsa_layers.evaluation.held_out_loss import Difference, held_out_loss
-from dsa_layers.evaluation.keys_read import KeysRead
-from dsa_layers.evaluation.selections import all_keys, latest_keys
-from tests.reference.common import assert_refused
+from dsa_layers.evaluation import KeysRead, all_keys, held_out_loss, latest_keys
 
 TOP_K = 128
 
@@ -40,22 +37,7 @@ def test_the_loss_is_that_of_one_pass_over_each_sequence(model, sequences):
     ]
     expected = torch.stack(losses).sum().item() / (300 + 149)
     for chunk in (2048, 299, 64):  # 299 would leave one token
-        result = held_out_loss(model, sequences, chunk=chunk)
-        assert result.loss == pytest.approx(expected, rel=1e-5) and result.tokens == 449 and result.seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"sequences": []}, "sequences: must be lists of at least 2 tokens, got lengths"),
-        ({"sequences": [[1]]}, "sequences: must be lists of at least 2 tokens, got lengths"),
-        ({"chunk": 0}, "chunk: must be at least 1, got 0"),
-        ({"chunk": -1}, "chunk: must be at least 1, got -1"),
-        ({"chunk": 1.5}, r"chunk: must be an integer, got 1\.5"),
-    ],
-)
-def test_wrong_arguments_are_named(model, wrong, message):
-    assert_refused(message, held_out_loss, model, **{"sequences": [[1, 2]]} | wrong)
+        assert held_out_loss(model, sequences, chunk=chunk) == pytest.approx(expected, rel=1e-5)
 
 
 def test_all_keys_is_dense_attention(model, sequences):
@@ -102,13 +84,6 @@ def test_keys_are_counted_in_every_pass(model):
     assert keys.counts() == counts  # it has ended
 
 
-def test_nothing_counted(model):
-    with KeysRead(model) as keys, pytest.raises(RuntimeError, match="counts: no pass was counted"):
-        keys.counts()
-    with pytest.raises(ValueError, match=r"by the attribute `key_counter` .*, got Linear without such a layer"):
-        KeysRead(nn.Linear(2, 2))
-
-
 def test_the_latest_entries_in_decoding_passes(tiny_checkpoint):
     """DeepSeek-V4 reads the same entries token by token as in one pass, from slots of the cache in place of rows."""
     model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, dtype=torch.float32, progress=False)
@@ -117,8 +92,8 @@ def test_the_latest_entries_in_decoding_passes(tiny_checkpoint):
             layer.attn.indexer.top_k = 2
     tokens = [(7 * i) % 50 for i in range(17)]
     with latest_keys(model):
-        by_token, at_once = (held_out_loss(model, [tokens], chunk=chunk).loss for chunk in (1, 16))
-    assert by_token == pytest.approx(at_once, rel=1e-5) != pytest.approx(held_out_loss(model, [tokens]).loss, rel=1e-5)
+        by_token, at_once = (held_out_loss(model, [tokens], chunk=chunk) for chunk in (1, 16))
+    assert by_token == pytest.approx(at_once, rel=1e-5) != pytest.approx(held_out_loss(model, [tokens]), rel=1e-5)
 
 
 class First(nn.Module):
@@ -182,9 +157,12 @@ def test_contexts_restore_what_was_there_before():
     assert (inner._tokens, outer._tokens, model[0].key_counter) == (4, 4, None)
 
 
-@pytest.mark.parametrize("context", [latest_keys, partial(all_keys, longest=4)])
-def test_a_model_without_indexers_is_refused(context):
-    message = "model: must have attention layers with an `indexer`, got Linear"
+@pytest.mark.parametrize(
+    ("context", "attribute"),
+    [(latest_keys, "indexer"), (partial(all_keys, longest=4), "indexer"), (KeysRead, "key_counter")],
+)
+def test_a_model_without_such_layers_is_refused(context, attribute):
+    message = f"model: must have attention layers .*`{attribute}`.*, got Linear without such a layer"
     with pytest.raises(ValueError, match=message), context(nn.Linear(2, 2)):
         pass
 
@@ -214,43 +192,3 @@ def test_keys_of_windows_and_entries(tiny_checkpoint):
         assert counts.context == (length + 1) / 2 and counts.longest_context == length
         assert counts.share == counts.read / counts.dense and counts.most_read <= counts.most_dense
     assert expected(length) > expected(config.index_topk)
-
-
-class Told:
-    """A counter of one layer: what it tells, pass by pass."""
-
-    def __init__(self):
-        self.passes = []
-
-    def add(self, *counts):
-        self.passes.append(counts)
-
-
-def test_keys_of_passes_that_verify_drafts(tiny_checkpoint):
-    """DeepSeek-V4: each of a sequence's tokens reads what it would read alone."""
-    model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, drafter=True, progress=False)
-    for layer in model.layers:
-        layer.attn.key_counter = Told()
-    generator = Generator(model, cache_tokens=1024, draft_tokens=2)
-    generator.generate([[i % 50 for i in range(300)], [7, 8, 9]], SamplingParams(max_tokens=4))
-    config = model.config
-    for layer, kind in zip(model.layers, config.layer_types):
-        passes = layer.attn.key_counter.passes
-        assert len(passes[0][0]) == 303 and len(passes[1][0]) == 2 * 3
-        read, dense, context = map(torch.cat, zip(*passes))
-        ratio, near = config.compress_rates.get(kind), context.clamp(max=config.sliding_window)
-        entries = torch.zeros_like(context) if ratio is None else context // ratio
-        selected = entries.clamp(max=config.index_topk) if kind == "compressed_sparse_attention" else entries
-        assert torch.equal(read, near + selected) and torch.equal(dense, near + entries)
-
-
-def test_a_difference_is_its_formulas():
-    logits, expected = torch.randn(2, 5, 7, dtype=torch.float64)
-    targets = torch.randint(7, (5,))
-    found = Difference.between(logits, expected, targets)
-    q, p = logits.log_softmax(-1), expected.log_softmax(-1)
-    own, theirs = (-x[torch.arange(5), targets] for x in (q, p))
-    assert found.loss == pytest.approx(own.mean().item()) and found.expected_loss == pytest.approx(theirs.mean().item())
-    assert found.divergence == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item())
-    assert found.largest == pytest.approx((own - theirs).abs().max().item())
-    assert found.same_first == (logits.argmax(-1) == expected.argmax(-1)).double().mean().item()

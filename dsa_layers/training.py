@@ -1,4 +1,4 @@
-"""The two stages in which a model's indexers are trained, and their loss."""
+"""Training of a model's indexers: the two stages and their loss, and the language model's targets."""
 
 import inspect
 from collections.abc import Sequence
@@ -8,13 +8,18 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
+from dsa.reference.training.packed_sequences import boundaries
+from dsa.runtime.checks import INT32, check_tensor
 from dsa_layers.arguments import flag, instance
+from dsa_layers.batch import packing
+from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 STAGES = ("warmup", "sparse")
+IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
 
 
 class IndexerStage:
@@ -124,20 +129,14 @@ class IndexerStage:
         whose mean over the ranks is the average over all tokens. What passes without gradients gave is forgotten when
         the next `with` begins.
 
-        Raises RuntimeError if there was no pass. Inside the `with` and with gradients enabled, also if no parameter of
-        the indexers requires gradients, or if a pass ran without gradients, as passes under torch.no_grad() and of
-        activations checkpointed with use_reentrant=True do; the losses of these passes are dropped then.
+        Raises RuntimeError if there was no pass. Inside the `with` and with gradients enabled, also if a pass ran
+        without gradients, as passes under torch.no_grad() and of activations checkpointed with use_reentrant=True do;
+        the losses of these passes are dropped then.
         """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
-        gradients, learns = torch.is_grad_enabled(), any(p.requires_grad for p in self.parameters())
-        if gradients and self._before and not learns and not self._without_gradients:
-            self._forget()
-            raise RuntimeError(
-                "loss: no parameter of the indexers requires gradients: load the model with trainable=True, or take "
-                "the loss under torch.no_grad() to evaluate"
-            )
-        if gradients and learns and self._without_gradients and self._before:
+        learns = any(p.requires_grad for p in self.parameters())
+        if self._before and self._without_gradients and learns and torch.is_grad_enabled():
             self._forget()
             raise RuntimeError(
                 "loss: a pass since the last call ran without gradients, and no indexer learns from it: checkpoint "
@@ -156,8 +155,9 @@ class IndexerStage:
 
 
 def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
-    """The layers whose indexers are trained, found by their attributes. ValueError says what a model lacks."""
-    left_out = set() if drafter else _drafters_modules(model)
+    """Return the layers whose indexers are trained, found by their attributes. ValueError says what a model lacks."""
+    drafters = [getattr(module, "drafter", None) for module in model.modules() if not drafter]
+    left_out = {module for one in drafters if isinstance(one, nn.Module) for module in one.modules()}
     # A wrapper, as of activation checkpointing or torch.compile, hands out the attributes of the layer inside of it.
     layers = [
         module
@@ -165,27 +165,48 @@ def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
         if module not in left_out and inspect.getattr_static(module, "indexer_stage", module) is not module
     ]
     if not layers:
-        lacking = {_lacks(module) for module in model.modules() if getattr(module, "indexer", None) is not None}
-        found = "; ".join(sorted(lacking)) or f"{type(model).__name__} without an `indexer`"
         raise ValueError(
-            f"model: must have attention layers that train their indexers, as DSAAttention does, got {found}"
+            "model: must have attention layers with the attribute `indexer_stage`, which train their indexers as "
+            f"DSAAttention does, got {type(model).__name__} without such a layer"
         )
-    if any(layer.indexer is None for layer in layers):
-        raise ValueError("model: has layers that share an indexer, which have none to train")
     for layer in layers:
         if not hasattr(layer.indexer, "loss"):
             raise ValueError(
-                f"model: its {type(layer.indexer).__name__} has no method `loss`, by which it would be trained"
+                "model: each attention layer must have an indexer of its own, with a method `loss`, got "
+                f"{type(layer.indexer).__name__}"
             )
     return layers
 
 
-def _drafters_modules(model: nn.Module) -> set[nn.Module]:
-    drafters = (getattr(module, "drafter", None) for module in model.modules())
-    return {module for drafter in drafters if isinstance(drafter, nn.Module) for module in drafter.modules()}
+def next_tokens(tokens: torch.Tensor, sequences: SequenceBatch | torch.Tensor) -> torch.Tensor:
+    """Return int64 [T]: the token that follows each token in its sequence, and -100 for a sequence's last token.
 
+        targets = next_tokens(tokens, batch)
+        loss = torch.nn.functional.cross_entropy(model(tokens, batch, all_tokens=True), targets)
 
-def _lacks(layer: nn.Module) -> str:
-    """What an attention layer without `indexer_stage`, and its indexer, would need."""
-    text = f"{type(layer).__name__} without `indexer_stage` and a pass that reports to it"
-    return text if hasattr(layer.indexer, "loss") else f"{text}, whose {type(layer.indexer).__name__} has no `loss`"
+    -100 is the default `ignore_index` of cross_entropy, whose mean is over the other targets.
+
+    tokens     int64 [T]: packed sequences, one after the other
+    sequences  the SequenceBatch of these tokens, or int32 [B + 1], cu_seqlens: where sequences begin, from 0 to T. For
+               a rank's share of the tokens (`IndexerStage.share`) `tokens` are all ranks', as `share.own` takes them
+
+    Raises TypeError or ValueError that names the argument; cu_seqlens on a GPU are not looked at.
+    """
+    check_tensor("tokens", tokens, (torch.int64,), ("T",))
+    if not isinstance(sequences, SequenceBatch | torch.Tensor):
+        accepted = "a SequenceBatch or int32 [B + 1], where sequences begin"
+        raise TypeError(f"sequences: must be {accepted}, got {type(sequences).__name__}")
+    if isinstance(sequences, ContextBatch):
+        owners = packing.owners(sequences.lens, sequences.device)
+    elif isinstance(sequences, SequenceBatch):
+        owners = sequences.sequences
+    else:
+        check_tensor("sequences", sequences, INT32, ("B+1",))
+        if not sequences.is_cuda:
+            boundaries("sequences", sequences, ("tokens", tokens))
+        rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        owners = torch.searchsorted(sequences, rows, right=True)
+    check_tensor("tokens", tokens, (torch.int64,), (len(owners),), "sequences")
+    targets = torch.full_like(tokens, IGNORED)
+    targets[:-1] = torch.where(owners[1:] == owners[:-1], tokens[1:], IGNORED)
+    return targets
