@@ -12,7 +12,7 @@ from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.layer_pass import EntryPass
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
-from dsa_layers.layers.rope import RopeAngles, RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import HIDDEN, RATIO, ROTARY
@@ -108,15 +108,6 @@ def test_products_of_both_compressors_are_one_and_freed_before_attention(
     monkeypatch.setattr(PagedCompressedAttention, "_prefill", attended)
     layer(torch.randn(length, HIDDEN), *surroundings(length))
     assert products[0] == expected and alive == [None]
-
-
-def test_layers_of_a_pass_share_the_angles_back():
-    layer, (rope, _, batch) = fused_attention(), surroundings(5)
-    angles, x = RopeAngles(rope), torch.randn(5, HIDDEN).to(BF16)
-    out, back = layer(x, angles, None, batch), angles.back
-    assert torch.equal(layer(x, rope, None, batch), out)
-    layer(x, angles, None, batch)
-    assert angles.back is back
 
 
 @pytest.mark.parametrize(

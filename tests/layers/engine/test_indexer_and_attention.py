@@ -7,7 +7,7 @@ import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.paged_attention import AttentionPass, PagedAttention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
@@ -182,20 +182,3 @@ def test_float_pages_change_no_bit(length, dtype, monkeypatch):
     expected, _ = layer(x, *ROTARY(batch.positions), SequenceBatch.without_cache(lengths))
     assert torch.equal(layer(x, *ROTARY(batch.positions), batch, cache)[0], expected)
     assert expected.isfinite().all() and cache.latent.view(-1, 576)[batch.slots].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_new_keys_have_the_rounding_of_fp8_pages(dtype, monkeypatch):
-    """New keys are not read back if all keys are new. If a sequence has earlier keys, all keys are read."""
-    layer, cache = make_attention(dtype), PagedKVCache(1, 6, 16, latent="fp8").layer(0)
-    kv = torch.randn(29, 576).to(dtype)
-    batch = SequenceBatch.paged([20, 9], [20, 9], [[4, 1], [3]], 16)
-    with monkeypatch.context() as patch:
-        patch.setattr(dsa, "read_kv_cache", None)
-        got = layer._store(kv, AttentionPass(batch, ROTARY(batch.positions), cache))
-    assert torch.equal(got, dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=dtype))
-    batch = SequenceBatch.paged([2, 1], [22, 10], [[4, 1], [3]], 16)
-    later = AttentionPass(batch, ROTARY(batch.positions), cache)
-    assert layer._store(kv[:3], later) is None
-    every = layer._stored_keys(later, dtype)
-    assert torch.equal(every[:20], got[:20]) and torch.equal(every[22:31], got[20:]) and len(every) == 32

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import dsa
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.fuse import fuse
@@ -186,12 +185,3 @@ def test_few_fp32_results_come_from_the_op_and_others_from_pytorch(x, weight, by
     expected[..., 8:] *= 0.3
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
     assert called == ["linear_fp32"] * by_the_op
-
-
-def test_a_gpu_without_the_kernel_takes_pytorchs_product(monkeypatch):
-    products, x, weight = [], bf16(9, 64), bf16(40, 64)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda *_: False)
-    monkeypatch.setattr(torch, "mm", lambda x, w, out_dtype: products.append(out_dtype) or x.float() @ w.float())
-    torch.testing.assert_close(fp32_product(x, weight, 0.5), x.float() @ weight.float().T * 0.5)
-    assert products == [torch.float32]

@@ -72,9 +72,3 @@ def test_angles_back_are_computed_once():
     assert RopeAngles.of(angles) is angles and angles.back[1] is angles.back[1]
     turned = apply_rotary(apply_rotary(x, *angles, interleaved=True), *angles.back, interleaved=True)
     assert torch.allclose(turned, x, atol=1e-6)
-
-
-def test_joint_angles_of_tokens_come_first():
-    rotary = RotaryEmbedding(rope_frequencies(64, 1e4))
-    with pytest.raises(ValueError, match=r"embeddings: those of ratio 1 must come first, got ratios \[4, 1\]"):
-        JointRotary([(rotary, 4), (rotary, 1)])
