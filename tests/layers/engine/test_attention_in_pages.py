@@ -14,9 +14,9 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 def logits(model, monkeypatch, most):
     """(logits of the second chunks of two prompts, reads of latent pages, passes of attention in the pages). most: the
-    bytes that may be read, or a function in place of `most_read`."""
+    bytes that may be read."""
     with monkeypatch.context() as patch, torch.inference_mode():
-        patch.setattr(paged_attention, "most_read", most if callable(most) else lambda heads: most)
+        patch.setattr(paged_attention, "most_read", lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)
         attended = record(patch, "flash_mla_with_kvcache")
         cache = model.make_cache(8, state_slots=2)

@@ -39,8 +39,8 @@ def as_stored(rows, storage):
     return dsa.read_kv_cache(pages, slots, dtype=rows.dtype)
 
 
-# (new, earlier) tokens of each sequence. The first sequence has earlier tokens, the second, or both.
-PASSES = [[(7, 0), (3, 0)], [(2, 7), (3, 0)], [(3, 0), (2, 3)], [(2, 7), (6, 3)], [(5, 9)]]
+# (new, earlier) tokens of each sequence: neither has earlier tokens, one of them, or both.
+PASSES = [[(7, 0), (3, 0)], [(3, 0), (2, 3)], [(2, 7), (6, 3)]]
 
 
 @pytest.mark.parametrize("chunks", PASSES, ids=str)
@@ -112,8 +112,8 @@ def test_products_of_both_compressors_are_one_and_freed_before_attention(
 
 @pytest.mark.parametrize(
     ("heads", "fp8", "rope_dim", "casts"),
-    [(34, True, 64, 1), (32, True, 64, 0), (34, True, 32, 0), (34, False, 64, 0)],
-    ids=["many heads", "few heads", "other angles", "bf16 weights"],
+    [(34, True, 64, 1), (32, True, 64, 0), (34, False, 64, 0)],
+    ids=["many heads", "few heads", "bf16 weights"],
 )
 def test_attention_of_many_heads_casts_its_results_for_fp8_weights(heads, fp8, rope_dim, casts, monkeypatch):
     """With the numbers of a cast after attention."""
@@ -126,7 +126,7 @@ def test_attention_of_many_heads_casts_its_results_for_fp8_weights(heads, fp8, r
     assert torch.equal(layer(x, rope, None, batch), found) and len(called) == casts
 
 
-@pytest.mark.parametrize(("channels", "joined"), [(64, True), (32, True), (36, False)])
+@pytest.mark.parametrize(("channels", "joined"), [(64, True), (36, False)])
 def test_rope_is_one_op_with_the_norm_and_the_cast(channels, joined, monkeypatch):
     """For numbers of channels that the kernels take."""
     batch, x = SequenceBatch.without_cache([5]), torch.randn(5, HIDDEN).to(BF16)

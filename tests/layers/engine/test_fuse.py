@@ -101,9 +101,8 @@ def hyper_block_of(ffn):
 
 
 OTHER_INDEXER = OtherIndexer(HIDDEN, 128, n_heads=4, top_k=4, quantize=False)
-# {test: (the layer's class, the layer, what of it stays plain)}
+# {test: (the layer's class, the layer, the module that stays plain)}
 FOREIGN = {
-    "module in a block": (DecoderBlock, lambda: small_layers.decoder_block(Doubled), ""),
     "router": (DecoderBlock, lambda: small_layers.decoder_block(other_mixture), "mlp"),
     "lightning indexer": (DSAAttention, lambda: small_layers.attention(OTHER_INDEXER), "indexer"),
     "module in a hyper block": (HyperDecoderBlock, lambda: hyper_block_of(Doubled()), ""),

@@ -77,30 +77,6 @@ def test_selected_keys_have_the_largest_scores(kind, fp8, interleaved, dims):
         assert (exact[t, chosen] >= threshold - 5e-3).all()
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_selection_over_pages_equals_that_without(fp8):
-    """Chunks and single tokens over pages select the same keys as one pass over the whole sequence."""
-    torch.manual_seed(3)
-    indexer = make_indexer(quantize=fp8)
-    x, qr = torch.randn(N, HIDDEN), torch.randn(N, RANK)
-    whole = SequenceBatch.without_cache([N])
-    expected = indexer.select(x, qr, ROTARY(whole.positions), whole)
-    cache = PagedKVCache(1, 6, 16, index="fp8" if fp8 else torch.float32).layer(0)
-    cache.index.view(torch.uint8).fill_(0xFF)
-    pages, done = [4, 1, 5, 0], 0
-    for n in (20, 1, 1, 15, *[1] * 13):
-        batch = SequenceBatch.paged([n], [done + n], [pages], 16)
-        part = slice(done, done + n)
-        rope = ROTARY(batch.positions)
-        indexer.store(x[part], rope, batch, cache)
-        selected = indexer.select(x[part], qr[part], rope, batch, cache)
-        assert torch.equal(selected, expected[part])
-        slots = batch.slots_of(selected)
-        physical = torch.tensor(pages)[expected[part].clamp_min(0) // 16] * 16 + expected[part] % 16
-        assert torch.equal(slots.long(), torch.where(expected[part] < 0, -1, physical))
-        done += n
-
-
 def attend(layer, x, topk_indices):
     """Multi-head attention in float64. topk_indices: None or [T, K] positions."""
     x = x.double()

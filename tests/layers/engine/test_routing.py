@@ -93,28 +93,6 @@ def test_experts_read_the_cast_of_a_single_token(fp4, use_ue8m0, monkeypatch):
     assert torch.equal(part, moe(x)) and not torch.equal(part, expected)
 
 
-@pytest.mark.parametrize("fp4", [False, True])
-@pytest.mark.parametrize("gathered", [False, True])
-@torch.no_grad()
-def test_a_rank_expects_its_share_of_the_rows(gathered, fp4, monkeypatch):
-    names = ["fp8_fp4_gemm_swiglu", "fp8_fp4_gemm_nt"] if fp4 else ["fp8_gemm_swiglu", "fp8_gemm_nt"]
-    names = [f"grouped_{name}" for name in names]
-    found = record(monkeypatch, *names, seen=lambda *_, expected_rows, **__: expected_rows)
-    moe, x, weights = mixture(fp4_experts=fp4, n_shared=0), torch.randn(7, 128), torch.rand(7, 2)
-    chosen = torch.rand(7, 6).argsort(-1)[:, :2]
-    own = (chosen >= 2) & (chosen < 4)
-
-    def run(weights):
-        by_expert = moe.experts.sort(chosen)
-        outputs = moe._outputs(x, dsa.per_token_cast_to_fp8(x, True) if gathered else None, by_expert, 2)
-        return dsa.combine_experts(outputs, by_expert[1], weights)
-
-    expected = run(weights * own)
-    leave_experts_of_rank(moe, first=2, count=2)
-    assert torch.equal(run(weights), expected)
-    assert found == [None, None, 5, 5]  # a third of 14 rows
-
-
 @torch.no_grad()
 def test_a_residual_and_a_cast_change_no_bit_of_the_sum():
     moe, x, residual = mixture(dtype=BF16), rows(9, 128), rows(9, 128)
