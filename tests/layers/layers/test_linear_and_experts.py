@@ -53,7 +53,7 @@ class Tokens:
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("fp8", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 def test_a_grouped_layer_multiplies_each_group_with_its_rows(fp8, tokens):
-    """By itself, and with the next projection in fused form."""
+    """Plain, and with the next projection in fused form."""
     grouped, then = GroupedLinear(3, 256, 128, fp8=fp8[0]), make_linear(384, 256, fp8=fp8[1])
     x = torch.randn(tokens, 3, 256)
     layer, parts = grouped.matrices, []

@@ -71,14 +71,6 @@ def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
             torch.testing.assert_close(layer.part.product(x, None), y, rtol=0, atol=1e-5 * y.abs().max().item())
 
 
-def test_dense_mlps_and_many_heads_are_cut(tiny_checkpoint):
-    with split_by("heads"):
-        model = load_model(tiny_checkpoint("deepseek_v32"), mesh=SECOND, **OPTIONS["fp8"])
-    dense = model.model.layers[0].mlp
-    assert dense.part is None and len(dense.gate_proj.weight) == model.config.intermediate_size // 2
-    assert {type(layer) for _, layer in layers_with_parts(model)} == {FusedSwiGLU}
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_parts_that_are_made_again_have_the_loaded_weights(tiny_checkpoint, assign):
     model = load_model(tiny_checkpoint("deepseek_v32"), mesh=SECOND, **OPTIONS["fp8"])

@@ -1,5 +1,6 @@
 """Models and drafters over several processes give what one process gives, and each rank holds its part."""
 
+import contextlib
 import functools
 from dataclasses import replace
 from unittest import mock
@@ -10,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.generator import Generator
@@ -23,9 +26,9 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "drafter": True, "progress": False}
-# More tokens than are selected, in two sequences whose rows are shared, and in two passes whose rows are whole.
-TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(260)], [170, 90]
-PROMPTS = [TOKENS[:150], TOKENS[:3], TOKENS[7:20]]
+# A sequence has more tokens than are selected. Passes of at least 256 tokens are sharded, others are not.
+TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(400)], [170, 90]
+PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:20]]
 FUSED = "experts in one tensor"
 # A model that three ranks can share: heads, experts, channels in blocks of 128, the vocabulary.
 OF_THREE = "deepseek_v32 in thirds"
@@ -67,9 +70,9 @@ def fuse_experts(tensors):
 @torch.inference_mode()
 def logits_of(model):
     """Logits of the model, and of its drafter in its first step."""
-    batch = SequenceBatch.without_cache(LENGTHS)
-    states = model.states(torch.tensor(TOKENS), batch)
-    drafted = model.drafter(torch.tensor(TOKENS).roll(-1), states, batch)
+    batch, tokens = SequenceBatch.without_cache(LENGTHS), torch.tensor(TOKENS[:260])
+    states = model.states(tokens, batch)
+    drafted = model.drafter(tokens.roll(-1), states, batch)
     return torch.cat((model.logits(states), model.drafter.logits(drafted)))
 
 
@@ -77,7 +80,7 @@ def outcome(directory, **options):
     """(logits, generated tokens, weights' shapes). In four steps each sequence of deepseek_v4 gets an entry of four
     tokens."""
     model = load_model(directory, **OPTIONS | options)
-    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=100, draft_tokens=2)
+    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=280, draft_tokens=2)
     completions = generator.generate(PROMPTS, SamplingParams(max_tokens=5))
     weights = {name: tensor.shape for name, tensor in model.state_dict().items()}
     return logits_of(model), [completion.tokens for completion in completions], weights
@@ -86,8 +89,18 @@ def outcome(directory, **options):
 alone = functools.cache(outcome)  # several tests' expectation
 
 
-def of_rank(ranks, directories, way):
-    with split_by(way):
+@contextlib.contextmanager
+def multi_head_form():
+    """Take the form of attention that prompts have on a GPU."""
+    with (
+        mock.patch.object(PagedAttention, "_has_multi_head_kernel", lambda *_: True),
+        mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True),
+    ):
+        yield
+
+
+def of_rank(ranks, directories, way, multi_head):
+    with split_by(way), multi_head_form() if multi_head else contextlib.nullcontext():
         return [outcome(directory, mesh=ranks) for directory in directories]
 
 
@@ -96,16 +109,17 @@ def elements(shapes):
 
 
 @pytest.mark.parametrize(
-    ("size", "way"),
+    ("size", "way", "multi_head"),
     [
-        (2, "queries"),
-        (3, "queries"),
-        pytest.param(2, "heads", marks=pytest.mark.slow),
+        (2, "queries", False),
+        (3, "queries", False),
+        pytest.param(2, "queries", True, marks=pytest.mark.slow),
+        pytest.param(2, "heads", False, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_compute_what_one_process_does(checkpoints, size, way):
+def test_ranks_compute_what_one_process_does(checkpoints, size, way, multi_head):
     """Ranks have the same bits."""
-    of_ranks = in_ranks(size, of_rank, [checkpoints[case] for case in SPLITS[size]], way)
+    of_ranks = in_ranks(size, of_rank, [checkpoints[case] for case in SPLITS[size]], way, multi_head)
     for case, *found in zip(SPLITS[size], *of_ranks, strict=True):
         logits, tokens, whole = alone(checkpoints[case])
         for part_logits, part_tokens, parts in found:
@@ -171,7 +185,7 @@ def test_a_part_of_a_model_learns_nothing(checkpoints):
         IndexerStage(model, "warmup")
     model.model.embed_tokens.requires_grad_(True)
     with pytest.raises(ValueError, match=r"^requires_grad: a part of a model takes no gradient"):
-        model(torch.tensor(TOKENS), SequenceBatch.without_cache(LENGTHS))
+        model(torch.tensor(TOKENS[:260]), SequenceBatch.without_cache(LENGTHS))
 
 
 @pytest.mark.parametrize("way", WAYS)
