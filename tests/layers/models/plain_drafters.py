@@ -79,12 +79,10 @@ class _Drafter:
 
 
 class PlainMLADrafter(_Drafter):
-    """The drafter of DeepSeek-V3.2 and GLM-5. top_k: other than the configuration's, to see what the selection does."""
+    """The drafter of DeepSeek-V3.2 and GLM-5."""
 
-    def __init__(self, directory: Path, top_k: int | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory, f"model.layers.{read_config(directory).num_hidden_layers}.")
-        if top_k is not None:
-            self.block.self_attn.indexer.top_k = top_k
 
     def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """The block's inputs, from the next tokens and the states."""
@@ -116,12 +114,10 @@ class PlainMLADrafter(_Drafter):
 
 
 class PlainV4Drafter(_Drafter):
-    """The drafter of DeepSeek-V4. window: other than the configuration's, to see what it does."""
+    """The drafter of DeepSeek-V4."""
 
-    def __init__(self, directory: Path, window: int | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory, "mtp.0.")
-        if window is not None:
-            self.block.attn.window = window
 
     def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         e = self.norm(self.tensors["embed.weight"][tokens], "enorm") @ self.weight("e_proj.weight").T

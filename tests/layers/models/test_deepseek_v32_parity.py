@@ -1,10 +1,10 @@
 """DeepSeek-V3.2 against transformers' own."""
 
 from tests.layers.models import hf_models
-from tests.layers.models.parity import SelectingParityTests, assert_parity
+from tests.layers.models.parity import ParityTests, assert_parity
 
 
-class TestDeepseekV32(SelectingParityTests):
+class TestDeepseekV32(ParityTests):
     @staticmethod
     def build(directory):
         return hf_models.deepseek_v32(directory)

@@ -8,16 +8,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io.loading import load_model
 from tests.layers.models import hf_models
-from tests.layers.models.parity import SelectingParityTests, assert_parity
+from tests.layers.models.parity import ParityTests, assert_parity
 
 
-class TestEveryLayerHasAnIndexer(SelectingParityTests):
+class TestEveryLayerHasAnIndexer(ParityTests):
     @staticmethod
     def build(directory):
         return hf_models.glm_moe_dsa(directory)
 
 
-class TestIndexShare(SelectingParityTests):
+class TestIndexShare(ParityTests):
     """Layers 2 and 3 attend to what layer 1 selected, layer 5 to what layer 4 selected."""
 
     @staticmethod

@@ -199,16 +199,6 @@ def test_ranks_get_a_signal_once_and_end(start, tmp_path, number):
     assert not any(map(is_running, ranks))
 
 
-def test_a_signal_that_the_caller_ignores_changes_nothing(start, tmp_path):
-    process = start(1, "write_pid(); sys.stdin.read()", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    pids(tmp_path, 1)
-    process.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)
-    assert process.communicate("", timeout=SECONDS) == ("", "")
-    assert process.returncode == 0
-
-
 def test_ranks_end_with_a_killed_launcher(start, tmp_path):
     process = start(2, "signal.signal(signal.SIGTERM, signal.SIG_IGN); write_pid(); time.sleep(600)")
     ranks = pids(tmp_path, 2)
