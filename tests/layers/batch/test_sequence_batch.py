@@ -9,7 +9,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 
 
-def test_packed_tensors_by_hand():
+def test_packed_tensors_are_what_is_computed_by_hand():
     batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
     assert batch.positions.tolist() == [3, 4, 2]
     assert batch.block_table.tolist() == [[7, 2], [4, -1]] and batch.block_table.dtype == torch.int32
@@ -28,7 +28,7 @@ def test_a_sequence_batch_cannot_be_made_while_a_graph_is_captured(monkeypatch):
         SequenceBatch.paged([1], [2], [[1]], 4, "cuda")
 
 
-def test_rows_and_slots_of_selected_keys():
+def test_selected_positions_become_rows_and_slots():
     indices = torch.tensor([[0, 3, -1], [4, 0, -1], [2, -1, -1]], dtype=torch.int32)
     starts = torch.tensor([0, 0, 5], dtype=torch.int32)
     assert packing.packed_rows(indices, starts, 2).tolist() == [[0, 3, -1], [4, 0, -1], [7, -1, -1]]
@@ -36,7 +36,7 @@ def test_rows_and_slots_of_selected_keys():
     assert got.tolist() == [[28, 31, -1], [8, 28, -1], [18, -1, -1]] and got.dtype == torch.int32
 
 
-def test_windows_by_hand():
+def test_windows_are_what_is_computed_by_hand():
     """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
@@ -55,7 +55,7 @@ def test_windows_need_state_slots():
         windows.earlier_slots  # noqa: B018
 
 
-def test_entries_by_hand():
+def test_entries_are_what_is_computed_by_hand():
     """Entries of 2 tokens: the first sequence's new tokens are at 3, which ends its second entry, and at 4."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
     entries = batch.entries(2)
@@ -75,7 +75,7 @@ def test_a_ring_keeps_the_last_tokens_of_a_chunk_longer_than_the_window():
     assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
 
 
-def test_a_step_by_hand():
+def test_a_step_is_what_is_computed_by_hand():
     """The host does not know lengths, so each sequence's packed keys take as many rows as its pages have."""
     lengths, rings = (torch.tensor(v, dtype=torch.int32) for v in ([6, 4], [6, 1]))
     table = torch.tensor([[7, 2], [4, -1]], dtype=torch.int32)
@@ -88,7 +88,7 @@ def test_a_step_by_hand():
     assert windows.slots.tolist() == [20, 3]
 
 
-def test_a_chunk_of_each_prompt():
+def test_a_batch_has_a_chunk_of_each_prompt():
     """The second chunk of a prompt, and all of another one, whose page is full then."""
     batch = prefill_batch([Chunk(2, 3, [7, 2], 6), Chunk(4, 0, range(4, 5), 1)], page_size=4, device="cpu")
     assert (batch.query_lens, batch.key_lens) == ((2, 4), (5, 4)) and not batch.is_decode
@@ -97,7 +97,7 @@ def test_a_chunk_of_each_prompt():
     assert batch.state_slots_tensor.tolist() == [6, 1]
 
 
-def test_counts_of_selected_keys():
+def test_counts_are_the_visible_keys_up_to_the_columns():
     """The keys that a token sees, at most the number of columns; None if all tokens see at least that many."""
     batch = SequenceBatch.paged([3, 2], [7, 9], [[0, 1], [2, 3, 4]], 4)
     assert batch.least_visible == 5
@@ -107,7 +107,7 @@ def test_counts_of_selected_keys():
     assert entries.selected_counts(2).tolist() == [1, 1, 1, 2, 2] and entries.selected_counts(1) is None
 
 
-def test_positions_beyond_a_million():
+def test_positions_beyond_a_million_have_the_right_slots():
     """Positions, entries and slots of the last tokens, in the last pages that slots can number."""
     pages = [2**25 - 1, *range(2**14, 2**15 + 1)]
     pages[-1] = 2**25 - 2

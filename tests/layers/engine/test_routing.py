@@ -52,7 +52,7 @@ CASES = {
 @pytest.mark.parametrize(("make", "x", "ops"), CASES.values(), ids=CASES)
 @torch.no_grad()
 def test_routing_gives_what_router_and_sort_give(make, x, ops, monkeypatch):
-    """In one op for few tokens of 16 bits, else in one for each step. The rank has 5 experts from number 4 on."""
+    """Few tokens of 16 bits take one op, others one op per step. The rank has 5 experts, from number 4 on."""
     router, tokens = make(), torch.arange(len(x)) % 5
     own = Experts(5, x.shape[1], 32, dtype=x.dtype)
     own.first, own.total = 4, len(router.weight)
@@ -81,7 +81,7 @@ def leave_experts_of_rank(moe, first, count):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @torch.no_grad()
 def test_experts_read_the_cast_of_a_single_token(fp4, use_ue8m0, monkeypatch):
-    """With the bits of a cast of the experts' rows, also if this rank has only some of the experts."""
+    """The result has the bits of a cast of the experts' rows, also if this rank has only some of the experts."""
     moe, x = mixture(fp4_experts=fp4, use_ue8m0=use_ue8m0), torch.randn(1, 128)
     cast, expected = moe.shared_experts.gate_proj.cast(x), moe(x)
     first = int(moe.gate(x)[0].max()) - 1  # two experts, which are not all three of the token

@@ -1,8 +1,7 @@
 """Kernels on a second stream of a CUDA graph: neither stream touches what the other one writes."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
-from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsa_layers.engine import fused_moe, paged_attention, paged_compressed_attention, side_stream
+from dsa_layers.engine import fused_moe, paged_attention, paged_compressed_attention
 from dsa_layers.engine.side_stream import SideStream
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
@@ -102,36 +101,3 @@ def test_a_side_stream_and_the_kernels_before_its_join_are_independent(
         # Attention and experts have kernels in both chains, except in layers without an indexer.
         both = [side for side in watched[start:end] if side.inside.write and side.after.write]
         assert len(both) > model.config.num_hidden_layers
-
-
-ON_GPU = SimpleNamespace(is_cuda=True, device="a GPU")
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    """Mocks in place of the current stream and of new ones, while the current one captures."""
-    made = Mock()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.main)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.new(device) and made.side)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(made.enter(stream)))
-    side_stream._second_stream.cache_clear()
-    return made
-
-
-def test_all_side_streams_fork_to_one_stream_and_join(streams):
-    for _ in range(2):
-        with side_stream.side_stream(ON_GPU, None) as side:
-            pass
-        side.join()
-    fork = [call.side.wait_stream(streams.main), call.enter(streams.side)]
-    join = [call.main.wait_stream(streams.side)]
-    assert streams.mock_calls == [call.new(streams.main.device), *(fork + join) * 2]
-
-
-def test_passes_on_a_cpu_have_one_stream(streams):
-    with side_stream.side_stream(torch.zeros(1)) as side:
-        assert type(side) is SideStream
-    side.join()
-    assert not streams.mock_calls

@@ -7,9 +7,6 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.engine.layer_pass import LayerPass
-from dsa_layers.engine.paged_indexer import PagedSelection
 from dsa_layers.layers import indexer
 from dsa_layers.layers.indexer import FUSED_BYTES, ROW_PADDING, WORKSPACE, KeySelection
 from tests.layers.layers import small_layers
@@ -32,17 +29,6 @@ def inputs(quantised):
 
 def select_packed(q, keys, weights, top_k, *ranges, key_lens=None, paging=None, **options):
     return KeySelection(top_k, **options).select_packed(q, keys, weights, ranges, key_lens, paging)
-
-
-class PagesOf(PagedSelection):
-    """Selection in these pages."""
-
-    def __init__(self, top_k, pages):
-        super().__init__(top_k)
-        self._pages = pages
-
-    def pages(self, step):
-        return self._pages
 
 
 @pytest.fixture(params=[False, True], ids=["positions", "slots"])
@@ -159,22 +145,3 @@ def test_an_indexer_selects_in_its_own_workspace(kind, monkeypatch):
     assert sizes == [1] * len(x)
     indexer.workspace = WORKSPACE
     assert torch.equal(case.run(indexer, x), found) and sizes[len(x) :] == [len(x)]
-
-
-@pytest.mark.parametrize("page_size", [None, 32])
-def test_layers_that_select_from_pages_share_a_plan(page_size, monkeypatch):
-    table, lengths = torch.randperm(16).int().view(4, 4), torch.randint(1, 129, (4,), dtype=torch.int32)
-    batch, cache = DecodeBatch(table, 32, lengths, 128), torch.zeros(16, 32, 1, 36, dtype=torch.uint8)
-    keys = torch.randn(512, 32).to(torch.float8_e4m3fn)
-    dsa.write_indexer_cache(keys, torch.rand(512) + 0.5, cache, torch.arange(512))
-    q, weights = torch.randn(4, 8, 32).to(torch.float8_e4m3fn), torch.randn(4, 8)
-    names = "fp8_paged_mqa_logits", "topk_indices", "get_paged_mqa_logits_metadata"
-    called = record(monkeypatch, *names)
-    selection, step = PagesOf(16, cache), LayerPass(batch, None, in_pages=page_size is not None)
-    got = selection._select_in_pages(q, weights, batch, step)
-    assert torch.equal(selection._select_in_pages(q, weights, batch, step), got)
-    assert called == ["get_paged_mqa_logits_metadata", *names[:2], *names[:2]]
-    options = {"slots": page_size is not None}
-    lengths = batch.visible_by_sequence
-    expected = dsa.paged_indexer_select(q[:, None], cache, weights, lengths, table, 128, 16, **options)
-    assert torch.equal(expected, got)

@@ -78,7 +78,7 @@ def test_the_bias_of_a_router_chooses_and_does_not_weigh():
     assert not torch.equal(router(x)[0], experts)
 
 
-def test_fp8_experts_are_swiglus():
+def test_each_fp8_expert_computes_its_swiglu():
     """An expert computes the same for a token whatever other tokens there are."""
     experts = Experts(5, 128, 256, limit=1.0, fp8=True)
     topk_indices, weights = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2)

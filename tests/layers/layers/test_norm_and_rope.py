@@ -16,7 +16,7 @@ from dsa_layers.layers.rope import (
 )
 
 
-def test_yarn_frequencies_of_deepseek_v32():
+def test_yarn_keeps_high_frequencies_and_divides_low_ones():
     """Channels below 10 keep their frequency, from 23 on they are divided by 40."""
     got, plain = yarn_frequencies(64, 1e4, factor=40.0, original_length=4096), rope_frequencies(64, 1e4)
     assert torch.equal(got[:11], plain[:11]) and torch.allclose(got[23:], plain[23:] / 40)

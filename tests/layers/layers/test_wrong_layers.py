@@ -66,7 +66,7 @@ def refused(call, message):
         (lambda: Experts(2, 128, 64, fp8=True), {}, FP8_SIZES),
     ],
 )
-def test_a_layer_of_wrong_options_is_not_made(make, options, message):
+def test_wrong_options_are_refused(make, options, message):
     refused(lambda: make(**options), message)
 
 
@@ -83,7 +83,7 @@ def test_attention_takes_any_indexer_or_none():
     attention(indexer(fp8=True), fp8=True, dtype=torch.bfloat16)
 
 
-def test_quantised_selection_is_of_128_channels():
+def test_quantised_selection_needs_128_channels():
     """Training does not quantise, so it takes other numbers."""
     layer, given = indexer(head_dim=100, quantize=True), (torch.zeros(5, HIDDEN), torch.zeros(5, RANK))
     assert layer.project(*given, ROTARY(BATCH.positions))[0].shape == (5, 4, 100)
@@ -143,7 +143,7 @@ PLAIN_AND_FUSED = {
         ({"batch": paged(total=7)}, "cache: is needed when a sequence has more keys than new tokens"),
     ],
 )
-def test_a_pass_of_wrong_inputs(make, changed, message):
+def test_wrong_inputs_of_a_pass_are_refused(make, changed, message):
     check_refused(make(), {"x": torch.zeros(5, HIDDEN), "batch": BATCH}, changed, message)
 
 
@@ -178,7 +178,7 @@ def test_plain_indexers_take_no_cache():
         ),
     ],
 )
-def test_a_pass_of_fused_attention_with_wrong_pages(changed, message):
+def test_fused_attention_refuses_wrong_pages(changed, message):
     given = {"x": torch.zeros(5, HIDDEN), "batch": paged(), "cache": pages()}
     check_refused(fuse(attention(indexer(quantize=True))), given, changed, message)
 
@@ -204,7 +204,7 @@ def test_layers_without_an_indexer_need_a_selection_and_no_index_pages():
         ),
     ],
 )
-def test_a_pass_of_fused_compressed_attention_with_a_wrong_cache(changed, message):
+def test_fused_compressed_attention_refuses_a_wrong_cache(changed, message):
     layer = fuse(compressed_attention(compressor(512)))
     shape = EntryShape(RATIO, 512, layer.compressor.state_shape)
     options = {"state_slots": 2, "window": layer.window, "dim": 512, "entries": torch.float32}

@@ -72,7 +72,7 @@ class ParityTests:
             return tokens, models[0](tokens).logits
 
     @torch.no_grad()
-    def test_packed_prompts(self, models, text):
+    def test_packed_prompts_have_the_same_logits(self, models, text):
         """transformers runs each sequence alone."""
         tokens, expected = text
         lengths = [*self.lengths, 23]
@@ -85,12 +85,12 @@ class ParityTests:
         assert_same(alone, expected[0])
 
     @torch.no_grad()
-    def test_paged_decode_and_chunked_prefill(self, models, text):
+    def test_chunks_and_single_tokens_over_pages_have_the_same_logits(self, models, text):
         for chunks in self.chunks:
             assert_same(paged_run(models[1], text[0][0], chunks, self.page_size), text[1][0])
 
     @torch.no_grad()
-    def test_paged_batch(self, models, text):
+    def test_a_batch_over_pages_has_the_same_logits(self, models, text):
         """Three sequences of different lengths in chunks of different sizes, then single tokens in one batch."""
         tokens, expected = text
         ours, total = models[1], [0, 0, 0]
@@ -103,7 +103,7 @@ class ParityTests:
             got = ours(torch.cat([tokens[i, part] for i, part in enumerate(parts)]), batch, cache, all_tokens=True)
             assert_same(got, torch.cat([expected[i, part] for i, part in enumerate(parts)]))
 
-    def test_greedy_tokens(self, models, text):
+    def test_greedy_tokens_are_the_same(self, models, text):
         """There are more sequences than run at a time, so sequences reuse pages of others."""
         theirs, ours = models
         prompts = [text[0][i, :n].tolist() for i, n in ((0, 20), (1, 3), (2, 41))]

@@ -20,7 +20,7 @@ from dsa_layers.models.config_file import read_config
 from dsa_layers.models.registry import family
 from dsa_layers.tiny.values import random_values
 
-# Nothing is of a size that something else has; 32 index heads, so that no two keys have one score.
+# All sizes differ. There are 32 index heads, so that no two keys have the same score.
 _MLA = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48,
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,

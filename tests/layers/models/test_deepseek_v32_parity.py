@@ -10,7 +10,7 @@ class TestDeepseekV32(ParityTests):
         return hf_models.deepseek_v32(directory)
 
 
-def test_without_groups_and_yarn(tmp_path):
+def test_logits_agree_without_groups_and_yarn(tmp_path):
     """Another config: one routing group, plain rope, two shared experts, all layers sparse."""
     changes = {
         "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "first_k_dense_replace": 0, "num_hidden_layers": 2,

@@ -16,7 +16,7 @@ class TestDeepseekV4(ParityTests):
         return hf_models.deepseek_v4(directory)
 
 
-def test_another_schedule_of_layers(tmp_path):
+def test_logits_agree_with_another_schedule_of_layers(tmp_path):
     """Layers with ratio 128 or a window only, default rope, no hashed layers, two streams."""
     changes = {
         "compress_ratios": [128, 0, 128], "num_hidden_layers": 3, "num_hash_layers": 0, "hc_mult": 2,

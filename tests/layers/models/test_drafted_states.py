@@ -63,7 +63,7 @@ def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypa
             assert len(positions(got[i], pages) & expected) >= TOP_K - 2
 
 
-def test_bits_come_with_positions():
+def test_selections_with_bits_are_counted_in_positions():
     """The multi-head form, which only GPUs take, counts from each sequence's first key."""
     batch = paged([2, 1], [130, 70])
     keys = torch.tensor([[0, 64, 129, -1], [1, 2, 3, 4], [63, 64, 69, -1]], dtype=torch.int32)
@@ -74,7 +74,7 @@ def test_bits_come_with_positions():
     assert slots[2].tolist() == [6 * 64 + 63, 2 * 64, 2 * 64 + 5, -1]
 
 
-def test_wrong_calls(directory):
+def test_wrong_further_steps_are_refused(directory):
     model = load_model(directory, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
     states = model.states(TOKENS[:5], SequenceBatch.without_cache([5]))

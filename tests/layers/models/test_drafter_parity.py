@@ -45,7 +45,7 @@ def assert_same(got, expected):
 
 
 @torch.no_grad()
-def test_drafts_of_whole_sequences(drafters):
+def test_drafts_of_whole_sequences_follow_the_formulas(drafters):
     """The second step takes the first step's states in place of the target's, in drafters that select in every step."""
     model, plain = drafters
     batch = SequenceBatch.without_cache(LENGTHS)
@@ -80,7 +80,7 @@ def poisoned_cache(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[13, 20, 1, 1, 1], [1, 1, 34], [5]])
-def test_drafts_over_pages(drafters, chunks):
+def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     """A prompt in chunks and single tokens, then three further drafts, then the target's own tokens at the positions of
     two drafts. The target and the drafter have one block table."""
     model, plain = drafters
@@ -136,7 +136,7 @@ def test_drafts_over_pages(drafters, chunks):
 
 
 @torch.no_grad()
-def test_drafts_of_two_sequences_over_pages(drafters):
+def test_drafts_of_two_sequences_over_pages_follow_the_formulas(drafters):
     model, plain = drafters
     cache, pages, slots = poisoned_cache(model.drafter), [[5, 0], [3, 6]], [2, 0]
     texts = [TOKENS[:20], TOKENS[20:52]]

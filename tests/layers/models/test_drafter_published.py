@@ -49,6 +49,6 @@ def test_the_model_reads_every_tensor_but_copies(tmp_path, name, parameters):
     ("name", "prefix"),
     [("deepseek_v32", "model.layers.61."), pytest.param("deepseek_v4_pro", "mtp.0.", marks=pytest.mark.slow)],
 )
-def test_the_drafter_is_all_of_its_layer_in_the_files(tmp_path, name, prefix):
+def test_the_drafter_reads_all_tensors_of_its_layer(tmp_path, name, prefix):
     _, without = build(tmp_path, name)
     assert without == {tensor for tensor in read_listing(f"{name}_tensors.json") if tensor.startswith(prefix)}

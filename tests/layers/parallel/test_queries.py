@@ -65,7 +65,7 @@ def attended(model, ranks):
 
 
 def counted(model, ranks, selection):
-    """The same, and the keys that tokens read."""
+    """`attended`, and the number of keys that each token read."""
     with SELECTIONS[selection](model), KeysRead(model) as keys:
         return *attended(model, ranks), keys.counts()
 

@@ -1,4 +1,4 @@
-"""A rank's part of layers that it has whole: its heads of attention, its channels of shared experts."""
+"""A rank that has a whole layer also has its part of it: heads of attention, channels of shared experts."""
 
 import pytest
 import torch

@@ -139,7 +139,7 @@ def test_ranks_compute_what_one_process_does(checkpoints, size, way, multi_head)
         ("deepseek_v4", False, 16, "16 do not evenly share the 8 attention heads"),
     ],
 )
-def test_numbers_of_ranks_that_do_not_divide(checkpoints, model, quantized, size, what):
+def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(checkpoints, model, quantized, size, what):
     """A rank finds this by itself, before it reads tensors."""
     with pytest.raises(DoesNotDivide, match=rf"^gpus: {what}"):
         load_model(checkpoints[model, quantized], mesh=Ranks(0, size), **OPTIONS)
@@ -154,7 +154,7 @@ def of_mesh(ranks, directory):
     return [logits_of(load_model(directory, mesh=one, **OPTIONS)) for one in (mesh, square["heads"])]
 
 
-def test_a_mesh(checkpoints):
+def test_a_one_dimensional_mesh_splits_a_model(checkpoints):
     directory = checkpoints["deepseek_v32", False]
     whole, *_ = alone(directory)
     for found in in_ranks(2, of_mesh, directory):
@@ -167,7 +167,7 @@ def test_a_mesh(checkpoints):
         load_model(directory, mesh=Ranks(0, 2), trainable=True, **OPTIONS)
 
 
-def test_a_part_of_a_model_learns_nothing(checkpoints):
+def test_training_a_part_of_a_model_is_refused(checkpoints):
     model = load_model(checkpoints["deepseek_v32", False], mesh=Ranks(0, 2), **OPTIONS)
     with pytest.raises(ValueError, match=r"^mesh: a part of a model trains no indexer"):
         IndexerStage(model, "warmup")
