@@ -26,6 +26,8 @@ def test_every_page_is_allocated_to_one_owner():
             pages.release(wrong)
         assert pages.free == 1
     pages.release(first)
+    with pytest.raises(ValueError, match="are not in use"):
+        pages.release(first)
     assert sorted(pages.allocate(3)) == sorted([*first, free]) and pages.free == 0
 
 
