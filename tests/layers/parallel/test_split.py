@@ -27,7 +27,7 @@ from tests.layers.parallel.ways import WAYS, split_by
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "drafter": True, "progress": False}
 # A sequence has more tokens than are selected. Passes of at least 256 tokens are sharded, others are not.
-TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(400)], [170, 90]
+TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [170, 90]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:20]]
 FUSED = "experts in one tensor"
 # A model that three ranks can share: heads, experts, channels in blocks of 128, the vocabulary.
@@ -80,7 +80,7 @@ def outcome(directory, **options):
     """(logits, generated tokens, weights' shapes). In four steps each sequence of deepseek_v4 gets an entry of four
     tokens."""
     model = load_model(directory, **OPTIONS | options)
-    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=280, draft_tokens=2)
+    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2)
     completions = generator.generate(PROMPTS, SamplingParams(max_tokens=5))
     weights = {name: tensor.shape for name, tensor in model.state_dict().items()}
     return logits_of(model), [completion.tokens for completion in completions], weights
