@@ -1,4 +1,4 @@
-"""Passes over the last few tokens of sequences, beside passes over one and over prompts' chunks."""
+"""Passes over the last few tokens of sequences give what passes over one token give."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SAME = ("positions", "sequences", "visible_keys", "slots", "cu_query_lens", "las
 
 
 def batches(next_n):
-    """The same new tokens, as the device and as the host knows their lengths."""
+    """The same new tokens in a batch whose lengths are on the device, and in one whose lengths are on the host."""
     table = torch.tensor([[*own, *[-1] * (4 - len(own))] for own in PAGES], dtype=torch.int32)
     slots = torch.arange(3, dtype=torch.int32)
     device = DecodeBatch(table, PAGE, torch.tensor(LENGTHS, dtype=torch.int32), 256, slots, next_n)
@@ -25,7 +25,7 @@ def batches(next_n):
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 4])
-def test_it_is_what_the_host_makes_of_the_same_lengths(next_n):
+def test_a_decode_batch_equals_a_sequence_batch_of_the_same_lengths(next_n):
     device, host = batches(next_n)
     assert device.query_lens == host.query_lens == (next_n,) * 3
     assert device.is_decode and device.next_n == next_n
@@ -35,17 +35,21 @@ def test_it_is_what_the_host_makes_of_the_same_lengths(next_n):
     assert torch.equal(device.selected_counts(128), host.visible_keys.clamp(max=128))
 
 
-COUNT = 8  # of each sequence's last tokens, which passes have
+COUNT = 8  # decoded tokens at the end of each sequence
 TOKENS = [torch.randint(2, 2000, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
 @pytest.fixture(
     scope="module",
-    params=[("glm_moe_dsa", "fp8"), ("deepseek_v4", "model"), pytest.param(("deepseek_v32", "model"), marks=SLOW)],
+    params=[
+        ("glm_moe_dsa", "fp8"),
+        ("deepseek_v4", "model"),
+        *(pytest.param(case, marks=SLOW) for case in (("deepseek_v32", "model"), ("deepseek_v4", "fp8"))),
+    ],
     ids=str,
 )
 def model(request, tiny_checkpoint):
-    """Latents in bytes, or in pages of floats; index keys are rounded to FP8 with the former. Weights are not."""
+    """Models with FP8 pages, which round index keys too, and with pages of floats."""
     name, kv_cache = request.param
     return load_model(tiny_checkpoint(name, quantized=False), dtype=torch.float32, progress=False, kv_cache=kv_cache)
 
@@ -60,7 +64,7 @@ def one_by_one(model):
 
 
 def last_tokens(done, count):
-    """[3, count]: the next ones of each sequence after so many of its last tokens."""
+    """[3, count]: the tokens of each sequence after `done` of its last COUNT ones."""
     return torch.stack([own[len(own) - COUNT + done :][:count] for own in TOKENS])
 
 
@@ -70,7 +74,7 @@ def page_of(model):
 
 @torch.inference_mode()
 def filled(model):
-    """A cache with all of the tokens but for the last ones."""
+    """A cache with all tokens before the last COUNT ones."""
     cache, lens = model.make_cache(10, page_of(model), state_slots=4), [n - COUNT for n in LENGTHS]
     batch = SequenceBatch.paged(lens, lens, PAGES, page_of(model), state_slots=[0, 1, 2])
     model(torch.cat([own[:-COUNT] for own in TOKENS]), batch, cache)
@@ -79,7 +83,7 @@ def filled(model):
 
 @torch.inference_mode()
 def step(model, cache, done, new):
-    """Logits [3, n, vocabulary] of a pass over the tokens new [3, n] after so many of each sequence's last tokens."""
+    """Logits [3, n, vocabulary] of a pass over new [3, n], after done[i] of sequence i's last COUNT tokens."""
     table, slots = batches(1)[0].block_table, torch.arange(3, dtype=torch.int32)
     next_n = new.shape[1]
     lens = torch.tensor([n - COUNT + before + next_n for n, before in zip(LENGTHS, done)], dtype=torch.int32)
@@ -94,20 +98,10 @@ def assert_same(model, got, expected):
         assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("next_n", [2, 3, 4])
-def test_a_pass_over_a_few_tokens_is_as_many_over_one(model, one_by_one, next_n):
-    cache = filled(model)
-    for done in range(0, COUNT, next_n):
-        got = step(model, cache, [done] * 3, last_tokens(done, next_n))
-        assert_same(model, got, one_by_one[:, done : done + next_n])
-
-
-@pytest.mark.parametrize("drafts", [pytest.param(1, marks=SLOW), 3])
-def test_tokens_that_are_taken_back_leave_nothing(model, one_by_one, drafts):
-    """Each pass has a token that is right, and drafts, of which another number is right for each sequence. What the
-    wrong ones have written is written over or not read: in pages, rings and states of blocks that they ended."""
-    cache, done = filled(model), [0] * 3
+def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
+    """Each pass has one right token and three drafts, of which a random number is right. Wrong ones have written to
+    pages, rings and states of blocks."""
+    cache, done, drafts = filled(model), [0] * 3, 3
     generator = torch.Generator().manual_seed(drafts)
     while min(done) < COUNT:
         done = [min(before, COUNT - 1) for before in done]  # one that has ended waits for the others
@@ -117,13 +111,13 @@ def test_tokens_that_are_taken_back_leave_nothing(model, one_by_one, drafts):
             new[i, :right] = last_tokens(before, right)[i]
             after.append(before + right)
         got = step(model, cache, done, new)
-        for i, (before, behind) in enumerate(zip(done, after)):
-            assert_same(model, got[i, : behind - before], one_by_one[i, before:behind])
+        for i, (before, now) in enumerate(zip(done, after)):
+            assert_same(model, got[i, : now - before], one_by_one[i, before:now])
         done = after
 
 
-def test_more_drafts_than_rings_have_room_for(model):
-    """V4's tokens would overwrite keys that the first of them still see. Pages have no such bound."""
+def test_more_drafts_than_rings_have_room_for_are_refused(model):
+    """They would overwrite keys that V4's first token still sees. Pages have no such bound."""
     next_n = DRAFTS + 2
     cache, new = filled(model), last_tokens(COUNT - next_n, next_n)
     if isinstance(cache, CompressedKVCache):
@@ -134,8 +128,8 @@ def test_more_drafts_than_rings_have_room_for(model):
 
 
 @torch.no_grad()
-def test_passes_without_a_token(model):
-    """As an engine's rank has them: nothing in, nothing out, with a cache and without one."""
+def test_a_pass_without_a_token_gives_no_logits(model):
+    """Ranks of an engine have such passes, with a cache and without one."""
     cache, none = model.make_cache(2), torch.zeros(0, dtype=torch.int64)
     decoding = DecodeBatch(torch.zeros(0, 2, dtype=torch.int32), cache.page_size, none.int(), 1, none.int())
     paged = SequenceBatch.paged([], [], [], cache.page_size, state_slots=[])

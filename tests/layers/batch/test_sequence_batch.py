@@ -1,4 +1,4 @@
-"""Packed batches, and their views, by hand."""
+"""Packed batches and their views are what is computed by hand."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 
 
-def test_packed_tensors_by_hand():
+def test_packed_tensors_are_what_is_computed_by_hand():
     batch = SequenceBatch.paged([2, 1], [5, 3], [[7, 2], [4]], page_size=4)
     assert batch.positions.tolist() == [3, 4, 2]
     assert batch.block_table.tolist() == [[7, 2], [4, -1]] and batch.block_table.dtype == torch.int32
@@ -21,21 +21,14 @@ def test_packed_tensors_by_hand():
     assert SequenceBatch.paged([1, 1], [5, 3], [[7, 2], [4]], 4).is_decode
 
 
-@pytest.mark.parametrize("lens", [[], [0], [3], [3, 3], [2, 0, 4]], ids=str)
-def test_offsets_and_owners(lens):
-    bounds, owners = packing.offsets(lens, torch.device("cpu")), packing.owners(lens, torch.device("cpu"))
-    assert bounds.tolist() == [sum(lens[:b]) for b in range(len(lens) + 1)] and bounds.dtype == torch.int32
-    assert owners.tolist() == [i for i, n in enumerate(lens) for _ in range(n)] and owners.dtype == torch.int32
-
-
-def test_lengths_of_the_host_are_not_captured(monkeypatch):
-    """A replay would have those of the capture."""
+def test_a_sequence_batch_cannot_be_made_while_a_graph_is_captured(monkeypatch):
+    """A replay would have the capture's lengths."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot be captured as a CUDA graph"):
         SequenceBatch.paged([1], [2], [[1]], 4, "cuda")
 
 
-def test_rows_and_slots_of_selected_keys():
+def test_selected_positions_become_rows_and_slots():
     indices = torch.tensor([[0, 3, -1], [4, 0, -1], [2, -1, -1]], dtype=torch.int32)
     starts = torch.tensor([0, 0, 5], dtype=torch.int32)
     assert packing.packed_rows(indices, starts, 2).tolist() == [[0, 3, -1], [4, 0, -1], [7, -1, -1]]
@@ -43,7 +36,7 @@ def test_rows_and_slots_of_selected_keys():
     assert got.tolist() == [[28, 31, -1], [8, 28, -1], [18, -1, -1]] and got.dtype == torch.int32
 
 
-def test_windows_by_hand():
+def test_windows_are_what_is_computed_by_hand():
     """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
@@ -51,24 +44,18 @@ def test_windows_by_hand():
     assert windows.earlier_lens == (2, 1)
     assert windows.earlier_slots.tolist() == [19, 20, 3]  # positions 1 and 2, and 0
     assert windows.order.tolist() == [0, 1, 3, 4, 2, 5] and windows.cu_keys.tolist() == [0, 4, 6]
+    assert not windows.in_order
     assert windows is batch.windows(3, 3) and windows is not batch.windows(4, 4)
-
-
-@pytest.mark.parametrize(("earlier", "in_order"), [((3, 0), True), ((0, 3), False), ((3, 1), False), ((5,), True)])
-def test_windows_in_order_need_no_order(earlier, in_order):
-    lens = [2 + n for n in earlier]
-    windows = SequenceBatch.paged([2] * len(lens), lens, [[7, 2], [4, 5]][: len(lens)], page_size=4).windows(3, 3)
-    rows = sum(windows.earlier_lens) + 2 * len(lens)
-    assert windows.in_order == in_order == (windows.order.tolist() == [*range(rows)])
 
 
 def test_windows_need_state_slots():
     windows = SequenceBatch.paged([1], [5], [[7, 2]], page_size=4).windows(3, 3)
+    assert windows.in_order
     with pytest.raises(ValueError, match="state_slots: must be one a sequence for this model's cache, got None"):
         windows.earlier_slots  # noqa: B018
 
 
-def test_entries_by_hand():
+def test_entries_are_what_is_computed_by_hand():
     """Entries of 2 tokens: the first sequence's new tokens are at 3, which ends its second entry, and at 4."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
     entries = batch.entries(2)
@@ -81,15 +68,15 @@ def test_entries_by_hand():
     assert got.tolist() == [[15, -1], [14, 15], [8, -1]] and got.dtype == torch.int32
 
 
-def test_a_chunk_longer_than_the_window():
+def test_a_ring_keeps_the_last_tokens_of_a_chunk_longer_than_the_window():
     """Of the five tokens from position 2 on the ring of 3 keeps the last ones; no token sees one before position 0."""
     windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3, 3)
     assert windows.slots.tolist() == [-1, -1, 19, 20, 18, 3]
     assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
 
 
-def test_a_step_by_hand():
-    """The host knows no lengths: where keys are packed, each sequence takes as many rows as its pages have."""
+def test_a_step_is_what_is_computed_by_hand():
+    """The host does not know lengths, so each sequence's packed keys take as many rows as its pages have."""
     lengths, rings = (torch.tensor(v, dtype=torch.int32) for v in ([6, 4], [6, 1]))
     table = torch.tensor([[7, 2], [4, -1]], dtype=torch.int32)
     step = DecodeBatch(table, 4, lengths, 8, rings)
@@ -101,7 +88,7 @@ def test_a_step_by_hand():
     assert windows.slots.tolist() == [20, 3]
 
 
-def test_a_chunk_of_each_prompt():
+def test_a_batch_has_a_chunk_of_each_prompt():
     """The second chunk of a prompt, and all of another one, whose page is full then."""
     batch = prefill_batch([Chunk(2, 3, [7, 2], 6), Chunk(4, 0, range(4, 5), 1)], page_size=4, device="cpu")
     assert (batch.query_lens, batch.key_lens) == ((2, 4), (5, 4)) and not batch.is_decode
@@ -110,21 +97,18 @@ def test_a_chunk_of_each_prompt():
     assert batch.state_slots_tensor.tolist() == [6, 1]
 
 
-def test_counts_of_selected_keys():
-    """What a token sees, if that is less than there are columns; said where some token sees less."""
+def test_counts_are_the_visible_keys_up_to_the_columns():
+    """The keys that a token sees, at most the number of columns; None if all tokens see at least that many."""
     batch = SequenceBatch.paged([3, 2], [7, 9], [[0, 1], [2, 3, 4]], 4)
     assert batch.least_visible == 5
     assert batch.selected_counts(6).tolist() == [5, 6, 6, 6, 6] and batch.selected_counts(6) is batch.selected_counts(6)
     assert batch.selected_counts(5) is None and batch.selected_counts(9).tolist() == [5, 6, 7, 8, 9]
     entries = batch.entries(4)
     assert entries.selected_counts(2).tolist() == [1, 1, 1, 2, 2] and entries.selected_counts(1) is None
-    # The host does not know a step's lengths.
-    step = DecodeBatch(batch.block_table, 4, torch.tensor([7, 9], dtype=torch.int32), 12)
-    assert step.selected_counts(8).tolist() == [7, 8] and step.entries(4).selected_counts(1).tolist() == [1, 1]
 
 
-def test_positions_beyond_a_million():
-    """In the last pages that slots can number: positions, entries and slots of the last tokens, by hand."""
+def test_positions_beyond_a_million_have_the_right_slots():
+    """Positions, entries and slots of the last tokens, in the last pages that slots can number."""
     pages = [2**25 - 1, *range(2**14, 2**15 + 1)]
     pages[-1] = 2**25 - 2
     batch = SequenceBatch.paged([3], [2**20 + 1], [pages], page_size=64, state_slots=[5])

@@ -1,28 +1,18 @@
 """Which form attention over selected keys takes. Both forms give the same result."""
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.engine import attention_form, paged_attention
-from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.attention_form import HeadSizes, multi_head_is_faster
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from tests.layers.layers.small_layers import ROTARY
 
-V32, GLM5 = HeadSizes(128, 128, 64, 128, 512), HeadSizes(64, 192, 64, 256, 512)
-
-
-def test_keys_are_counted_as_tokens_see_them():
-    for new, total, top_k in itertools.product((0, 1, 3, 7), (7, 10, 30), (1, 5, 8, 40)):
-        seen = range(total - new + 1, total + 1)
-        assert attention_form.visible_keys(new, total) == sum(seen)
-        assert attention_form._beyond(new, total, top_k) == sum(max(n - top_k, 0) for n in seen)
+V32 = HeadSizes(128, 128, 64, 128, 512)
 
 
 @pytest.mark.parametrize(
@@ -42,34 +32,9 @@ def test_short_prompts_and_short_prefixes_take_the_multi_head_form(new, total, e
     assert multi_head_is_faster(new, total, 2048, V32) is expected
 
 
-@pytest.mark.parametrize("sizes", [V32, GLM5])
-def test_the_multi_head_form_is_for_prompts_up_to_one_length(sizes):
-    forms = [multi_head_is_faster([n], [n], 2048, sizes) for n in range(2049, 40000, 500)]
-    assert forms[0] and not forms[-1] and forms == sorted(forms, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "result", "latents", "processes", "lengths"),
-    [(V32, 7168, 1584, 4, [3000, 4096, 5800]), (V32, 7168, 1584, 8, []), (GLM5, 6144, 2112, 2, [3000, 4096])],
-)
-def test_the_form_that_communicates_more_is_for_fewer_prompts(sizes, result, latents, processes, lengths):
-    """Processes share the computation, but the multi-head form exchanges more bytes per token: the result, the queries'
-    latents in FP8, and 2048 selected keys."""
-    assert Communication(4, 1000, 2).microseconds(280) == pytest.approx(2 * 20 + 1)  # 3 of 4 at 0.21 MB per us
-    share = replace(sizes, heads=sizes.heads // processes)
-    communication = Communication(processes, 2 * result + latents + 4 * 2048, 3)
-    chosen = []
-    for n in (2100, 3000, 4096, 5800, 7000, 12000, 16384):
-        computed = multi_head_is_faster([n], [n], 2048, share)
-        assert computed == multi_head_is_faster([n], [n], 2048, sizes), n
-        if multi_head_is_faster([n], [n], 2048, share, communication):
-            chosen.append(n)
-    assert chosen == lengths
-
-
 @pytest.mark.parametrize("pages", [None, torch.float32, "fp8"], ids=str)
 @torch.no_grad()
-def test_both_forms_give_the_same(pages, monkeypatch):
+def test_both_forms_give_the_same_result(pages, monkeypatch):
     """In chunks, for a layer with an indexer and for one that takes its selection."""
     torch.manual_seed(3)
     full = PagedAttention(128, 4, PagedIndexer(128, 128, n_heads=64, top_k=16), q_lora_rank=128)
@@ -107,7 +72,3 @@ def test_passes_without_a_kernel_take_pytorchs_attention(monkeypatch):
     for lengths in ([9, 5], [3, 4]):
         batch = SequenceBatch.without_cache(lengths)
         layer(torch.randn(sum(lengths), 128), *ROTARY(batch.positions), batch)
-    x = torch.zeros(1, 128, dtype=torch.bfloat16)
-    monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda *_: True)
-    assert layer._has_multi_head_kernel(x) and not layer._has_multi_head_kernel(x.float())
-    assert not PagedAttention(128, 4, None, q_lora_rank=128, nope_dim=200)._has_multi_head_kernel(x)

@@ -5,7 +5,6 @@ import torch
 
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
-from dsa_layers.engine.split import rank_part
 from dsa_layers.io.loading import load_model
 from tests.layers.layers.calls import record
 
@@ -15,9 +14,9 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 def logits(model, monkeypatch, most):
     """(logits of the second chunks of two prompts, reads of latent pages, passes of attention in the pages). most: the
-    bytes that may be read, or a function in place of `most_read`."""
+    bytes that may be read."""
     with monkeypatch.context() as patch, torch.inference_mode():
-        patch.setattr(paged_attention, "most_read", most if callable(most) else lambda heads: most)
+        patch.setattr(paged_attention, "most_read", lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)
         attended = record(patch, "flash_mla_with_kvcache")
         cache = model.make_cache(8, state_slots=2)
@@ -49,12 +48,3 @@ def test_the_limit_counts_the_bytes_of_all_keys(kv_cache, most, reads, in_pages,
     model = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache=kv_cache)
     del model.model.layers[2:]
     assert logits(model, monkeypatch, most)[1:] == (reads, in_pages)
-
-
-def test_the_limit_depends_on_the_heads_that_a_process_computes(tiny_checkpoint, monkeypatch):
-    model, seen = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache="fp8"), []
-    for layer in model.model.layers:
-        vars(layer.self_attn)["part"] = rank_part(layer.self_attn, 0, 2)
-    logits(model, monkeypatch, lambda heads: seen.append(heads) or 0)
-    assert {*seen} == {model.config.num_attention_heads // 2}
-    assert [paged_attention.most_read(heads) >> 20 for heads in (1, 16, 17, 128)] == [384, 384, 192, 192]

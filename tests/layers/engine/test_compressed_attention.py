@@ -1,18 +1,15 @@
-"""Fused compressed attention: its keys over several passes, its ops, and what it frees before attention."""
+"""Fused compressed attention: the ops that it calls, and the memory that it frees before attention."""
 
 import weakref
 
 import pytest
 import torch
 
-import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.layer_pass import EntryPass
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
-from dsa_layers.layers.rope import RopeAngles, RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import HIDDEN, RATIO, ROTARY
@@ -22,50 +19,6 @@ DIM, WINDOW, BF16 = 512, 4, torch.bfloat16
 
 def fused_attention(**options):
     return fuse(small_layers.compressed_attention(**{"dtype": BF16} | options))
-
-
-def make_ring(storage):
-    if storage == "fp8":
-        return dsa.make_v4_cache(3, WINDOW).fill_(0xFF)
-    return torch.full((3, WINDOW, 1, DIM), torch.nan, dtype=storage)
-
-
-def as_stored(rows, storage):
-    """The rows after a write to a cache and a read."""
-    slots, pages = torch.arange(len(rows)), torch.zeros(1, len(rows), 1, DIM, dtype=rows.dtype)
-    if storage == "fp8":
-        pages = dsa.make_v4_cache(1, len(rows))
-    dsa.write_kv_cache(rows, pages, slots)
-    return dsa.read_kv_cache(pages, slots, dtype=rows.dtype)
-
-
-# (new, earlier) tokens of each sequence. The first sequence has earlier tokens, the second, or both.
-PASSES = [[(7, 0), (3, 0)], [(2, 7), (3, 0)], [(3, 0), (2, 3)], [(2, 7), (6, 3)], [(5, 9)]]
-
-
-@pytest.mark.parametrize("chunks", PASSES, ids=str)
-@pytest.mark.parametrize("storage", ["fp8", BF16], ids=str)
-@torch.no_grad()
-def test_keys_of_earlier_passes_and_new_ones_are_the_same(chunks, storage):
-    """Attention reads earlier keys from the ring, and new ones as they are computed."""
-    layer, rings = fused_attention(), [2, 0][: len(chunks)]
-    cache = CompressedLayerCache(make_ring(storage))
-    projected = [torch.randn(new + earlier, DIM).to(BF16) for new, earlier in chunks]
-    whole = SequenceBatch.without_cache([len(own) for own in projected])
-    expected = as_stored(layer._token_keys(torch.cat(projected), EntryPass(whole, ROTARY(whole.positions))), storage)
-    expected = expected.split([len(own) for own in projected])
-    for own, ring, (_, earlier) in zip(projected, rings, chunks):
-        if earlier:
-            batch = SequenceBatch.paged([earlier], [earlier], [[0]], 16, state_slots=[ring])
-            layer._token_keys(own[:earlier], EntryPass(batch, ROTARY(batch.positions), cache))
-    lens = [new for new, _ in chunks], [new + earlier for new, earlier in chunks]
-    batch = SequenceBatch.paged(*lens, [[0], [1]][: len(chunks)], 16, state_slots=rings)
-    new = [own[earlier:] for own, (_, earlier) in zip(projected, chunks)]
-    got = layer._token_keys(torch.cat(new), EntryPass(batch, ROTARY(batch.positions), cache))
-    seen = [own[max(earlier - WINDOW + 1, 0) :] for own, (_, earlier) in zip(expected, chunks)]
-    assert torch.equal(got, torch.cat(seen))
-    bounds = batch.windows(WINDOW, WINDOW).cu_keys
-    assert bounds.tolist() == [0, *torch.tensor([len(own) for own in seen]).cumsum(0).tolist()]
 
 
 def surroundings(length):
@@ -110,22 +63,13 @@ def test_products_of_both_compressors_are_one_and_freed_before_attention(
     assert products[0] == expected and alive == [None]
 
 
-def test_layers_of_a_pass_share_the_angles_back():
-    layer, (rope, _, batch) = fused_attention(), surroundings(5)
-    angles, x = RopeAngles(rope), torch.randn(5, HIDDEN).to(BF16)
-    out, back = layer(x, angles, None, batch), angles.back
-    assert torch.equal(layer(x, rope, None, batch), out)
-    layer(x, angles, None, batch)
-    assert angles.back is back
-
-
 @pytest.mark.parametrize(
     ("heads", "fp8", "rope_dim", "casts"),
-    [(34, True, 64, 1), (32, True, 64, 0), (34, True, 32, 0), (34, False, 64, 0)],
-    ids=["many heads", "few heads", "other angles", "bf16 weights"],
+    [(34, True, 64, 1), (32, True, 64, 0), (34, False, 64, 0)],
+    ids=["many heads", "few heads", "bf16 weights"],
 )
 def test_attention_of_many_heads_casts_its_results_for_fp8_weights(heads, fp8, rope_dim, casts, monkeypatch):
-    """With the numbers of a cast after attention."""
+    """The result has the bits of a cast after attention."""
     layer, batch = fused_attention(heads=heads, fp8=fp8), SequenceBatch.without_cache([5, 3])
     rope = RotaryEmbedding(rope_frequencies(rope_dim, 1e4))(batch.positions)
     called, x = record(monkeypatch, "window_attention_cast_to_fp8"), torch.randn(8, HIDDEN).to(BF16)
@@ -135,7 +79,7 @@ def test_attention_of_many_heads_casts_its_results_for_fp8_weights(heads, fp8, r
     assert torch.equal(layer(x, rope, None, batch), found) and len(called) == casts
 
 
-@pytest.mark.parametrize(("channels", "joined"), [(64, True), (32, True), (36, False)])
+@pytest.mark.parametrize(("channels", "joined"), [(64, True), (36, False)])
 def test_rope_is_one_op_with_the_norm_and_the_cast(channels, joined, monkeypatch):
     """For numbers of channels that the kernels take."""
     batch, x = SequenceBatch.without_cache([5]), torch.randn(5, HIDDEN).to(BF16)

@@ -1,4 +1,4 @@
-"""Decoding multiplies with the FP8 weight of kv_b as stored, where kernels take it. Results are those of W_UK, W_UV."""
+"""Decoding multiplies with kv_b's stored FP8 weight if kernels take it. Results are those of W_UK and W_UV."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.split import rank_part
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.linear import BlockFP8Linear
 from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import ROTARY
 
@@ -21,7 +20,7 @@ OPS = ("mla_absorb_queries", "mla_values_cast_to_fp8")
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def called(monkeypatch):
     """Names of the called ops, as on a GPU with their kernels. Their references run."""
     monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: True)
     return record(monkeypatch, *OPS)
@@ -46,16 +45,16 @@ def decode(layer, x, latent):
     return torch.stack(out[1:], 1)
 
 
-@pytest.mark.parametrize("nope, value, latent", [(128, 128, "fp8"), (192, 256, torch.bfloat16)])
-@pytest.mark.parametrize("top_k", [16, 64])
-def test_decoding_equals_that_with_dequantised_weights(nope, value, latent, top_k, asked, monkeypatch):
+@pytest.mark.parametrize(("sizes", "latent"), [((128, 128, 16), "fp8"), ((192, 256, 64), torch.bfloat16)])
+def test_decoding_equals_that_with_dequantised_weights(sizes, latent, called, monkeypatch):
+    """With selected keys, and with all of them."""
     torch.manual_seed(3)
-    layer, x = make_layer(nope, value, top_k), torch.randn(2, 24, HIDDEN).bfloat16()
+    layer, x = make_layer(*sizes), torch.randn(2, 24, HIDDEN).bfloat16()
     got = decode(layer, x, latent)
-    assert asked == [*OPS] * 4  # in the steps of one token, not in the prompts
+    assert called == [*OPS] * 4  # in the steps of one token, not in the prompts
     monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: False)
     expected = decode(layer, x, latent)
-    assert len(asked) == 8
+    assert len(called) == 8
     # Products are summed in another order, so single numbers in bf16 or in the FP8 cast differ.
     assert (got.double() - expected.double()).norm() < 0.01 * expected.double().norm()
 
@@ -68,26 +67,19 @@ def stored(layer, tokens=2):
     return stored_up_projection(layer, queries(layer, tokens))
 
 
-@pytest.mark.parametrize(("nope", "value"), [(128, 128), (192, 256)])
-def test_few_16_bit_queries_use_the_stored_weight(nope, value, asked, monkeypatch):
-    layer = make_layer(nope, value)
+def test_only_few_16_bit_queries_of_layers_that_kernels_take_use_the_stored_weight(called, monkeypatch):
+    layer = make_layer(192, 256)
     weight, scale = stored(layer, MOST_TOKENS)
     assert weight is layer.kv_b_proj.weight and scale is layer.kv_b_proj.weight_scale_inv
     assert stored(layer, MOST_TOKENS + 1) is None
     assert stored_up_projection(layer, queries(layer).float()) is None
+    for options in ({"nope": 64}, {"value": 64}, {"fp8": False}):
+        assert stored(make_layer(**options)) is None, options
     monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: False)
     assert stored(layer) is None
 
 
-@pytest.mark.parametrize("sizes", [{"nope": 64}, {"value": 64}, {"fp8": False}], ids=str)
-def test_other_sizes_and_classes_do_not_use_it(sizes, asked):
-    assert stored(make_layer(**sizes)) is None
-    layer = make_layer()
-    layer.o_proj.__class__ = type("Another", (BlockFP8Linear,), {})
-    assert stored(layer) is None
-
-
-def test_a_part_of_the_heads_uses_views_of_whole_blocks(asked):
+def test_a_part_of_the_heads_uses_views_of_whole_blocks(called):
     layer = make_layer(192, 256)
     q, latents = queries(layer), torch.randn(2, HEADS, 512).bfloat16()
     angles = torch.randn(2, 32)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsa.runtime.asked_variants import asked_variants
 from dsa_layers.engine import vocabulary
 from dsa_layers.engine.vocabulary import SplitEmbedding
 from dsa_layers.layers.linear import Embedding
@@ -36,13 +35,3 @@ def test_the_ranks_embeddings_add_up(shape, dtype, one_kernel, monkeypatch):
         assert torch.equal(own, torch.where((tokens // 4 == rank)[..., None], whole(tokens), 0))
         total += own
     assert torch.equal(total, whole(tokens))
-
-
-@pytest.mark.parametrize("shape", [(), (2, 3)])
-@torch.inference_mode()
-def test_a_ranks_embedding_is_one_kernel_on_a_gpu(shape, monkeypatch):
-    monkeypatch.setattr(Ranks, "sum", lambda self, x: x)
-    part, tokens = embedding_of(1, torch.bfloat16).to("meta"), torch.empty(shape, dtype=torch.int64, device="meta")
-    with asked_variants("sm_90") as asked:
-        assert part(tokens).shape == (*shape, 8)
-    assert {variant.function for variant in asked} == {"compile_combine_experts"}

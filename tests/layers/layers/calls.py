@@ -1,4 +1,4 @@
-"""Records which functions are called, and with what."""
+"""Records calls of functions and their arguments."""
 
 from collections.abc import Callable
 from types import ModuleType

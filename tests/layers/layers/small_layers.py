@@ -1,4 +1,4 @@
-"""One small layer of every class that `dsa_layers.fuse` turns into another, and a pass of each."""
+"""A small layer of every class that `dsa_layers.fuse` replaces, and a pass of each."""
 
 from collections.abc import Callable
 from typing import NamedTuple

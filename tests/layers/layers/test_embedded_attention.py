@@ -20,7 +20,7 @@ def engine():
 
 
 @torch.no_grad()
-def test_a_decoding_step_is_the_end_of_a_prefill(engine):
+def test_a_decoding_step_equals_the_end_of_a_prefill(engine):
     token, pages = engine["token"].cpu(), engine["block_table"]
     decoded = engine["decode"](engine["token"], torch.tensor([301, 41], dtype=torch.int32), pages)
     for row, (total, expected) in enumerate(zip((301, 41), decoded)):

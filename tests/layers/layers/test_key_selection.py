@@ -1,4 +1,4 @@
-"""Selection among packed keys and pages: in any workspace the same as from the scores of all tokens at once."""
+"""Selection among packed keys and pages equals selection from the scores of all tokens at once."""
 
 import weakref
 
@@ -7,9 +7,6 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.engine.layer_pass import LayerPass
-from dsa_layers.engine.paged_indexer import PagedSelection
 from dsa_layers.layers import indexer
 from dsa_layers.layers.indexer import FUSED_BYTES, ROW_PADDING, WORKSPACE, KeySelection
 from tests.layers.layers import small_layers
@@ -34,17 +31,6 @@ def select_packed(q, keys, weights, top_k, *ranges, key_lens=None, paging=None, 
     return KeySelection(top_k, **options).select_packed(q, keys, weights, ranges, key_lens, paging)
 
 
-class PagesOf(PagedSelection):
-    """Selection in these pages."""
-
-    def __init__(self, top_k, pages):
-        super().__init__(top_k)
-        self._pages = pages
-
-    def pages(self, step):
-        return self._pages
-
-
 @pytest.fixture(params=[False, True], ids=["positions", "slots"])
 def paging(request):
     if not request.param:
@@ -65,16 +51,14 @@ def test_any_workspace_selects_the_same(quantised, tokens, paging):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sizes"), [(1, [1] * 35), (3, [3] * 11 + [2]), (11, [9, 9, 9, 8]), (100, [35])], ids=str
-)
+@pytest.mark.parametrize(("tokens", "sizes"), [(3, [3] * 11 + [2]), (11, [9, 9, 9, 8]), (100, [35])], ids=str)
 def test_scores_take_no_more_than_the_workspace(tokens, sizes, monkeypatch):
-    """One matrix at a time, each of about as many tokens, without columns for keys of other sequences."""
+    """Each matrix has columns for the keys of one sequence, and rows of about as many tokens."""
     q, keys, weights, *ranges = inputs(True)
     made, scores_of, workspace = [], dsa.fp8_mqa_logits, 4 * tokens * (MOST + ROW_PADDING)
 
     def scores(*arguments, **options):
-        assert all(earlier() is None for _, earlier in made)
+        assert all(earlier() is None for _, earlier in made), "two matrices at a time"
         scores = scores_of(*arguments, **options)
         made.append((len(scores), weakref.ref(scores)))
         assert scores.shape[1] == MOST and scores.untyped_storage().nbytes() <= workspace
@@ -95,7 +79,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize(("workspace", "sizes"), [(10 * FUSED_BYTES, [9, 9, 9, 8]), (WORKSPACE, [35])])
 def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, paging, fused, monkeypatch):
-    """For as many tokens at a time as candidate lists have room for."""
+    """It takes as many tokens at a time as candidate lists have room for."""
     q, keys, weights, *ranges = inputs(True)
     given, options = (q, keys, weights, 16, *ranges, MOST), {"accumulators": torch.float16, "paging": paging}
     with monkeypatch.context() as patch:
@@ -108,20 +92,13 @@ def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, pag
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "most", "accumulators", "workspace"),
-    [
-        (35, 16, MOST - 1, torch.float16, WORKSPACE),
-        (9, 16, MOST, torch.float16, WORKSPACE),
-        (35, 16, MOST, torch.float16, 10 * FUSED_BYTES - 1),
-        (35, 16, MOST, torch.float32, WORKSPACE),
-        (35, 2049, MOST, torch.float16, WORKSPACE),
-    ],
-    ids=["few keys", "few tokens", "little room", "fp32 scores", "more than the kernel selects"],
+    ("top_k", "options"),
+    [(16, {"workspace": 10 * FUSED_BYTES - 1}), (16, {"accumulators": torch.float32}), (2049, {})],
+    ids=["little room", "fp32 scores", "more than the kernel selects"],
 )
-def test_other_selections_are_not_fused(tokens, top_k, most, accumulators, workspace, fused):
+def test_selections_that_the_kernel_does_not_take_are_not_fused(top_k, options, fused):
     q, keys, weights, *ranges = inputs(True)
-    given = q[:tokens], keys, weights[:tokens], top_k, *(x[:tokens] for x in ranges), most
-    select_packed(*given, accumulators=accumulators, workspace=workspace)
+    select_packed(q, keys, weights, top_k, *ranges, MOST, **{"accumulators": torch.float16} | options)
     assert not fused
 
 
@@ -131,8 +108,8 @@ def test_decoding_tokens_are_scored_with_the_float_keys_of_their_sequence(paged,
     """Keys after a token's last key are not read."""
     lens, seen = (40, 3, 0, 64, 7), (33, 3, 0, 64, 6)
     starts = torch.tensor([sum(lens[:i]) for i in range(len(lens))]).int().repeat_interleave(next_n)
-    behind = torch.arange(1 - next_n, 1, dtype=torch.int32)
-    lengths = (torch.tensor(seen)[:, None] + behind).clamp(min=0).flatten().int()
+    after = torch.arange(1 - next_n, 1, dtype=torch.int32)
+    lengths = (torch.tensor(seen)[:, None] + after).clamp(min=0).flatten().int()
     tokens = len(lens) * next_n
     # Scores of small integers are exact in any order of sums, and many are equal.
     q, keys, weights = (
@@ -158,33 +135,13 @@ def test_nothing_is_selected_from_no_keys_and_for_no_tokens():
     assert select_packed(q[:0], (keys, scales), weights[:0], 16, starts[:0], lengths[:0], MOST).shape == (0, 16)
 
 
-@pytest.mark.parametrize(("quantize", "op"), [(True, "fp8_mqa_logits"), (False, "mqa_logits")])
 @pytest.mark.parametrize("kind", small_layers.INDEXERS, ids=lambda kind: kind.__name__)
-def test_an_indexer_has_its_own_workspace(kind, quantize, op, monkeypatch):
+def test_an_indexer_selects_in_its_own_workspace(kind, monkeypatch):
     case = small_layers.CASES[kind]
     indexer, x = case.make(), case.inputs()
-    indexer.quantize, indexer.workspace = quantize, 1
-    sizes = record(monkeypatch, op, seen=lambda q, *_, **__: len(q))
+    indexer.workspace = 1
+    sizes = record(monkeypatch, "mqa_logits", seen=lambda q, *_, **__: len(q))
     found = case.run(indexer, x)
     assert sizes == [1] * len(x)
     indexer.workspace = WORKSPACE
     assert torch.equal(case.run(indexer, x), found) and sizes[len(x) :] == [len(x)]
-
-
-@pytest.mark.parametrize("page_size", [None, 32])
-def test_layers_that_select_from_pages_share_a_plan(page_size, monkeypatch):
-    table, lengths = torch.randperm(16).int().view(4, 4), torch.randint(1, 129, (4,), dtype=torch.int32)
-    batch, cache = DecodeBatch(table, 32, lengths, 128), torch.zeros(16, 32, 1, 36, dtype=torch.uint8)
-    keys = torch.randn(512, 32).to(torch.float8_e4m3fn)
-    dsa.write_indexer_cache(keys, torch.rand(512) + 0.5, cache, torch.arange(512))
-    q, weights = torch.randn(4, 8, 32).to(torch.float8_e4m3fn), torch.randn(4, 8)
-    names = "fp8_paged_mqa_logits", "topk_indices", "get_paged_mqa_logits_metadata"
-    called = record(monkeypatch, *names)
-    selection, step = PagesOf(16, cache), LayerPass(batch, None, in_pages=page_size is not None)
-    got = selection._select_in_pages(q, weights, batch, step)
-    assert torch.equal(selection._select_in_pages(q, weights, batch, step), got)
-    assert called == ["get_paged_mqa_logits_metadata", *names[:2], *names[:2]]
-    options = {"slots": page_size is not None}
-    lengths = batch.visible_by_sequence
-    expected = dsa.paged_indexer_select(q[:, None], cache, weights, lengths, table, 128, 16, **options)
-    assert torch.equal(expected, got)

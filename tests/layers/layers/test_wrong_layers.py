@@ -1,4 +1,4 @@
-"""Plain layers refuse wrong arguments, when they are made and in a pass. The message names the argument."""
+"""Layers refuse wrong arguments when they are made and in a pass, plain and fused. The message names the argument."""
 
 import re
 
@@ -6,19 +6,24 @@ import pytest
 import torch
 from torch import nn
 
+from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
+from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
+from dsa_layers.engine.fuse import fuse
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import BlockFP8Linear, check_rows
+from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from tests.layers.layers.small_layers import (
-    CASES,
     HIDDEN,
-    INDEXERS,
     RANK,
+    RATIO,
     ROTARY,
     attention,
     compressed_attention,
+    compressed_indexer,
+    compressor,
     indexer,
 )
 
@@ -26,23 +31,15 @@ BATCH = SequenceBatch.without_cache([5])
 NO_INDEXER = "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "
 OF_INDEXER = [
     ({"top_k": 0}, "top_k: must be at least 1, got 0"),
-    ({"top_k": 1.5}, "top_k: must be an integer, got 1.5"),
-    ({"head_dim": 0}, "head_dim: must be at least 1, got 0"),
     ({"workspace": "1"}, "workspace: must be an integer, got '1'"),
     ({"quantize": "x"}, "quantize: must be True or False, got 'x'"),
-    ({"rope_interleaved": 1}, "rope_interleaved: must be True or False, got 1"),
     ({"rope_dims": "all"}, "rope_dims: must be 'first' or 'last', got 'all'"),
     ({"accumulators": torch.int8}, "accumulators: must be float32 or float16, got int8"),
-    ({"fp8": 1}, "fp8: must be True or False, got 1"),
     ({"dtype": torch.int8}, "dtype: must be float32, bfloat16 or float16, got int8"),
-    ({"use_ue8m0": None}, "use_ue8m0: must be True or False, got None"),
 ]
 OF_ATTENTION = [
     ({"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
-    ({"kv_lora_rank": 0}, "kv_lora_rank: must be at least 1, got 0"),
-    ({"nope_dim": -1}, "nope_dim: must be at least 1, got -1"),
     ({"rope_dim": 63}, "rope_dim: must be even, got 63"),
-    ({"v_dim": 0}, "v_dim: must be at least 1, got 0"),
     ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
     ({"eps": -1.0}, "eps: must be at least 0, got -1.0"),
     ({"indexer": nn.Linear(8, 8)}, NO_INDEXER + "Linear"),
@@ -69,7 +66,7 @@ def refused(call, message):
         (lambda: Experts(2, 128, 64, fp8=True), {}, FP8_SIZES),
     ],
 )
-def test_layers_that_are_not_made(make, options, message):
+def test_wrong_options_are_refused(make, options, message):
     refused(lambda: make(**options), message)
 
 
@@ -86,7 +83,7 @@ def test_attention_takes_any_indexer_or_none():
     attention(indexer(fp8=True), fp8=True, dtype=torch.bfloat16)
 
 
-def test_quantised_selection_is_of_128_channels():
+def test_quantised_selection_needs_128_channels():
     """Training does not quantise, so it takes other numbers."""
     layer, given = indexer(head_dim=100, quantize=True), (torch.zeros(5, HIDDEN), torch.zeros(5, RANK))
     assert layer.project(*given, ROTARY(BATCH.positions))[0].shape == (5, 4, 100)
@@ -94,41 +91,122 @@ def test_quantised_selection_is_of_128_channels():
     refused(lambda: layer.select(*given, ROTARY(BATCH.positions), BATCH), message)
 
 
+PAGE = 32
 BEFORE_FUSE = "cache: must be None before dsa_layers.fuse, which prepares "
-CACHE = LayerCache(torch.zeros(1, 32, 1, 656, dtype=torch.uint8), None)
-LONGER = SequenceBatch.paged([5], [7], [[0]], 32)
+NO_GRADIENTS = (
+    "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under torch.no_grad(), got "
+    "requires_grad=True"
+)
+
+
+def pages(index=PAGE, page_size=PAGE):
+    """The memory of an inference engine. index: tokens of a page of index keys; None without such pages."""
+    latent = torch.zeros(16, page_size, 1, 656, dtype=torch.uint8)
+    return LayerCache(latent, None if index is None else torch.zeros(16, index, 1, 132, dtype=torch.uint8))
+
+
+def paged(page_size=PAGE, total=5):
+    return SequenceBatch.paged([5], [total], [[0]], page_size, state_slots=[0])
+
+
+def decoding(page_size):
+    table, lens = torch.zeros(5, 3, dtype=torch.int32), torch.ones(5, dtype=torch.int32)
+    return DecodeBatch(table, page_size, lens, 3 * page_size)
+
+
+def run(layer, x, batch, cache=None):
+    """A pass of attention or compressed attention."""
+    rope = ROTARY(torch.arange(5))
+    return layer(x, *((rope, rope) if hasattr(layer, "compressor") else rope), batch, cache)
+
+
+def check_refused(layer, given, changed, message):
+    refused(lambda: run(layer, **given | changed), message)
+
+
+PLAIN_AND_FUSED = {
+    "attention": attention,
+    "compressed attention": compressed_attention,
+    "fused attention": lambda: fuse(attention(indexer())),
+    "fused compressed attention": lambda: fuse(compressed_attention()),
+}
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED.values(), ids=PLAIN_AND_FUSED)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": [1.0]}, "x: must be a torch.Tensor, got list"),
+        ({"x": torch.zeros(5, HIDDEN).bfloat16()}, "x: dtype must be float32, got bfloat16"),
+        ({"x": torch.zeros(5, 64)}, "x: shape must be [T, 256], got [5, 64]"),
+        ({"batch": [5]}, "batch: must be a SequenceBatch or a DecodeBatch, got list"),
+        ({"batch": paged(total=7)}, "cache: is needed when a sequence has more keys than new tokens"),
+    ],
+)
+def test_wrong_inputs_of_a_pass_are_refused(make, changed, message):
+    check_refused(make(), {"x": torch.zeros(5, HIDDEN), "batch": BATCH}, changed, message)
+
+
+@pytest.mark.parametrize("make", [attention, compressed_attention])
+def test_plain_layers_take_no_cache(make):
+    given = {"x": torch.zeros(5, HIDDEN), "batch": BATCH, "cache": pages()}
+    check_refused(make(), given, {}, BEFORE_FUSE + "a layer for inference")
+
+
+def test_plain_indexers_take_no_cache():
+    select, of_entries = indexer().select, compressed_indexer().select
+    refused(lambda: select(*[None] * 4, pages()), BEFORE_FUSE + "an indexer for inference")
+    refused(lambda: of_entries(*[None] * 4, pages(), entry_rope=None), BEFORE_FUSE + "an indexer for inference")
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"x": None}, "x: must be a torch.Tensor, got NoneType"),
-        ({"x": torch.zeros(5, 64)}, "x: shape must be [T, 256], got [5, 64]"),
-        ({"batch": [5]}, "batch: must be a SequenceBatch or a DecodeBatch, got list"),
-        ({"batch": LONGER}, "cache: is needed when a sequence has more keys than new tokens"),
-        ({"cache": CACHE}, BEFORE_FUSE + "a layer for inference"),
+        ({"x": torch.zeros(5, HIDDEN, requires_grad=True)}, NO_GRADIENTS),
+        ({"batch": decoding(16)}, "page_size: must be the cache's 32, got 16"),
+        ({"batch": BATCH}, "batch: must have pages where there is a cache, got block_table=None"),
+        ({"cache": PagedKVCache(1, 4)}, "cache: must be a LayerCache or None, got PagedKVCache"),
+        ({"cache": pages(page_size=64)}, "page_size: must be the cache's 64, got 32"),
+        ({"cache": pages(index=64)}, "page_size: must be the cache's 64, got 32"),
+        (
+            {"cache": pages(index=None)},
+            "cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)",
+        ),
+        (
+            {"cache": PagedKVCache(1, 1, PAGE, index=torch.float32).layer(0)},
+            "cache: an indexer with quantize=True needs FP8 index pages, got torch.float32",
+        ),
     ],
 )
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_plain_pass(compressed, changed, message):
-    given = {"x": torch.zeros(5, HIDDEN), "batch": BATCH, "cache": None} | changed
-    layer, rope = compressed_attention() if compressed else attention(), ROTARY(BATCH.positions)
-    angles = (rope, None) if compressed else rope
-    refused(lambda: layer(given["x"], *angles, given["batch"], given["cache"]), message)
+def test_fused_attention_refuses_wrong_pages(changed, message):
+    given = {"x": torch.zeros(5, HIDDEN), "batch": paged(), "cache": pages()}
+    check_refused(fuse(attention(indexer(quantize=True))), given, changed, message)
 
 
-@pytest.mark.parametrize(("kind", "options"), [*zip(INDEXERS, ({"entry_rope": None}, {}))])
-def test_plain_indexers_take_no_cache(kind, options):
-    layer = CASES[kind].make()
-    refused(lambda: layer.select(*[None] * 4, CACHE, **options), BEFORE_FUSE + "an indexer for inference")
+def test_layers_without_an_indexer_need_a_selection_and_no_index_pages():
+    layer, batch = fuse(attention()), paged()
+    given = torch.zeros(5, HIDDEN), *ROTARY(batch.positions), batch, pages(index=None)
+    assert layer(*given, Selected(None, batch))[0].shape == (5, HIDDEN)
+    message = "selected: a layer without an indexer needs what a layer before it selected, got None"
+    refused(lambda: layer(*given), message)
 
 
-def test_autocast_and_fp8_layers_take_other_dtypes():
-    x, layer = torch.zeros(5, HIDDEN), attention().q_a_proj
-    with torch.autocast("cpu", torch.bfloat16):
-        check_rows("x", x.bfloat16(), layer)
-    refused(lambda: check_rows("x", x.bfloat16(), layer), "x: dtype must be float32, got bfloat16")
-    fp8 = BlockFP8Linear(HIDDEN, 128)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        check_rows("x", x.to(dtype), fp8)
-    refused(lambda: check_rows("x", x.double(), fp8), "x: dtype must be float32, bfloat16 or float16, got float64")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": torch.zeros(5, HIDDEN, requires_grad=True)}, NO_GRADIENTS),
+        ({"batch": paged(64)}, "page_size: must be the cache's 32, got 64"),
+        ({"batch": BATCH}, "batch: must have pages where there is a cache, got block_table=None"),
+        ({"cache": pages()}, "cache: must be a CompressedLayerCache or None, got LayerCache"),
+        (
+            {"cache": CompressedLayerCache(torch.zeros(2, 11, 1, 512))},
+            "cache: must have entries where the layer compresses tokens, got None",
+        ),
+    ],
+)
+def test_fused_compressed_attention_refuses_a_wrong_cache(changed, message):
+    layer = fuse(compressed_attention(compressor(512)))
+    shape = EntryShape(RATIO, 512, layer.compressor.state_shape)
+    options = {"state_slots": 2, "window": layer.window, "dim": 512, "entries": torch.float32}
+    cache = CompressedKVCache([(shape, None)], 4, PAGE, **options).layer(0)
+    check_refused(layer, {"x": torch.zeros(5, HIDDEN), "batch": paged(), "cache": cache}, changed, message)

@@ -15,7 +15,6 @@ from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.tensors import dequantize_fp4
-from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.precision import Precision
@@ -37,7 +36,7 @@ def logits(model):
     return model(TOKENS, SequenceBatch.without_cache([len(TOKENS)]), all_tokens=True)
 
 
-def test_dequantised(checkpoint):
+def test_a_dequantised_model_has_exactly_the_stored_weights(checkpoint):
     """Every weight is what the formats' definitions say, so the logits are equal to the last bit."""
     directory, worth = checkpoint
     got = load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
@@ -50,7 +49,7 @@ def test_dequantised(checkpoint):
 
 
 def value(tensors, name):
-    """What a tensor is worth, with its scales."""
+    """A tensor times its scales."""
     tensor, scale = tensors[name], tensors.get(f"{name}_scale_inv")
     if scale is None:
         return tensor
@@ -59,8 +58,8 @@ def value(tensors, name):
     return dsa.dequantize_per_block(tensor, scale, torch.float32)
 
 
-def test_quantised(checkpoint):
-    """The same weights, in FP8 with scales that are powers of two where the checkpoint's are."""
+def test_a_quantised_model_has_the_same_weights_in_fp8(checkpoint):
+    """Scales are powers of two if the checkpoint's are."""
     directory, worth = checkpoint
     model = load_model(directory, progress=False)
     fp4 = model.config.quantization.expert_dtype == "fp4"
@@ -82,8 +81,8 @@ def test_quantised(checkpoint):
     assert torch.nn.functional.cosine_similarity(rounded, exact).mean() > 0.9
 
 
-def test_widened_experts_are_the_same(checkpoint):
-    """For twice the memory where they are FP4."""
+def test_widened_experts_give_the_same_logits(checkpoint):
+    """FP4 experts then take twice the memory."""
     directory, _ = checkpoint
     kept, widened = (load_model(directory, widen_experts=widen, progress=False) for widen in (False, True))
     assert torch.equal(logits(kept), logits(widened))
@@ -92,18 +91,9 @@ def test_widened_experts_are_the_same(checkpoint):
     assert fp8.nbytes == (2 if kept.precision.fp4_experts else 1) * fp4.nbytes
 
 
-def test_fp4_experts_need_fp8_activations():
-    with pytest.raises(ValueError, match="fp4_experts: FP4 weights are multiplied with FP8 activations"):
-        Precision(torch.bfloat16, False, True, "fp8", fp4_experts=True)
-    with pytest.raises(TypeError, match="fp4_experts: must be True or False, got None"):
-        Precision(torch.bfloat16, True, True, "fp8", fp4_experts=None)
-    with pytest.raises(TypeError, match="widen_experts: must be True or False, got 'yes'"):
-        load_model("nowhere", widen_experts="yes")
-
-
 @pytest.mark.parametrize("dequantize", [True, False])
-def test_experts_in_one_tensor(checkpoint, tmp_path, dequantize):
-    """As transformers holds quantised experts: their scales are in one tensor too."""
+def test_experts_and_their_scales_may_be_in_one_tensor(checkpoint, tmp_path, dequantize):
+    """As transformers saves quantised experts."""
     directory, _ = checkpoint
     stored = load_file(directory / SINGLE_NAME)
     fused = {name: tensor for name, tensor in stored.items() if not re.match(r"layers\.\d+\.ffn\.experts\.", name)}
@@ -126,20 +116,6 @@ def test_experts_in_one_tensor(checkpoint, tmp_path, dequantize):
     assert all(torch.equal(t.view(torch.uint8), expected[name].view(torch.uint8)) for name, t in got.items())
 
 
-def test_what_is_never_fp8(checkpoint):
-    model = load_model(checkpoint[0])
-    attention, ffn = model.layers[1].attn, model.layers[1].ffn
-    plain = [layer for c in (attention.compressor, attention.indexer.compressor) for layer in (c.wkv, c.wgate)]
-    plain += [attention.indexer.weights_proj, model.head, ffn.gate]
-    assert all(layer.weight.dtype == torch.bfloat16 for layer in plain)
-    quantised = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a.matrices, attention.wo_b]
-    quantised += [attention.indexer.wq_b, *ffn.shared_experts.children()]
-    assert all(isinstance(layer, BlockFP8Linear) for layer in quantised)
-
-
-# What stops the load.
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fp4")
@@ -153,28 +129,19 @@ def files(written, tmp_path):
     return shutil.copytree(written, tmp_path / "files")
 
 
-def edit(directory, **changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def add_tensors(directory, tensors):
+    save_file(load_file(directory / SINGLE_NAME) | tensors, directory / SINGLE_NAME)
 
 
-def with_tensors(directory, **tensors):
-    stored = load_file(directory / SINGLE_NAME)
-    save_file(stored | tensors, directory / SINGLE_NAME)
-
-
-def test_fp4_too_far_apart(files):
+def test_fp4_scales_too_far_apart_for_fp8_are_refused(files):
     stored = load_file(files / SINGLE_NAME)
     stored["layers.1.ffn.experts.2.w2.scale"].view(torch.uint8)[130, 1] = 3
     stored["layers.1.ffn.experts.2.w2.weight"][130, 16:32] = 0x11
     save_file(stored, files / SINGLE_NAME)
     with pytest.raises(CheckpointError) as error:
         load_model(files, progress=False)
-    assert (
-        "layers.1.ffn.experts.2.down_proj.weight (stored as layers.1.ffn.experts.2.w2.weight): block [1, 0] of"
-        in str(error.value)
-    )
-    assert "scales go from 2^-124 to 2^" in str(error.value)
+    named = "layers.1.ffn.experts.2.down_proj.weight (stored as layers.1.ffn.experts.2.w2.weight): block [1, 0] of"
+    assert named in str(error.value) and "scales go from 2^-124 to 2^" in str(error.value)
     model = load_model(files, dequantize=True, dtype=torch.float32, progress=False)
     assert model.layers[1].ffn.experts.down_proj[2, 130, 32] == 2.0**-125
 
@@ -186,12 +153,12 @@ V41 = "belongs to DeepSeek-V4.1, which is not supported"
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (["mtp.0.main_proj", "mtp.0.main_norm", "mtp.2.markov_head.markov_w1", "mtp.2.confidence_head.proj"], DSPARK),
-        (["layers.1.engram.embed", "layers.3.attn.indexer.wk", "layers.3.attn.indexer.k_norm"], V41),
+        (["mtp.0.main_proj", "mtp.2.markov_head.markov_w1"], DSPARK),
+        (["layers.1.engram.embed", "layers.3.attn.indexer.wk"], V41),
     ],
 )
 def test_tensors_of_other_releases_are_named(files, names, reason):
-    with_tensors(files, **{f"{name}.weight": torch.ones(4, 4) for name in names})
+    add_tensors(files, {f"{name}.weight": torch.ones(4, 4) for name in names})
     with pytest.raises(CheckpointError) as error:
         load_model(files, progress=False)
     first, *problems = str(error.value).splitlines()
@@ -200,80 +167,63 @@ def test_tensors_of_other_releases_are_named(files, names, reason):
 
 
 def scheme(**changes):
-    """A change of quantization_config."""
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {"quantization_config": block | changes}
+
+
+LAYERS = "field 'compress_ratios' has 5 items; accepted: 4 (num_hidden_layers) or 11 (with num_nextn_predict_layers=7)"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model_type": "deepseek_v41"},
-            "field 'model_type' is 'deepseek_v41'; accepted: 'deepseek_v32', 'deepseek_v4",
-        ),
-        (
-            {"dspark_block_size": 5, "compress_ratios": [0, 4, 128, 4, 0, 0, 0]},
-            "field 'dspark_block_size' is 5; accepted: null: the DSpark drafter is not",
-        ),
-        (
-            {"dspark_target_layer_ids": [1, 2]},
-            "field 'dspark_target_layer_ids' is [1, 2]; accepted: null: the DSpark",
-        ),
-        (
-            scheme(weight_block_size=[32, 32]),
-            "field 'quantization_config.weight_block_size' is [32, 32]; accepted: [128, 128]",
-        ),
+        ({"model_type": "deepseek_v41"}, "'model_type' is 'deepseek_v41'; accepted: 'deepseek_v32', 'deepseek_v4"),
+        ({"dspark_block_size": 5}, "field 'dspark_block_size' is 5; accepted: null: the DSpark drafter is not"),
+        ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
+        (scheme(weight_block_size=[32, 32]), "weight_block_size' is [32, 32]; accepted: [128, 128]"),
         (
             {"compress_ratios": [], "layer_types": ["sliding_attention"]},
             "field 'compress_ratios' and field 'layer_types' are both given; accepted: one of them",
         ),
         ({"compress_ratios": None}, "field 'compress_ratios' and field 'layer_types' are not given; accepted: one of"),
         ({"expert_dtype": "nvfp4"}, "field 'expert_dtype' is 'nvfp4'; accepted: 'fp4', 'fp8'"),
+        (scheme(expert_dtype="fp8"), "'expert_dtype' is 'fp4'; accepted: quantization_config.expert_dtype='fp8'"),
+        ({"num_nextn_predict_layers": 7}, LAYERS + " items, each one of 0, 4, 128"),
         (
-            scheme(expert_dtype="int4"),
-            "field 'quantization_config.expert_dtype' is 'int4'; accepted: 'fp4', 'fp8'",
+            {"compress_ratios": [0, 4, 5, 4]},
+            "field 'compress_ratios' is [0, 4, 5, 4]; accepted: 4 (num_hidden_layers) ",
         ),
-        (
-            scheme(expert_dtype="fp8"),
-            "field 'expert_dtype' is 'fp4'; accepted: quantization_config.expert_dtype='fp8'",
-        ),
-        (
-            {"num_nextn_predict_layers": 7},
-            "field 'compress_ratios' is [0, 4, 128, 4, 0]; accepted: 4 (num_hidden_layers) or 11 (with "
-            "num_nextn_predict_layers=7) items, each one of 0, 4, 128",
-        ),
-        (
-            {"num_nextn_predict_layers": 0, "compress_ratios": [0, 4, 5, 4]},
-            "field 'compress_ratios' is [0, 4, 5, 4]; accepted: 4 (num_hidden_layers) items, each one of 0, 4, 128",
-        ),
-        ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
     ],
 )
-def test_configurations_of_variants(written, tmp_path, changes, message):
-    shutil.copy(written / "config.json", tmp_path)
-    edit(tmp_path, **changes)
+def test_unsupported_configurations_are_refused(written, tmp_path, changes, message):
+    fields = json.loads((written / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | changes))
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_model(tmp_path, progress=False)
 
 
-def test_what_transformers_adds_to_a_quantisation(files):
+def test_every_spelling_of_the_experts_dtype_reads_the_same(files):
+    """transformers writes it in the quantisation, and the earliest published configurations do not say it."""
     expected = read_config(files)
-    scheme = json.loads((files / "config.json").read_text())["quantization_config"]
+    fields = json.loads((files / "config.json").read_text())
+    scheme = fields["quantization_config"]
     added = {"modules_to_not_convert": ["lm_head"], "modules_to_convert": None, "dequantize": False}
-    edit(files, quantization_config=scheme | added | {"expert_dtype": "fp4"})
+
+    def write(**changes):
+        (files / "config.json").write_text(json.dumps(fields | changes))
+
+    write(quantization_config=scheme | added | {"expert_dtype": "fp4"})
     assert read_config(files) == expected
-    edit(files, expert_dtype=None)
+    write(quantization_config=scheme | added | {"expert_dtype": "fp4"}, expert_dtype=None)
     assert read_config(files) == expected
-    # The earliest published configurations do not say.
-    edit(files, quantization_config=scheme)
+    write(expert_dtype=None)
     assert read_config(files).quantization.expert_dtype is None
     assert load_model(files, progress=False).layers[0].ffn.experts.gate_up_proj.dtype == torch.int8
 
 
 def test_experts_of_both_kinds_are_widened(files):
     name, q = "layers.2.ffn.experts.3.w2", torch.ones(256, 128).to(torch.float8_e4m3fn)
-    with_tensors(files, **{f"{name}.weight": q, f"{name}.scale": torch.ones(2, 1).to(torch.float8_e8m0fnu)})
+    add_tensors(files, {f"{name}.weight": q, f"{name}.scale": torch.ones(2, 1).to(torch.float8_e8m0fnu)})
     model = load_model(files, progress=False)
     assert all(layer.ffn.experts.down_proj.dtype == torch.float8_e4m3fn for layer in model.layers)
     assert model.layers[2].ffn.experts.down_proj[3].float().eq(1).all()

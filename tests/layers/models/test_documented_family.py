@@ -1,5 +1,4 @@
-"""docs/how-to/add-a-family.md shows a family. In a copy of the package with its file and its line of the registry, its
-checkpoints are written, read and continued, and the tests that hold for every family hold for it."""
+"""The family of docs/how-to/add-a-family.md works in a copy of the package with the page's edits."""
 
 import os
 import re
@@ -35,15 +34,14 @@ def project(tmp_path_factory):
 def run(project, *command):
     path = os.pathsep.join([str(project), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=project, capture_output=True, text=True, env=environment, timeout=300
-    )
+    options = {"cwd": project, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, *command], **options)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page(project):
+def test_the_commands_of_the_page_run(project):
     commands = re.findall(r"^dsa (.*)", TEXT, re.M)
     assert [command.split()[0] for command in commands] == ["tiny", "generate"]
     run(project, "-m", "dsa_layers.command.main", "tiny", ".tiny-dot", "--model", "dot_dsa")
@@ -52,20 +50,11 @@ def test_the_commands_of_the_page(project):
 
 
 @pytest.mark.slow
-def test_what_holds_for_every_family(project):
-    """Each of these tests has a case of it, and they pass: FP8, dequantised and BF16, in chunks over a paged cache."""
+def test_the_tests_of_every_family_hold_for_it(project):
+    """FP8, dequantised and BF16, in chunks over a paged cache."""
     files = ["tests/layers/models/test_registry.py", "tests/layers/test_tiny_checkpoint.py"]
-    printed = run(
-        project,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-vv",
-        "-k",
-        "dot_dsa and (generates or holds_exactly) or file_named",
-        *files,
-    )
+    chosen = "dot_dsa and (generates or holds_exactly) or file_named"
+    printed = run(project, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "-k", chosen, *files)
     passed = set(re.findall(r"::(test_\w+)\[.*dot_dsa.*PASSED", printed))
     assert passed >= {"test_generates", "test_holds_exactly_the_published_tensors"}, printed
     assert "test_every_family_is_in_a_file_named_by_its_model_type PASSED" in printed
@@ -73,7 +62,7 @@ def test_what_holds_for_every_family(project):
 
 @pytest.mark.slow
 def test_it_decodes_as_it_prefills(project):
-    """Greedy tokens of a prompt longer than top_k, over pages and one by one, are those of whole passes."""
+    """Greedy tokens of a prompt longer than top_k, over pages and one by one, are those of a whole pass."""
     script = """
 import torch
 from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
@@ -83,11 +72,8 @@ write_tiny_checkpoint("tiny", model="dot_dsa")
 model = load_model("tiny", device="cpu", dtype=torch.float32, dequantize=True, progress=False)
 prompt = [2 + i * i % 2000 for i in range(150)]
 (done,) = Generator(model, cache_tokens=512, prefill_chunk=64).generate([prompt], SamplingParams(max_tokens=4))
-tokens = list(prompt)
 with torch.no_grad():
-    for token in done.tokens:
-        logits = model(torch.tensor(tokens), SequenceBatch.without_cache([len(tokens)]))
-        assert logits.argmax().item() == token
-        tokens.append(token)
+    logits = model(torch.tensor(prompt + done.tokens), SequenceBatch.without_cache([154]), all_tokens=True)
+assert logits[149:153].argmax(-1).tolist() == done.tokens
 """
     run(project, "-c", script)

@@ -1,4 +1,4 @@
-"""The keys that a drafter's further steps share: of every form of the first pass the same places in the cache."""
+"""The keys that a drafter's further steps share are at the same places in the cache after every form of the first."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def positions(slots, pages):
 )
 @torch.inference_mode()
 def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
-    """A prompt as a whole, its last token by itself, and its last three as a pass with drafts has them, over bytes,
-    whose keys a prompt's pass has packed, or of many leaves in the pages, and over numbers, which it selects there."""
+    """Passes over whole prompts, over their last tokens, and over their last three tokens. Over FP8 pages a prompt's
+    pass selects among packed keys (or in the pages if they are many), over pages of floats in the pages."""
     monkeypatch.setattr(paged_attention, "MOST_READ", most_read)
     model = load_model(directory, kv_cache=kv_cache, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
@@ -63,22 +63,18 @@ def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypa
             assert len(positions(got[i], pages) & expected) >= TOP_K - 2
 
 
-def test_bits_come_with_positions():
-    """The multi-head form, which is a GPU's alone, counts from each sequence's first key."""
+def test_selections_with_bits_are_counted_in_positions():
+    """The multi-head form, which only GPUs take, counts from each sequence's first key."""
     batch = paged([2, 1], [130, 70])
     keys = torch.tensor([[0, 64, 129, -1], [1, 2, 3, 4], [63, 64, 69, -1]], dtype=torch.int32)
     selected = Selected(keys, batch, "positions", bits=torch.zeros(1))
     slots = slots_of(selected, batch, 4)(slice(None))
     assert torch.equal(slots, batch.slots_of(keys))
-    assert slots[0].tolist() == [3 * 64, 0, 5 * 64 + 1, -1] and slots[2].tolist() == [
-        6 * 64 + 63,
-        2 * 64,
-        2 * 64 + 5,
-        -1,
-    ]
+    assert slots[0].tolist() == [3 * 64, 0, 5 * 64 + 1, -1]
+    assert slots[2].tolist() == [6 * 64 + 63, 2 * 64, 2 * 64 + 5, -1]
 
 
-def test_wrong_calls(directory):
+def test_wrong_further_steps_are_refused(directory):
     model = load_model(directory, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
     states = model.states(TOKENS[:5], SequenceBatch.without_cache([5]))

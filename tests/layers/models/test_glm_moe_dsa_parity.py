@@ -8,16 +8,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io.loading import load_model
 from tests.layers.models import hf_models
-from tests.layers.models.parity import SelectingParityTests, assert_parity
+from tests.layers.models.parity import ParityTests, assert_parity
 
 
-class TestEveryLayerHasAnIndexer(SelectingParityTests):
+class TestEveryLayerHasAnIndexer(ParityTests):
     @staticmethod
     def build(directory):
         return hf_models.glm_moe_dsa(directory)
 
 
-class TestIndexShare(SelectingParityTests):
+class TestIndexShare(ParityTests):
     """Layers 2 and 3 attend to what layer 1 selected, layer 5 to what layer 4 selected."""
 
     @staticmethod
@@ -25,7 +25,7 @@ class TestIndexShare(SelectingParityTests):
         changes = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
         return hf_models.glm_moe_dsa(directory, **changes)
 
-    def test_which_layers(self, models):
+    def test_the_configured_layers_have_an_indexer(self, models):
         ours = models[1]
         assert ours.config.indexer_types == ("full", "full", "shared", "shared", "full", "shared")
         names = {name for name in ours.state_dict() if ".indexer." in name}
@@ -52,7 +52,7 @@ class TestIndexShare(SelectingParityTests):
             assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_groups_yarn_and_a_listed_schedule(tmp_path):
+def test_logits_agree_with_groups_yarn_and_a_listed_schedule(tmp_path):
     """Another config: routing groups, YaRN, two shared experts, and a schedule that no frequency gives."""
     changes = {
         "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 0, "rms_norm_eps": 1e-5,

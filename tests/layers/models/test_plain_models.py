@@ -33,7 +33,7 @@ def directory(request, tiny_checkpoint):
 
 
 @pytest.mark.slow
-def test_compiled_without_a_graph_break(directory):
+def test_a_model_compiles_without_a_graph_break(directory):
     torch._dynamo.reset()
     model = plain(directory)
     expected = loss_of(model)
@@ -62,7 +62,7 @@ def sharded(ranks, directory):
 
 
 @pytest.mark.slow
-def test_sharded_by_fsdp2(directory):
+def test_a_model_sharded_by_fsdp2_has_the_same_gradients(directory):
     """Both ranks have the same tokens, so that the mean of their gradients is that of one process."""
     model = plain(directory)
     expected = loss_of(model)
@@ -74,7 +74,7 @@ def test_sharded_by_fsdp2(directory):
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4"])
-def test_adapters(model_type, tiny_checkpoint):
+def test_only_adapters_learn(model_type, tiny_checkpoint):
     """Only the adapters learn, and the model generates with them in the engine's form."""
     peft = pytest.importorskip("peft")
     model = plain(tiny_checkpoint(model_type, quantized=False))

@@ -45,36 +45,23 @@ class Other:
     captures_decode = False
 
     def __init__(self, model):
-        self.config, self._model = model.config, model
-
-    def make_cache(self, num_pages, page_size=page_size, device="cpu", *, state_slots=64):
-        return self._model.make_cache(num_pages, page_size, device, state_slots=state_slots)
-
-    def parameters(self):
-        return self._model.parameters()
+        self.config, self.make_cache, self.parameters = model.config, model.make_cache, model.parameters
+        self.model = model
 
     def __call__(self, tokens, batch, cache=None, *, all_tokens=False):
-        return self._model(tokens, batch, cache, all_tokens=all_tokens)
+        return self.model(tokens, batch, cache, all_tokens=all_tokens)
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return load_model(checkpoint, progress=False)
-
-
-def test_generation_takes_any_model(model):
+def test_generation_takes_any_model_that_has_what_it_asks_for(checkpoint):
+    model = load_model(checkpoint, progress=False)
     assert isinstance(model, Model)
     expected, got = (
         Generator(one, cache_tokens=256).generate([[5, 6, 7], [8]], SamplingParams(max_tokens=5))
         for one in (model, Other(model))
     )
     assert [one.tokens for one in got] == [one.tokens for one in expected]
-
-
-@pytest.mark.parametrize("missing", ["config", "page_size", "captures_decode", "make_cache", "parameters"])
-def test_what_lacks_something_is_no_model(model, missing):
-    other = Other(model)
-    holder = type("Lacking", (), {name: getattr(other, name) for name in dir(other) if name[:2] != "__"})
-    delattr(holder, missing)
-    with pytest.raises(TypeError, match="model: must be a model as load_model returns it, got Lacking"):
-        Generator(holder(), cache_tokens=256)
+    for missing in ("config", "make_cache", "parameters"):
+        lacking = Other(model)
+        delattr(lacking, missing)
+        with pytest.raises(TypeError, match="model: must be a model as load_model returns it, got Other"):
+            Generator(lacking, cache_tokens=256)

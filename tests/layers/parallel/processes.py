@@ -14,14 +14,14 @@ import torch.multiprocessing as mp
 
 from dsa_layers.parallel.ranks import Ranks
 
-SECONDS = 400  # ranks that wait for each other would wait for ever
-# What takes a new process seconds. A server has it, and ranks are forks of the server.
+SECONDS = 400  # ranks that wait for each other would wait forever
+# Importing these takes seconds. A server imports them once, and ranks are forks of the server.
 IMPORTED = ["torch", "torch.distributed", "dsa_layers", "dsa_layers.parallel.ranks"]
 
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(ranks, *arguments)` gives on each of `size` ranks; a function of a module, so that a new process
-    finds it."""
+    """Return function(ranks, *arguments) of each of `size` ranks. New processes import the function, so it must be in a
+    module."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(IMPORTED)
         arguments = size, folder, dict(os.environ), function, arguments

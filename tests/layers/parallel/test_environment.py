@@ -1,4 +1,4 @@
-"""What a process is told as a rank, and which rank failed first."""
+"""The variables of a rank, and which rank failed first."""
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -11,7 +11,7 @@ def set_numbers(monkeypatch, *values):
         monkeypatch.setenv(name, value)
 
 
-def test_ranks_that_were_started(monkeypatch):
+def test_the_number_of_started_ranks_is_that_of_the_environment(monkeypatch):
     set_numbers(monkeypatch, "1", "1", "2")
     assert started_ranks() == 2
     monkeypatch.delenv("RANK")
@@ -26,15 +26,14 @@ def test_ranks_that_were_started(monkeypatch):
         ("-1", "2", "RANK: must be a number, got '-1'"),
     ],
 )
-def test_a_rank_that_there_cannot_be(monkeypatch, rank, ranks, problem):
-    """Ranks that wait for each other would wait for hours."""
+def test_an_impossible_rank_is_refused(monkeypatch, rank, ranks, problem):
+    """Its peers would wait for hours."""
     set_numbers(monkeypatch, rank, "0", ranks)
     with pytest.raises(ValueError, match=f"^{problem}$"):
         started_ranks()
 
 
-# {why it is the second rank: {rank in the order found: (exit code, second in which the launcher found it, time in
-# note_failure)}}
+# {why rank 1 failed first: {rank, in the order found: (exit code, when the launcher found it, time in note_failure)}}
 SECOND_FAILED_FIRST = {
     "the launcher's SIGTERM is no cause": {1: (3, 100, None), 0: (-15, 100, None)},
     "the first SIGTERM is not the launcher's": {1: (-15, 100, None), 0: (1, 100, 100.4)},

@@ -1,9 +1,8 @@
-"""`dsa generate --gpus N` on a CPU: processes of its own, one terminal, one message."""
+"""`dsa generate --gpus N` on a CPU: N processes, one terminal, one message."""
 
 import contextlib
 import io
 import json
-import math
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 
 from dsa_layers.command.main import main
 from tests.default_signals import reset_signals
-from tests.layers.io.stand_ins import changed
 
 COMMAND = [sys.executable, "-m", "dsa_layers", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -40,18 +38,10 @@ def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
 def generate_here(capfd, monkeypatch):
     """`generate` in this process, which has imported torch. Ranks are other processes."""
 
-    def late(*_):
-        raise RuntimeError(f"has not ended within {SECONDS} s")
-
     def call(checkpoint, *options, **environment):
         for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
             monkeypatch.setenv(name, value)
-        signal.signal(signal.SIGALRM, late)
-        signal.alarm(SECONDS)
-        try:
-            code = main(["generate", *arguments(checkpoint, options)])
-        finally:
-            signal.alarm(0)
+        code = main(["generate", *arguments(checkpoint, options)])
         written = capfd.readouterr()
         return SimpleNamespace(returncode=code, stdout=written.out, stderr=written.err)
 
@@ -85,9 +75,7 @@ def test_torchrun_starts_ranks_too(checkpoint, generate_here):
     ("options", "said"),
     [
         (["--gpus", "3"], "--gpus: 3 do not evenly share the 4 attention heads of model.layers.0.self_attn"),
-        (["--gpus", "0"], "--gpus"),
         (["--gpus", "2", "--device", "cuda:1"], "--device: must be cpu or cuda, of which each rank takes its own GPU"),
-        (["--gpus", "2", "--prompt-file", "/nowhere"], "/nowhere: No such file or directory"),
         (["--gpus", "2", "--cache-tokens", "64", "--prompt", "a b " * 200], "--cache-tokens"),
     ],
 )
@@ -95,15 +83,6 @@ def test_wrong_calls_are_reported_once(checkpoint, options, said, generate_here)
     done = generate_here(checkpoint, "--prompt", "x", *options)
     assert done.returncode == 2 and done.stdout == ""
     assert sum(said in line for line in done.stderr.splitlines()) == 1, done.stderr
-
-
-@pytest.mark.slow
-def test_failed_sequences_are_reported_once(checkpoint, tmp_path, generate_here):
-    changed(checkpoint, tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(math.nan))
-    done = generate_here(tmp_path, "--prompt", "x", "--gpus", "2")
-    assert done.returncode == 1 and done.stdout.startswith("x")
-    report, failure = done.stderr.splitlines()
-    assert report.startswith("prefill: ") and "hold NaN or infinity" in failure
 
 
 def of_rank(rank, parent):
@@ -117,7 +96,7 @@ def of_rank(rank, parent):
 
 
 def start(checkpoint, *options):
-    """Two ranks that generate until they are ended, once the first one has written the prompt."""
+    """Start two ranks that generate until they are ended. Returns once the first one has written the prompt."""
     call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-tokens", "60000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": reset_signals}
     process = subprocess.Popen([*call, *options], env=ENVIRONMENT, **pipes)
@@ -134,17 +113,14 @@ def test_ranks_end_silently_if_nobody_reads_the_output(checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_rank_that_is_killed_ends_the_others(checkpoint, as_json):
-    with start(checkpoint, *["--json"] * as_json) as process:
+def test_a_rank_that_is_killed_ends_the_others(checkpoint):
+    with start(checkpoint, "--json") as process:
         killed, first = of_rank(1, process.pid), of_rank(0, process.pid)
         os.kill(killed, signal.SIGKILL)
         out, error = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     told = "rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped"
     assert f"dsa: {told}" in error.decode()
-    if as_json:
-        event = json.loads(out.decode(errors="replace").splitlines()[-1])
-        assert event == {"event": "error", "error": told, "exit_code": 1}
-    for pid in (killed, first):
-        assert not Path(f"/proc/{pid}").exists()
+    event = json.loads(out.decode(errors="replace").splitlines()[-1])
+    assert event == {"event": "error", "error": told, "exit_code": 1}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (killed, first))

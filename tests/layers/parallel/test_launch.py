@@ -1,7 +1,6 @@
 """`launch`: the environment and streams of ranks, the message about a failed rank, and that no rank is left."""
 
 import ast
-import logging
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_layers.parallel.launch import LOGGERS, SIGNALS, launch
+from dsa_layers.parallel.launch import launch
 from tests.default_signals import reset_signals
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; PR_SET_PDEATHSIG exists on Linux only")
@@ -200,34 +199,12 @@ def test_ranks_get_a_signal_once_and_end(start, tmp_path, number):
     assert not any(map(is_running, ranks))
 
 
-def test_a_signal_that_the_caller_ignores_changes_nothing(start, tmp_path):
-    process = start(1, "write_pid(); sys.stdin.read()", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    pids(tmp_path, 1)
-    process.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)
-    assert process.communicate("", timeout=SECONDS) == ("", "")
-    assert process.returncode == 0
-
-
 def test_ranks_end_with_a_killed_launcher(start, tmp_path):
     process = start(2, "signal.signal(signal.SIGTERM, signal.SIG_IGN); write_pid(); time.sleep(600)")
     ranks = pids(tmp_path, 2)
     assert all(map(is_running, ranks))
     process.kill()
     wait_for(lambda: not any(map(is_running, ranks)))
-
-
-def test_signal_handlers_and_log_levels_are_restored(run):
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    levels = [logging.getLogger(name).level for name in LOGGERS]
-    try:
-        assert run(2, "sys.exit(3)") == 3
-        assert all(signal.getsignal(number) == signal.SIG_DFL for number in SIGNALS)
-        assert [logging.getLogger(name).level for name in LOGGERS] == levels != [logging.CRITICAL] * 2
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,6 @@ def test_parts_are_added_in_their_order(size, dtype):
     assert two.sum_parts(x[:, :0]).shape == (0, 16)
 
 
-def test_one_rank_communicates_nothing():
-    x = torch.ones(3, 2)
-    assert Ranks(0, 1).sum(x) is x and Ranks(0, 1).join_columns(x) is x
-
-
 def test_no_process_group_and_a_process_outside_the_mesh_are_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=r"group: torch\.distributed is not initialised"):
         Ranks.of()

@@ -1,5 +1,6 @@
-"""Models over 2 and 4 processes beside one: logits, generated tokens, and what every rank holds."""
+"""Models and drafters over several processes give what one process gives, and each rank holds its part."""
 
+import contextlib
 import functools
 from dataclasses import replace
 from unittest import mock
@@ -10,11 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dsa_layers import load_model, tiny
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.engine import paged_attention
+from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io import loading
 from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
@@ -23,26 +25,21 @@ from tests.layers.io.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
-OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
-# More tokens than are selected, in two sequences whose rows are shared, and in two passes whose rows are whole.
-TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(260)], [170, 90]
-PROMPTS = [TOKENS[:150], TOKENS[:3], TOKENS[7:20]]
+OPTIONS = {"dtype": torch.float32, "dequantize": True, "drafter": True, "progress": False}
+# A sequence has more tokens than are selected. Passes of at least 256 tokens are sharded, others are not.
+TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [170, 90]
+PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:20]]
 FUSED = "experts in one tensor"
-# Models that four and three ranks can share: heads, groups of them, experts, channels in blocks of 128, the vocabulary.
-OF_FOUR, OF_THREE = "deepseek_v4 in four groups", "deepseek_v32 in thirds"
-CHANGES = {
-    OF_FOUR: ("deepseek_v4", {"num_attention_heads": 8, "o_groups": 4}),
-    OF_THREE: (
-        "deepseek_v32",
-        {"num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6, "vocab_size": 2304}
-        | {"intermediate_size": 384, "moe_intermediate_size": 384, "n_group": 2, "topk_group": 1},
-    ),
-}
+# A model that three ranks can share: heads, experts, channels in blocks of 128, the vocabulary.
+OF_THREE = "deepseek_v32 in thirds"
+THIRDS = {
+    "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6, "vocab_size": 2304,
+    "intermediate_size": 384, "moe_intermediate_size": 384, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 # {number of ranks: (model, quantised) of each checkpoint that they split}
 SPLITS = {
     2: [(model, quantized) for model in FAMILIES for quantized in (True, False)] + [(FUSED, False)],
     3: [(OF_THREE, False)],
-    4: [("deepseek_v32", False), ("glm_moe_dsa", False), (OF_FOUR, False)],
 }
 
 
@@ -50,12 +47,11 @@ SPLITS = {
 def checkpoints(tiny_checkpoint, tmp_path_factory):
     """{(model, quantised): its directory}, to be read only."""
     made = {(model, quantized): tiny_checkpoint(model, quantized) for model, quantized in SPLITS[2] if model != FUSED}
-    for name, (model, changes) in CHANGES.items():
-        made[name, False] = tmp_path_factory.mktemp("other")
-        of_family = family(model)
-        of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | changes))
-        with mock.patch.object(tiny, "family", lambda _, of_family=of_family: of_family):
-            write_tiny_checkpoint(made[name, False], model=model, quantized=False)
+    made[OF_THREE, False] = tmp_path_factory.mktemp("thirds")
+    of_family = family("deepseek_v32")
+    of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | THIRDS))
+    with mock.patch.object(tiny, "family", lambda _: of_family):
+        write_tiny_checkpoint(made[OF_THREE, False], model="deepseek_v32", quantized=False)
     made[FUSED, False] = changed(made["deepseek_v32", False], tmp_path_factory.mktemp("fused"), fuse_experts)
     return made
 
@@ -71,16 +67,20 @@ def fuse_experts(tensors):
         tensors[f"{layer}.experts.down_proj"] = down
 
 
+@torch.inference_mode()
 def logits_of(model):
-    with torch.inference_mode():
-        return model(torch.tensor(TOKENS), SequenceBatch.without_cache(LENGTHS), all_tokens=True)
+    """Logits of the model, and of its drafter in its first step."""
+    batch, tokens = SequenceBatch.without_cache(LENGTHS), torch.tensor(TOKENS[:260])
+    states = model.states(tokens, batch)
+    drafted = model.drafter(tokens.roll(-1), states, batch)
+    return torch.cat((model.logits(states), model.drafter.logits(drafted)))
 
 
 def outcome(directory, **options):
-    """(logits of all tokens, generated tokens, weights' shapes). In four steps each sequence of deepseek_v4 gets an
-    entry of four tokens."""
+    """(logits, generated tokens, weights' shapes). In four steps each sequence of deepseek_v4 gets an entry of four
+    tokens."""
     model = load_model(directory, **OPTIONS | options)
-    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=100)
+    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2)
     completions = generator.generate(PROMPTS, SamplingParams(max_tokens=5))
     weights = {name: tensor.shape for name, tensor in model.state_dict().items()}
     return logits_of(model), [completion.tokens for completion in completions], weights
@@ -89,8 +89,18 @@ def outcome(directory, **options):
 alone = functools.cache(outcome)  # several tests' expectation
 
 
-def of_rank(ranks, directories, way):
-    with split_by(way):
+@contextlib.contextmanager
+def multi_head_form():
+    """Take the form of attention that prompts have on a GPU."""
+    with (
+        mock.patch.object(PagedAttention, "_has_multi_head_kernel", lambda *_: True),
+        mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True),
+    ):
+        yield
+
+
+def of_rank(ranks, directories, way, multi_head):
+    with split_by(way), multi_head_form() if multi_head else contextlib.nullcontext():
         return [outcome(directory, mesh=ranks) for directory in directories]
 
 
@@ -99,17 +109,17 @@ def elements(shapes):
 
 
 @pytest.mark.parametrize(
-    ("size", "way"),
+    ("size", "way", "multi_head"),
     [
-        (2, "queries"),
-        (3, "queries"),
-        pytest.param(2, "heads", marks=pytest.mark.slow),
-        pytest.param(4, "queries", marks=pytest.mark.slow),
+        (2, "queries", False),
+        (3, "queries", False),
+        pytest.param(2, "queries", True, marks=pytest.mark.slow),
+        pytest.param(2, "heads", False, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_compute_what_one_process_does(checkpoints, size, way):
-    """All ranks have the same bits."""
-    of_ranks = in_ranks(size, of_rank, [checkpoints[case] for case in SPLITS[size]], way)
+def test_ranks_compute_what_one_process_does(checkpoints, size, way, multi_head):
+    """Ranks have the same bits."""
+    of_ranks = in_ranks(size, of_rank, [checkpoints[case] for case in SPLITS[size]], way, multi_head)
     for case, *found in zip(SPLITS[size], *of_ranks, strict=True):
         logits, tokens, whole = alone(checkpoints[case])
         for part_logits, part_tokens, parts in found:
@@ -129,29 +139,10 @@ def test_ranks_compute_what_one_process_does(checkpoints, size, way):
         ("deepseek_v4", False, 16, "16 do not evenly share the 8 attention heads"),
     ],
 )
-def test_numbers_of_ranks_that_do_not_divide(checkpoints, model, quantized, size, what):
-    """Before anything is read, so on a rank by itself."""
+def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(checkpoints, model, quantized, size, what):
+    """A rank finds this by itself, before it reads tensors."""
     with pytest.raises(DoesNotDivide, match=rf"^gpus: {what}"):
         load_model(checkpoints[model, quantized], mesh=Ranks(0, size), **OPTIONS)
-
-
-def test_an_expert_too_many_is_not_another_rank_s(checkpoints, tmp_path):
-    name = "model.layers.1.mlp.experts.{}.down_proj.weight"
-
-    def add(tensors):
-        tensors[name.format(8)] = tensors[name.format(0)].clone()
-
-    directory = changed(checkpoints["deepseek_v32", False], tmp_path, add)
-    for rank in range(2):
-        with pytest.raises(CheckpointError, match=rf"unexpected {name.format(8)}"):
-            load_model(directory, mesh=Ranks(rank, 2), **OPTIONS)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_has_the_progress_bar(checkpoints, rank):
-    with mock.patch.object(loading, "load_weights", wraps=loading.load_weights) as load_weights:
-        load_model(checkpoints["deepseek_v32", False], mesh=Ranks(rank, 2), **OPTIONS | {"progress": True})
-    assert load_weights.call_args.kwargs["progress"] == (rank == 0)
 
 
 def of_mesh(ranks, directory):
@@ -163,7 +154,7 @@ def of_mesh(ranks, directory):
     return [logits_of(load_model(directory, mesh=one, **OPTIONS)) for one in (mesh, square["heads"])]
 
 
-def test_a_mesh(checkpoints):
+def test_a_one_dimensional_mesh_splits_a_model(checkpoints):
     directory = checkpoints["deepseek_v32", False]
     whole, *_ = alone(directory)
     for found in in_ranks(2, of_mesh, directory):
@@ -176,13 +167,13 @@ def test_a_mesh(checkpoints):
         load_model(directory, mesh=Ranks(0, 2), trainable=True, **OPTIONS)
 
 
-def test_a_part_of_a_model_learns_nothing(checkpoints):
+def test_training_a_part_of_a_model_is_refused(checkpoints):
     model = load_model(checkpoints["deepseek_v32", False], mesh=Ranks(0, 2), **OPTIONS)
     with pytest.raises(ValueError, match=r"^mesh: a part of a model trains no indexer"):
         IndexerStage(model, "warmup")
     model.model.embed_tokens.requires_grad_(True)
     with pytest.raises(ValueError, match=r"^requires_grad: a part of a model takes no gradient"):
-        model(torch.tensor(TOKENS), SequenceBatch.without_cache(LENGTHS))
+        model(torch.tensor(TOKENS[:260]), SequenceBatch.without_cache(LENGTHS))
 
 
 @pytest.mark.parametrize("way", WAYS)

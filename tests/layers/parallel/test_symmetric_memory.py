@@ -1,6 +1,7 @@
-"""Whether ranks sum and send rows through each other's memory: all of them or none, whatever one of them misses."""
+"""Either all ranks sum and send rows through each other's memory, or none does, whatever one of them misses."""
 
 import contextlib
+import math
 import os
 import socket
 import warnings
@@ -105,42 +106,39 @@ def test_all_ranks_share_memory_or_none_does():
         assert warned == [told] and len(others) == 1 and others != warned, (way, fault)
 
 
-def part(nbytes=4096, dtype=torch.bfloat16, address=256, is_cuda=True):
-    return SimpleNamespace(nbytes=nbytes, dtype=dtype, is_cuda=is_cuda, data_ptr=lambda: address)
+class OnGPU(SimpleNamespace):
+    """What `takes` and `takes_experts` read of a tensor on a GPU. shape: [12, 64] by default."""
 
-
-def test_only_parts_that_the_kernel_takes_are_summed():
-    takes = one_shot_sum.takes
-    assert takes(part(), 2) and takes(part(16, torch.float32), 8)
-    for ranks in (2, 4, 8):
-        most = one_shot_sum.most_bytes(ranks)
-        assert takes(part(most), ranks) and not takes(part(most + 16), ranks)
-    others = {"nbytes": (0, 8, 4100), "dtype": (torch.float16, torch.float64), "address": (8,), "is_cuda": (False,)}
-    assert not any(takes(part(**{name: value}), 2) for name, values in others.items() for value in values)
-    assert not takes(part(), 1) and not takes(part(), 9)
-    with backends.use_backend("reference"):
-        assert not takes(part(), 2)
-
-
-class Outputs(SimpleNamespace):
-    """Experts' outputs [12, 64] on a GPU."""
-
-    def __init__(self, *, shape=(12, 64), dtype=torch.bfloat16, address=0, stride=(64, 1), is_cuda=True):
-        super().__init__(shape=shape, dtype=dtype, itemsize=dtype.itemsize, is_cuda=is_cuda)
+    def __init__(self, *, shape=(12, 64), dtype=torch.bfloat16, address=256, stride=(64, 1), is_cuda=True):
+        nbytes = math.prod(shape) * dtype.itemsize
+        super().__init__(shape=shape, dtype=dtype, itemsize=dtype.itemsize, is_cuda=is_cuda, nbytes=nbytes)
         self.stride, self.data_ptr = stride.__getitem__, lambda: address
 
     def __len__(self):
         return self.shape[0]
 
 
+def test_only_parts_that_the_kernel_takes_are_summed():
+    takes = one_shot_sum.takes
+    assert takes(OnGPU(), 2) and takes(OnGPU(shape=(1, 4), dtype=torch.float32), 8)
+    for ranks in (2, 4, 8):
+        most = one_shot_sum.most_bytes(ranks) // 2
+        assert takes(OnGPU(shape=(1, most)), ranks) and not takes(OnGPU(shape=(1, most + 8)), ranks)
+    for wrong in ({"shape": (0, 64)}, {"shape": (1, 4)}, {"dtype": torch.float16}, {"address": 8}, {"is_cuda": False}):
+        assert not takes(OnGPU(**wrong), 2), wrong
+    assert not takes(OnGPU(), 1) and not takes(OnGPU(), 9)
+    with backends.use_backend("reference"):
+        assert not takes(OnGPU(), 2)
+
+
 def test_only_experts_that_the_kernel_takes_are_summed_in_it(monkeypatch):
-    """Those of few tokens, in inference, with weights and aligned rows."""
+    """Few tokens, in inference, with weights and aligned rows."""
     monkeypatch.setattr(backends, "allows_kernels", lambda: True)
 
     def taken(tokens=2, index=torch.int32, weights=True, shared=None, ranks=2, **options):
         rows, weights = torch.zeros(tokens, 6, dtype=index), torch.ones(tokens, 6) if weights else None
-        shared = None if shared is None else Outputs(shape=(shared, 64))
-        return one_shot_sum.takes_experts(Outputs(**options), rows, weights, shared, ranks)
+        shared = None if shared is None else OnGPU(shape=(shared, 64))
+        return one_shot_sum.takes_experts(OnGPU(**options), rows, weights, shared, ranks)
 
     few = one_shot_sum.FEW // 128
     others = [{"index": torch.int64}, {"weights": False}, {"shape": (0, 64)}, {"dtype": torch.float16}]

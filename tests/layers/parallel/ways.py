@@ -1,4 +1,4 @@
-"""Both ways to split attention in long passes: all heads for a rank's rows, or a rank's heads for all rows."""
+"""The two ways to split attention in long passes: all heads of a rank's rows, or a rank's heads of all rows."""
 
 import contextlib
 from collections.abc import Iterator
