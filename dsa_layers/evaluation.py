@@ -4,18 +4,34 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dsa_layers.batch.placement import Placement
-from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.selectable_keys import SelectableKeys
+from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.engine.layer_pass import LayerPass
-from dsa_layers.layers.selecting_attention import SelectingAttention, selecting_method
+from dsa_layers.engine.layer_pass import KeyCounter, LayerPass
+from dsa_layers.layers.indexer import Indexer
 from dsa_layers.models.protocols import Model
+
+
+class SelectingAttention(Protocol):
+    """An attention layer, as `KeysRead`, `all_keys` and `latest_keys` of `dsa_layers.evaluation` need it.
+
+    key_counter  None but while keys are counted; the layer then calls its `add` once a pass
+    indexer      has `top_k` and `select`, as `Indexer` says. None: the layer's tokens read all keys, or those that
+                 another layer selected. Tokens that see no more than `top_k` keys read all of them
+    """
+
+    indexer: Indexer | None
+    key_counter: KeyCounter | None
+
+    def selectable(self, batch: TokenBatch) -> SelectableKeys:
+        """The keys among which the indexer selects in a pass over `batch`: tokens, or compressed entries."""
 
 
 @torch.inference_mode()
@@ -93,7 +109,7 @@ class KeysRead:
         if not self._layers:
             raise ValueError(
                 "model: must have attention layers that tell how many keys they read, by the attribute `key_counter` "
-                f"of dsa_layers.layers.selecting_attention, got {type(model).__name__} without such a layer"
+                f"of dsa_layers.evaluation.SelectingAttention, got {type(model).__name__} without such a layer"
             )
         # On several ranks the part of a layer, which is no submodule, computes some passes.
         parts = [getattr(layer, "part", None) for layer in self._layers]
@@ -141,7 +157,7 @@ def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
 
     Raises ValueError for a model without indexers.
     """
-    return _changed_indexers(model, lambda layer: (selecting_method(layer.indexer), _latest(layer)))
+    return _changed_indexers(model, _latest)
 
 
 @contextlib.contextmanager
@@ -163,8 +179,9 @@ def _changed_indexers(model: nn.Module, change: Callable[[SelectingAttention], t
         yield
 
 
-def _latest(layer: SelectingAttention) -> Callable[..., torch.Tensor | None]:
-    """Return a function that replaces the selecting method of the layer's indexer and selects the latest keys."""
+def _latest(layer: SelectingAttention) -> tuple[str, Callable[..., torch.Tensor]]:
+    """Return the method by which the layer's indexer selects, and a function in its place that selects the latest
+    keys. The method is `pick` in fused attention, else `select`."""
     top_k, selectable = layer.indexer.top_k, layer.selectable
 
     def latest(batch: TokenBatch, in_slots: bool) -> torch.Tensor:
@@ -185,4 +202,4 @@ def _latest(layer: SelectingAttention) -> Callable[..., torch.Tensor | None]:
     ) -> torch.Tensor:
         return latest(batch, False)
 
-    return pick if selecting_method(layer.indexer) == "pick" else select
+    return ("pick", pick) if hasattr(layer.indexer, "pick") else ("select", select)

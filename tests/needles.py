@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 import dsa
-from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.generation.steps import DecodeStep
 from dsa_layers.models.protocols import Model

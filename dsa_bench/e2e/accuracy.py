@@ -30,7 +30,7 @@ from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.evaluation import predictions
-from dsa_layers.layers.score_accumulators import set_score_accumulators
+from dsa_layers.layers.indexer import set_score_accumulators
 from dsa_layers.models.protocols import Model
 
 RESAMPLES = 10_000

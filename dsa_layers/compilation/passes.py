@@ -15,7 +15,7 @@ from torch import nn
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
 from dsa_layers.batch.decode_batch import DecodeInputs
-from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare

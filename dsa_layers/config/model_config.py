@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from dsa_layers.arguments import shown_json
 from dsa_layers.config.fields import (
@@ -176,15 +176,3 @@ class ModelConfig(Declared):
         """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128.
         Of models that have experts, moe_intermediate_size is one."""
         raise NotImplementedError
-
-    def with_heads(self, heads: int) -> Self:
-        """The configuration of one GPU's share, so many attention heads. ValueError for what is no share of them."""
-        raise NotImplementedError
-
-
-def share_of_heads(heads: int, of: int, multiple: int = 1) -> int:
-    """`heads`, if several GPUs can have so many each of a model's; ValueError otherwise."""
-    if of % heads or heads % multiple:
-        shares = [n for n in range(multiple, of + 1, multiple) if of % n == 0]
-        raise ValueError(f"heads: must be a GPU's share of {of} heads, one of {shares}, got {heads}")
-    return heads

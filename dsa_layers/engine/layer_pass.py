@@ -1,7 +1,7 @@
 """The inputs of a fused layer in a pass, apart from x: tokens, rope angles, cache, and the placement of rows."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -48,3 +48,12 @@ class EntryPass(LayerPass[Cache]):
     entries."""
 
     entry_angles: Angles | None = None
+
+
+class KeyCounter(Protocol):
+    """What a layer reports to, in every pass, while keys are counted."""
+
+    def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
+        """Integers [T] of the pass's new tokens. read: the keys that a token's attention reads; dense: those that dense
+        attention over the same cache would read; context: the tokens up to the token, itself included. A key is a row
+        of the cache, which stands for a token or, compressed, for several."""

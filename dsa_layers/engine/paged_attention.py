@@ -19,13 +19,12 @@ from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_hea
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.engine.fp8_up_projection import stored_up_projection
 from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
-from dsa_layers.engine.layer_pass import LayerPass
+from dsa_layers.engine.layer_pass import KeyCounter, LayerPass
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
-from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 

@@ -16,13 +16,12 @@ from dsa_layers.engine import joint_linear
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.engine.grouped_product import grouped_products, grouped_products_of_cast
 from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
-from dsa_layers.engine.layer_pass import EntryPass
+from dsa_layers.engine.layer_pass import EntryPass, KeyCounter
 from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor, Products
 from dsa_layers.engine.side_stream import side_stream
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear
 from dsa_layers.layers.rope import RopeAngles
-from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 

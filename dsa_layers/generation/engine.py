@@ -30,9 +30,8 @@ from dsa_layers.generation.sequence_memory import Capacity, SequenceMemory
 from dsa_layers.generation.steps import Passes, powers_of_two
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.models.protocols import Model
-from dsa_layers.parallel.process_group import agreed, least
+from dsa_layers.parallel.process_group import agreed, least, raise_on_all_ranks
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.together import together
 
 _LOGGER = logging.getLogger(__name__)
 GREEDY = SamplingParams()
@@ -64,7 +63,7 @@ class Scheduler:
         self.device = next(model.parameters()).device
         self.ranks: Ranks = getattr(model, "ranks", ALONE)
         self.eos = set(model.config.eos_token_ids)
-        with together(self.ranks) as facts:
+        with raise_on_all_ranks(self.ranks) as facts:
             if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
                 raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
             self.options = checked_options(model, options)
@@ -73,11 +72,11 @@ class Scheduler:
                 self.eos.add(tokenizer.eos_token_id)
             facts |= {name: str(value) for name, value in asdict(self.options).items()}
             facts["tokens that end"] = str(sorted(self.eos))
-        with together(self.ranks):
+        with raise_on_all_ranks(self.ranks):
             self.capacity = Capacity(model, self.options, self.device)
         self.capacity.pages = least(self.ranks, self.capacity.pages)
         # Callers may write to the cache outside of inference mode.
-        with together(self.ranks), torch.inference_mode(False):
+        with raise_on_all_ranks(self.ranks), torch.inference_mode(False):
             self.cache: Cache = self.capacity.make_cache(model, self.device)
             self.passes = Passes(model, self.cache, self.options)
         if self.options.cache_tokens is None and self.device.type == "cuda" and self.ranks.rank == 0:
@@ -167,7 +166,7 @@ class Scheduler:
 
         make: returns the prompts. If it raises on one rank, all ranks raise
         """
-        with together(self.ranks) as facts:
+        with raise_on_all_ranks(self.ranks) as facts:
             sequences = [s for i, prompt in enumerate(make()) for s in self._sequences(i, *prompt)]
             if self.ranks.size > 1:
                 facts["prompts"] = _digest([s.tokens for s in sequences])

@@ -9,7 +9,7 @@ import torch
 
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeInputs, Running
-from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.generation.engine_options import EngineOptions

@@ -15,9 +15,8 @@ from dsa_layers.hf.lengths import Pass
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
-from dsa_layers.layers.indexer import WORKSPACE
+from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
-from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 PAGE_SIZE = 256  # tokens: 64 entries of a layer with an indexer, 2 of other layers, as in the published model
 

@@ -18,7 +18,7 @@ def accelerate(model: "torch.nn.Module", *, fp8_indexer: bool = False) -> "torch
     fp8_indexer  False: index queries and keys have the model's dtype, as in transformers. PyTorch computes the scores.
                  True: index queries and keys go through the Hadamard transform and e4m3, as in the published models.
                  This has kernels on Hopper for index_head_dim = 128, and an index key takes 132 bytes in the cache.
-                 Scores of prompts have the accumulators of `load_model` (`dsa_layers.layers.score_accumulators`)
+                 Scores of prompts have the accumulators of `load_model` (`dsa_layers.layers.indexer`)
 
     A second call changes fp8_indexer. Raises ValueError for a model without layers of these families, ImportError
     without transformers, and RuntimeError for a version of transformers that is not tested.

@@ -14,8 +14,7 @@ from dsa_layers.hf.lengths import Pass
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias, weight_of
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.indexer import WORKSPACE
-from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
+from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 
 PAGE_SIZE = 64  # tokens, as the kernels of the byte layouts require
 

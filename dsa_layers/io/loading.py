@@ -29,8 +29,8 @@ from dsa_layers.models.config_file import read_config
 from dsa_layers.models.precision import Precision, check_device
 from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.models.registry import family
+from dsa_layers.parallel.process_group import raise_on_all_ranks
 from dsa_layers.parallel.ranks import Ranks, ranks_of
-from dsa_layers.parallel.together import together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +71,7 @@ def load_model(
                    their blocks of 128 end. What one rank finds in its part all raise; the first has the progress bar
 
     What prompts' index scores are accumulated in is the default of all models (`SCORE_ACCUMULATORS` of
-    `dsa_layers.layers.score_accumulators`); `set_score_accumulators(model, ...)` changes it for one.
+    `dsa_layers.layers.indexer`); `set_score_accumulators(model, ...)` changes it for one.
     Parameters are ordinary tensors also in inference mode. Inference tensors have no version counters, and what is made
     of weights once would be made anew in every pass.
     A hub id is OWNER/NAME, where there is no such directory, and is found by huggingface_hub (`checkpoint_directory`).
@@ -87,7 +87,7 @@ def load_model(
     ranks = ranks_of(mesh)
     if trainable and ranks.size > 1:
         raise ValueError(f"trainable: a part of a model takes no gradient; accepted on one rank, got {ranks.size}")
-    with together(ranks, CheckpointError) as facts:
+    with raise_on_all_ranks(ranks, CheckpointError) as facts:
         directory = checkpoint_directory(directory)
         config = read_config(directory)
         precision = Precision.of(config, dtype, dequantize=dequantize, kv_cache=kv_cache)
@@ -112,7 +112,7 @@ def load_model(
     progress = progress and ranks.rank == 0
     if config.num_nextn_predict_layers and progress and not drafter:
         _LOGGER.debug("drafter=True drafts tokens with the multi-token-prediction layer, which is not loaded now.")
-    with together(ranks, CheckpointError):
+    with raise_on_all_ranks(ranks, CheckpointError):
         load_weights(model, checkpoint, device=device, progress=progress, **names)
         check_values(model, checkpoint.directory)
         model.init_buffers(device)

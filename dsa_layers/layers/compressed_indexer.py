@@ -8,9 +8,8 @@ import dsa
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.indexer import WORKSPACE, KeySelection, Rope, quantized_keys
+from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE, KeySelection, Rope, quantized_keys
 from dsa_layers.layers.linear import FP32Linear, linear_fp32, make_linear
-from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 
 class CompressedIndexer(KeySelection):

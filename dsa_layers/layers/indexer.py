@@ -2,7 +2,7 @@
 indexer."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -11,16 +11,22 @@ import dsa
 from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_choice, check_dtype, check_same_dtype
-from dsa_layers.arguments import flag, integer
+from dsa_layers.arguments import flag, instance, integer
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
-from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 from dsa_layers.layers.trained_attention import TrainedAttention
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
 FP8_DIM = 128  # channels of a head with `quantize`: of the Hadamard transform and of the pages of FP8 keys
+Module = TypeVar("Module", bound=nn.Module)
+# The default of every model: of `load_model`, of `dsa_layers.hf` and of layers by themselves. It says how Hopper
+# kernels add up the FP8 scores of prompts; decoding, scores that are not FP8 and a CPU add in fp32.
+#   torch.float16  1.4 to 1.7 times as fast as fp32 accumulators. Scores are off by about 5e-4 of their root mean
+#                  square, and less than one of 1000 selected keys differs from those of torch.float32
+#   torch.float32  the scores of DeepGEMM, up to the order of sums
+SCORE_ACCUMULATORS = torch.float16
 WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
 # From this many keys and tokens on, fp16 scores are selected as they are computed, which is faster there (docs/
 # explanation/kernels.md, "Fused selection"). FUSED_BYTES: workspace per token.
@@ -157,7 +163,7 @@ class LightningIndexer(KeySelection):
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and token, as DeepSeek-V3.2 does; the queries' scales fold into w.
     top_k, workspace, accumulators: as of `KeySelection`. Accumulators matter with `quantize`, on Hopper;
-    `dsa_layers.layers.score_accumulators` has the default of all models, and what it costs.
+    `SCORE_ACCUMULATORS` is the default of all models.
 
     `select` and `loss` are those of `Indexer`; training never quantises. Selection with `quantize` is of head_dim 128.
     Raises TypeError or ValueError that names the argument.
@@ -263,3 +269,27 @@ def check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Mod
             raise ValueError(f"indexer: its {name} must be the layer's {size}, got {projection.weight.shape[1]}")
     if type(reader) is type(indexer.wk) is Linear:
         check_same_dtype(("layer", reader.weight), indexer=indexer.wk.weight)
+
+
+def set_score_accumulators(model: Module, accumulators: torch.dtype) -> Module:
+    """Sets what the indexers of a model accumulate a prompt's scores in, and returns the model.
+
+        model = set_score_accumulators(load_model(CHECKPOINT, device="cuda"), torch.float32)
+
+    model         with a `LightningIndexer` or `CompressedIndexer`: of `load_model`, of transformers on `dsa_layers.hf`,
+                  or one of the caller's own
+    accumulators  torch.float32 or torch.float16 (`SCORE_ACCUMULATORS`)
+
+    The next prompt has it. Kernels of torch.float32 are not among those that `dsa compile` makes in advance.
+    Raises TypeError or ValueError that names the argument, also for a model without such an indexer.
+    """
+    instance("model", model, nn.Module, "a torch.nn.Module")
+    check_dtype("accumulators", accumulators, ACCUMULATORS)
+    indexers = [module for module in model.modules() if hasattr(module, "accumulators")]
+    if not indexers:
+        raise ValueError(
+            f"model: must have a LightningIndexer or a CompressedIndexer, got {type(model).__name__} without one"
+        )
+    for indexer in indexers:
+        indexer.accumulators = accumulators
+    return model

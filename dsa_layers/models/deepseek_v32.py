@@ -5,8 +5,8 @@ Source: DeepSeek-V3.2's report (arXiv 2512.02556) and inference code.
 """
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch, check_pass
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
 from dsa_layers.config.fields import Fields, computed, integer, one_of, only
-from dsa_layers.config.model_config import ModelConfig, RopeConfig, read_rope, share_of_heads
+from dsa_layers.config.model_config import ModelConfig, RopeConfig, read_rope
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import Embedding, LanguageModelHead, Linear
@@ -72,9 +72,6 @@ class DeepseekV32Config(ModelConfig):
         names += ["moe_intermediate_size"] if self.first_k_dense_replace < self.num_hidden_layers else []
         widths = {name: getattr(self, name) for name in names}
         return widths | {"v_head_dim": self.num_attention_heads * self.v_head_dim}
-
-    def with_heads(self, heads: int) -> Self:
-        return replace(self, num_attention_heads=share_of_heads(heads, self.num_attention_heads))
 
     @property
     def softmax_scale(self) -> float:

@@ -4,10 +4,10 @@ Configuration, block, model, drafter and tiny checkpoint.
 Source: DeepSeek-V4's report (arXiv 2606.19348) and inference code.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from dsa_layers.config.model_config import (
     RopeConfig,
     read_quantization,
     read_yarn,
-    share_of_heads,
 )
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
@@ -163,12 +162,6 @@ class DeepseekV4Config(ModelConfig):
         names = ("hidden_size", "q_lora_rank", "moe_intermediate_size", "o_lora_rank")
         widths = {name: getattr(self, name) for name in names}
         return widths | {"o_groups": self.num_attention_heads * self.head_dim // self.o_groups}
-
-    def with_heads(self, heads: int) -> Self:
-        """A share has whole groups of the output projection."""
-        of_group = self.num_attention_heads // self.o_groups
-        heads = share_of_heads(heads, self.num_attention_heads, of_group)
-        return replace(self, num_attention_heads=heads, o_groups=heads // of_group)
 
     def check(self, fields: Fields) -> None:
         rope, heads, experts = self.qk_rope_head_dim, self.num_attention_heads, self.n_routed_experts

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dsa_layers.arguments import integer, shown
+from dsa_layers.arguments import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.parallel.process_group import raise_on_all_ranks
 from dsa_layers.parallel.ranks import Ranks
 
 
@@ -141,7 +142,12 @@ class ContextBatch(SequenceBatch):
         ValueError or TypeError if one of them has other or unsuitable lengths."""
         if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
             raise ValueError(f"ranks: this process must be one of its {ranks.size} ranks, got rank {ranks.rank}")
-        lens = _agreed(lens, ranks)
+        if ranks.size > 1 and not dist.is_initialized():
+            raise RuntimeError("ranks: torch.distributed is not initialised: call init_process_group before")
+        with raise_on_all_ranks(ranks) as facts:
+            lens = facts["lens"] = SequenceBatch.without_cache(lens).query_lens
+            if sum(lens) < ranks.size:
+                raise ValueError(f"lens: must have at least a token for each of {ranks.size} ranks, got {list(lens)}")
         shares = tuple(cut(lens, ranks.size))
         own = tuple(piece.end - piece.begin for piece in shares[ranks.rank].pieces)
         return cls(own, own, torch.device(device), lens=lens, shares=shares, ranks=ranks)
@@ -221,36 +227,3 @@ class ContextBatch(SequenceBatch):
             rows = rows.pin_memory()
         first = sum(piece.end for piece in self._share.early)
         return RowPlan(rows.to(self.device, non_blocking=True), first, most)
-
-
-def _agreed(lens: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
-    """The lengths of sequences, which all ranks must give alike. ValueError or TypeError on all ranks for what one of
-    them cannot share."""
-    own = _checked(lens, ranks.size)
-    every = [own] * ranks.size
-    if ranks.size > 1:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError("ranks: torch.distributed is not initialised: call init_process_group before")
-        dist.all_gather_object(every, own, group=ranks.group)
-    for rank, given in enumerate(every):
-        if isinstance(given, ValueError | TypeError):
-            raise type(given)(f"{given} (on rank {rank})" if ranks.size > 1 else str(given))
-        if given != every[0]:
-            first, other = _said(every[0]), _said(given)
-            raise ValueError(f"lens: must be the same on all ranks, got {first} on rank 0 and {other} on rank {rank}")
-    return own
-
-
-def _checked(lens: Sequence[int], size: int) -> tuple[int, ...] | ValueError | TypeError:
-    """The lengths, or what is wrong with them, for all ranks to hear."""
-    try:
-        own = SequenceBatch.without_cache(lens).query_lens
-    except (ValueError, TypeError) as error:
-        return error
-    if sum(own) < size:
-        return ValueError(f"lens: must have at least a token for each of {size} ranks, got {list(own)}")
-    return own
-
-
-def _said(lens: tuple[int, ...]) -> str:
-    return f"{len(lens)} of {sum(lens)} tokens, {shown(list(lens))}"

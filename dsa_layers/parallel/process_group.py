@@ -1,9 +1,10 @@
 """This process as one of the ranks that torchrun or `launch` has started, and agreements between ranks."""
 
 import atexit
+import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ Value = TypeVar("Value")
 # How long ranks wait for each other. Others may be reading large files or compiling; the launcher ends ranks whose
 # peer has failed.
 TIMEOUT = timedelta(hours=2)
+# Environment variables that must be the same on all ranks: which kernels run, and so how ranks communicate.
+SETTINGS = ("DSA_BACKEND",)
 
 
 def join(device: str) -> tuple[Ranks, torch.device]:
@@ -80,3 +83,42 @@ def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
     if problem is not None:
         raise ValueError(problem)
     return value
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(ranks: Ranks, error: type[ValueError] = ValueError) -> Iterator[dict[str, Any]]:
+    """A context that all ranks enter. If one of them raises inside, all raise: that rank its own exception, the others
+    an `error` that names the rank. A RuntimeError, MemoryError or OSError becomes an `error`, so that all ranks end in
+    the same way.
+
+    Yields a dictionary of facts that must be equal on all ranks, SETTINGS among them; otherwise all ranks raise an
+    `error` that names the fact. Nothing is exchanged for one rank, or without a process group.
+    """
+    facts: dict[str, Any] = {}
+    if ranks.size == 1 or not dist.is_initialized():
+        yield facts
+        return
+    facts |= {name: os.environ.get(name) or "unset" for name in SETTINGS}
+    caught: Exception | None = None
+    try:
+        yield facts
+    except Exception as problem:
+        caught = problem
+    said = None if caught is None else str(caught) or type(caught).__name__
+    of_ranks: list[tuple[str | None, dict[str, Any]]] = [(None, {})] * ranks.size
+    dist.all_gather_object(of_ranks, (said, facts), group=ranks.group)
+    if caught is not None:
+        try:
+            if isinstance(caught, RuntimeError | MemoryError | OSError):
+                raise error(said) from caught
+            raise caught
+        finally:
+            del caught  # the exception refers to this frame, and so to the tensors of all frames
+    for rank, (problem, _) in enumerate(of_ranks):
+        if problem is not None:
+            raise error(f"{problem} (rank {rank})")
+    for rank, (_, found) in enumerate(of_ranks):
+        for name, value in found.items():
+            first = of_ranks[0][1][name]
+            if value != first:
+                raise error(f"{name}: must be the same on all ranks, got {first} on rank 0 and {value} on rank {rank}")

@@ -7,8 +7,7 @@ import dsa
 from dsa_bench.e2e import runs
 from dsa_bench.e2e.runs import decode, fill, prefill
 from dsa_bench.e2e.stacks import LONG_STACKS, STACKS, published_layers, skeleton, with_layers
-from dsa_layers.batch.prefill import Chunk
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.batch.sequence_batch import Chunk, SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.layers.moe import MoE
 from dsa_layers.models.family import published_config

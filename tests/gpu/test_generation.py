@@ -13,8 +13,7 @@ from dsa.kernels.indexer.limits import LENGTHS, PAGED
 from dsa.ops.mla import flash_mla_with_kvcache
 from dsa.reference import topk_indices as reference
 from dsa.testing import assert_close, calc_diff
-from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.batch.sequence_batch import Chunk, SequenceBatch, prefill_batch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine import paged_attention, side_stream
 from dsa_layers.engine.fuse import fuse

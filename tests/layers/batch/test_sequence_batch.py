@@ -5,8 +5,7 @@ import torch
 
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.batch.sequence_batch import Chunk, SequenceBatch, prefill_batch
 
 
 def test_packed_tensors_are_what_is_computed_by_hand():

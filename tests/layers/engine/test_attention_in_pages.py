@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.engine import paged_attention
 from dsa_layers.io.loading import load_model
 from tests.layers.layers.calls import record

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import accelerate
 from dsa_layers.io.loading import load_model
-from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS, set_score_accumulators
+from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, set_score_accumulators
 from tests.layers.hf.pairs import assert_same, pair
 from tests.layers.layers.calls import record
 from tests.reference.common import assert_refused

@@ -25,12 +25,12 @@ THREADS = """
 
     atexit.register(lambda: print(f"left: {of_gloo()}\\n", end=""))
     from dsa_layers.parallel.process_group import join
-    from dsa_layers.parallel.together import together
+    from dsa_layers.parallel.process_group import raise_on_all_ranks
 
     def run():
         ranks, _ = join("cpu")
         print(f"there: {of_gloo()}\\n", end="")
-        with together(ranks):
+        with raise_on_all_ranks(ranks):
             if RAISES:
                 raise RuntimeError("no memory")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_layers import load_model
-from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.evaluation import KeysRead, latest_keys
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
