@@ -45,7 +45,10 @@ def found_instead(directory: Path) -> str:
 
 
 def check_no_pointer(path: Path, error: type[ValueError]) -> None:
-    """Raise `error` for a git-LFS pointer, and OSError for a file that cannot be read."""
+    """Raise `error` for a git-LFS pointer and for anything but a file, such as a pipe, whose reading could wait for
+    ever. Raises OSError for a file that cannot be read."""
+    if path.exists() and not path.is_file():
+        raise error(f"{path}: must be a file")
     with path.open("rb") as stream:
         head = stream.read(len(_LFS_POINTER))
     if head == _LFS_POINTER:

@@ -19,6 +19,11 @@ def truncate(path, size):
     os.truncate(path, path.stat().st_size + size if size < 0 else size)
 
 
+def replaced_by_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def replaced_by_link(path):
     path.unlink()
     path.symlink_to("nowhere")
@@ -33,6 +38,7 @@ def replaced_by_link(path):
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "file not fully covered"),
         (lambda p: p.write_bytes(b"<!DOCTYPE html><html>" * 100), "header too large"),
         (lambda p: p.write_bytes(LFS_POINTER), "2.st: is a git-LFS pointer in place of the file"),
+        (replaced_by_pipe, "2.st: must be a file"),
         (replaced_by_link, f"2.st: missing, though {INDEX_NAME} lists it"),
     ],
 )
@@ -60,7 +66,7 @@ def test_every_damaged_file_is_named(tmp_path):
         ({"weight_map": {"a": "../1.st"}}, "the file '../1.st'; accepted: the name of a file in this directory"),
         ({"weight_map": {"a": 1}}, "weight_map gives 'a' the file 1; accepted: the name of a file"),
         ({"weight_map": {"a": "a\0b"}}, "the file 'a\\x00b'; accepted: the name of a file"),
-        ({"weight_map": {"a": ".."}}, "..: not a safetensors file"),
+        ({"weight_map": {"a": ".."}}, "..: must be a file"),
         ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
         ({}, 'expected {"weight_map": {tensor: file, ...}}, got {}'),
         (
