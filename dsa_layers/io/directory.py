@@ -35,19 +35,25 @@ _SHOWN_PROBLEMS = 10
 
 
 def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> Path:
-    """The directory of a checkpoint: `name` itself if that exists or can be no hub id, which is OWNER/NAME; else where
-    huggingface_hub keeps the model of this id.
+    """The directory of a checkpoint: `name` itself if it exists; else where huggingface_hub keeps the model of this
+    id, OWNER/NAME.
 
     weights  whether weights are needed too, and not only configuration, tokenizer and chat template
-    Raises ImportError, which says what to install, where huggingface_hub is missing. Raises CheckpointError (a
-    ValueError) for an id that the hub does not know, for an id that the cache does not hold if the hub cannot be
-    reached, and for a GGUF file. Raises TypeError unless `name` is a string or a path.
+
+    Raises ImportError, which says what to install, if huggingface_hub is missing. Raises CheckpointError (a ValueError)
+    for a path that does not exist and is no id, for an id that the hub does not know, for an id that the cache does not
+    hold if the hub cannot be reached, and for a GGUF file. Raises TypeError unless `name` is a string or a path.
     """
     path, text = path_of("directory", name), os.fspath(name)
     if path.suffix == ".gguf" and path.is_file():
         raise CheckpointError(f"{text}: is GGUF, which llama.cpp reads; {ACCEPTED}")
-    if is_there(path) or not _ID.fullmatch(text):
+    if is_there(path):
         return path
+    if not _ID.fullmatch(text):
+        raise CheckpointError(
+            f"{text}: no such directory; accepted: a directory with config.json and safetensors files, or the hub's "
+            "OWNER/NAME"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -90,7 +90,10 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
     ("options", "problem"),
     [
         (["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
-        (["--chat-option", "thinkin=true"], "dsa chat: --chat-option: thinkin: is no variable of the chat"),
+        (
+            ["--chat-option", "thinkin=true"],
+            "thinkin: is no variable of the chat template; accepted: drop_thinking, enable_thinking, thinking",
+        ),
     ],
 )
 def test_wrong_options_end_the_program_before_a_message_is_read(checkpoint, chat, error, options, problem):

@@ -70,7 +70,7 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
     writable.chmod(0o777)
     model = ["--model", str(checkpoint)]
     for options, message in (
-        (["--model", str(tmp_path / "nowhere")], f"{tmp_path}/nowhere/config.json: no such file"),
+        (["--model", str(tmp_path / "nowhere")], f"{tmp_path}/nowhere: no such directory; accepted: "),
         (["--model", str(changed)], f"{changed}: field 'model_type' is 'gpt2'; accepted: "),
         ([*model, "--out", str(writable)], "other users may write to the folder"),
         ([*model, "--out", str(changed)], f"{changed} is not a folder"),

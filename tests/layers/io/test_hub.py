@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.command.main import main
+from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.sampling import sampling_defaults
 from dsa_layers.io.directory import INDEX_NAME, checkpoint_directory
 
@@ -61,9 +62,10 @@ def test_a_directory_wins(cache, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a/b/c", "./a/b", "/a/b", "../b", "a b/c", "a/b@main", "ä/b", "~/b"])
-def test_what_is_no_id_is_a_path(cache, name, monkeypatch):
+def test_a_missing_path_that_is_no_id_is_not_looked_for_on_the_hub(cache, name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    assert checkpoint_directory(name) == Path(name)
+    with pytest.raises(CheckpointError, match=r"no such directory; accepted: a directory with config\.json and "):
+        checkpoint_directory(name)
 
 
 def test_without_the_extra_a_line_says_what_to_install(cache, monkeypatch, capsys):

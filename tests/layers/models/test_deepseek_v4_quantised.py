@@ -171,7 +171,7 @@ def scheme(**changes):
     return {"quantization_config": block | changes}
 
 
-LAYERS = "field 'compress_ratios' has 5 items; accepted: 4 (num_hidden_layers) or 11 (with num_nextn_predict_layers=7)"
+LAYERS = "is [0, 4, 128, 4, 0]; accepted: 4 (num_hidden_layers) or 11 (with num_nextn_predict_layers=7)"
 
 
 @pytest.mark.parametrize(
