@@ -1,4 +1,4 @@
-"""Checks of arguments, whose errors name the argument, what it got and what is accepted."""
+"""Check arguments. An error names the argument, the value that was given and the accepted values."""
 
 import math
 import numbers

@@ -107,9 +107,10 @@ def _drawing_order(manifest: Manifest, order: tuple[str, ...]) -> Manifest:
 
 
 def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator, experts: int) -> torch.Tensor:
-    """Values at which every part has an effect: activations of order 1, logits that spread, norms that are not 1.
+    """Return random values for the tensor `name`. They are such that every part of the model changes the result:
+    activations are of order 1, logits differ clearly, and norms' weights are not 1.
 
-    experts: the number of experts that a table of experts names
+    experts: the number of experts from which the table of a hash-routed layer (tid2eid) chooses
     """
     if name.endswith("tid2eid"):
         return torch.rand(shape[0], experts, generator=generator, device="cpu").argsort(-1)[:, : shape[1]].contiguous()

@@ -75,11 +75,11 @@ class IndexerStage:
         self.name = name
         self._layers = _trained_layers(model, drafter)
         self._kls: list[torch.Tensor] = []
-        self._without_gradients = False  # of a pass whose losses are in _kls
-        self._before: list[list] = []  # for each `with` that is entered, what the layers had
+        self._without_gradients = False  # whether a pass whose losses are in _kls ran without gradients
+        self._before: list[list] = []  # for each open `with`, the previous indexer_stage of every layer
 
     def __enter__(self) -> Self:
-        if not self._before:  # passes that validated may have had nobody who took their losses
+        if not self._before:  # drops the losses of validation passes that nobody read
             self._kls, self._without_gradients = [kl for kl in self._kls if kl.requires_grad], False
         self._before.append([layer.indexer_stage for layer in self._layers])
         for layer in self._layers:
@@ -99,7 +99,8 @@ class IndexerStage:
         return list(dict.fromkeys(p for layer in self._layers for p in layer.indexer.parameters()))
 
     def share(self, lens: Sequence[int], ranks: Ranks, device: torch.device | str = "cpu") -> ContextBatch:
-        """This rank's share of packed sequences of these lengths, T tokens, as a batch for passes within this stage:
+        """Return this rank's share of packed sequences of these lengths, T tokens in total, as a batch for passes
+        within this stage:
 
             share = stage.share([120, 80], Ranks.of())
             logits = model(share.own(tokens), share, all_tokens=True)
@@ -107,10 +108,10 @@ class IndexerStage:
             of_tokens = cross_entropy(logits, targets, reduction="none")
             loss = share.mean(of_tokens, count=200 - 2) + stage.loss()  # two tokens have no target
 
-        The mean over the ranks of `loss`, and of its gradients, is that of one rank with all tokens: DDP and FSDP2 take
-        this mean. All ranks must call it together, and exchange `lens`, for which the host waits. ValueError and
-        TypeError come on all ranks: for `lens` that differ between ranks, that are no lengths, or that have fewer
-        tokens than there are ranks. RuntimeError for ranks whose torch.distributed is not initialised.
+        The mean of `loss` over the ranks equals the loss of one rank with all tokens, and so do the gradients. DDP and
+        FSDP2 take this mean. All ranks must call this together; they exchange `lens`, and the host waits for that.
+        Raises ValueError or TypeError on all ranks if `lens` differs between ranks, is not a list of lengths, or has
+        fewer tokens than there are ranks. Raises RuntimeError on ranks on which torch.distributed is not initialised.
         """
         instance("ranks", ranks, Ranks, "Ranks")
         return ContextBatch.of(lens, ranks, device)

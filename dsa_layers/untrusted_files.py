@@ -45,8 +45,8 @@ def found_instead(directory: Path) -> str:
 
 
 def check_no_pointer(path: Path, error: type[ValueError]) -> None:
-    """Raise `error` for a git-LFS pointer and for anything but a file, such as a pipe, whose reading could wait for
-    ever. Raises OSError for a file that cannot be read."""
+    """Raise `error` for a git-LFS pointer. Also raise it for a path that is not a regular file: reading a pipe could
+    block forever. Raises OSError for a file that cannot be read."""
     if path.exists() and not path.is_file():
         raise error(f"{path}: must be a file")
     with path.open("rb") as stream:

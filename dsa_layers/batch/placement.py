@@ -1,4 +1,4 @@
-"""How the rows of a pass lie on the ranks that compute it."""
+"""The placement of a pass's rows on the ranks that compute it."""
 
 from collections.abc import Callable
 from functools import partial

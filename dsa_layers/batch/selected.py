@@ -17,13 +17,13 @@ class Selected:
     """The keys that a layer attended to in this pass.
 
     A later layer may read its keys elsewhere: in its cache, among the keys of this pass, or on another device.
-    `indices` converts what was selected.
+    `indices` converts topk_indices for the later layer.
 
     topk_indices  int32 [T, top_k]: the selected keys, then -1; None if the layer attended to all keys
-    batch         the batch of the selecting layer, whose slots or rows these are; None without tokens
+    batch         the batch of the selecting layer, in which topk_indices are slots or rows; None without tokens
     counted_in    whether topk_indices are positions in the sequence, rows among all packed keys, or slots in the cache
-    placement     of the rows of topk_indices: all T tokens, or this rank's
-    bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
+    placement     the placement of topk_indices' rows: all T rows, or this rank's local rows
+    bits          the selected keys as `dsa.selection_bits`, if attention takes the multi-head form; else None
     """
 
     topk_indices: torch.Tensor | None

@@ -147,8 +147,11 @@ class SequenceBatch(TokenBatch):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next `new` tokens of a sequence that has `cached` tokens in the cache already. pages: all of the sequence's,
-    with room for the new tokens; state_slot: its row of what the cache keeps by sequence."""
+    """The next `new` tokens of a sequence of which `cached` tokens are already in the cache.
+
+    pages       all pages of the sequence, with room for the new tokens
+    state_slot  the sequence's row in the tensors that the cache stores per sequence
+    """
 
     new: int
     cached: int

@@ -73,8 +73,8 @@ class TokenBatch(SelectableKeys):
         return self._views.setdefault(("entries", ratio), EntryView(self, ratio))
 
     def windows(self, window: int, ring: int) -> WindowView:
-        """Return the view of the sliding windows of this many tokens, in rings of this many slots, the same for all
-        layers of the pass. Raises ValueError for more tokens to decode than a ring has room for."""
+        """Return the view of windows of `window` tokens in rings of `ring` slots. All layers of the pass share one
+        view. Raises ValueError if a sequence has more tokens to decode than a ring has room for."""
         most = ring - window + 1
         if self.next_n > most:
             raise ValueError(f"batch: next_n must be at most {most} with this cache, got {self.next_n}")
@@ -99,8 +99,8 @@ class TokenBatch(SelectableKeys):
 def check_of_sequences(
     name: str, tensor: object, sequences: int, device: torch.device, source: str, *more: str
 ) -> None:
-    """Raise TypeError or ValueError unless `tensor` is int32 [sequences, *more] on a device, which may have no index.
-    source: the argument that has the number of sequences."""
+    """Raise TypeError or ValueError unless `tensor` is int32 [sequences, *more] on `device`. A `device` without an
+    index stands for every device of its type. source: the argument that determines the number of sequences."""
     check_tensor(name, tensor, INT32, (sequences, *more), source)
     own = tensor.device
     if own.type != device.type or (device.index is not None and own.index != device.index):

@@ -12,9 +12,11 @@ from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
 
 @dataclass(frozen=True)
 class WindowView:
-    """A token sees the last `window` tokens, including itself. The token at position p is in slot p mod ring of its
-    sequence's ring, which is page state_slots[b] of the cache. A ring has a slot for each token of a window, and K - 1
-    more for a sequence that can continue after any of its last K tokens.
+    """The cache slots that the sliding windows of a batch read and write.
+
+    A token sees the last `window` tokens, including itself. Each sequence has a ring of slots, which is page
+    state_slots[b] of the cache. The token at position p is in slot p mod ring. A ring of window + K - 1 slots lets a
+    sequence continue after any of its last K tokens, for example after rejected drafts.
 
     batch: the `TokenBatch` of the tokens
     """
@@ -66,7 +68,7 @@ class WindowView:
 
     @cached_property
     def cu_keys(self) -> torch.Tensor:
-        """int32 [B + 1]: where the sequences begin in that order."""
+        """int32 [B + 1]: where each sequence begins among the rows in `order`."""
         if not any(self.earlier_lens):
             return self.batch.cu_query_lens
         lens = [before + new for before, new in zip(self.earlier_lens, self.batch.query_lens)]
@@ -74,6 +76,6 @@ class WindowView:
 
     @cached_property
     def indices(self) -> torch.Tensor:
-        """int32 [T, window]: the rows of that order that each new token sees."""
+        """int32 [T, window]: the rows, in the order of `order`, that each new token sees."""
         batch = self.batch
         return dsa.window_indices(batch.cu_query_lens, self.cu_keys, sum(batch.query_lens), self.window)

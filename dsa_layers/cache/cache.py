@@ -80,7 +80,7 @@ class Cache:
         raise NotImplementedError
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Return those that have a row for each state slot, and not for each page."""
+        """Return the tensors that have one row per state slot. The other tensors of the cache have one row per page."""
         return []
 
     @property
@@ -119,7 +119,8 @@ class CacheSizes:
 
 
 def most_tokens(page_size: int) -> int:
-    """Return the size of the largest cache that callers may ask for. Padding sequences need further pages."""
+    """Return the largest number of cache tokens that callers may ask for. It leaves room for the pages of sequences
+    that pad a batch."""
     return MOST_SLOTS - 2 * page_size
 
 
@@ -130,6 +131,6 @@ def check_storage(name: str, kind: torch.dtype | str) -> None:
 
 
 def check_cache(cache: object, kind: type) -> None:
-    """Raise TypeError for anything but the cache of one layer. kind: its class."""
+    """Raise TypeError unless `cache` is the cache of one layer. kind: the class of that cache."""
     if not isinstance(cache, kind):
         raise TypeError(f"cache: must be a {kind.__name__} or None, got {type(cache).__name__}")

@@ -1,4 +1,4 @@
-"""The caches of a model with compressed attention: rings of windows by sequence, entries by page."""
+"""The caches of a model with compressed attention: one ring of window keys per sequence, and pages of entries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,15 +51,18 @@ class EntryShape:
 
 
 class CompressedKVCache(Cache):
-    """Windows, entries and index entries of all layers. Page p of every layer has the entries of the same tokens. State
-    slot s of every layer has a sequence's ring, and what its compressors store of incomplete entries.
+    """Windows, entries and index entries of all layers.
 
-    layers          for each layer the shape of its entries and of its indexer's entries, or None if it has none
-    state_slots     the most sequences at a time
-    entries, index  "fp8" for the byte layouts (584 bytes per entry or token, and index_dim + 4), or the float dtype to
-                    store
+    Page p of every layer has the entries of the same tokens. State slot s of every layer has the ring of one sequence,
+    and the state of the layer's compressors for the sequence's incomplete entries.
 
-    Raises TypeError or ValueError for sizes and kinds that make no cache.
+    layers          for each layer, the shape of its entries and the shape of its indexer's entries; None if the layer
+                    has none
+    state_slots     maximum number of sequences at a time
+    entries, index  storage of windows and entries, and of index entries: "fp8" for the byte layouts (584 bytes per
+                    entry or token, index_dim + 4 bytes per index entry), or a float dtype
+
+    Raises TypeError or ValueError for invalid sizes and storage kinds.
     """
 
     def __init__(

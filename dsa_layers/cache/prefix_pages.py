@@ -27,7 +27,7 @@ class PrefixPages:
         self.unused: OrderedDict[int, None] = OrderedDict()
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """Return the pages of the longest known prefix that leaves at least one of the tokens."""
+        """Return the pages of the longest known prefix of `tokens`. At least one token remains after the prefix."""
         found: list[int] = []
         for _ in range((len(tokens) - 1) // self._page_size):
             page = self._pages.get(self._key(found, tokens))
@@ -102,7 +102,8 @@ class StateCopies:
         return page in self._slots
 
     def keep(self, page: int, state_slot: int) -> None:
-        """Copy the state of a sequence whose tokens in the cache are exactly the prefix."""
+        """Copy the state of a sequence, unless there is a copy for `page`. The tokens that the sequence has in the
+        cache are exactly the prefix that ends with `page`."""
         if page not in self._slots:
             self._slots[page] = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
             self._copy(state_slot, self._slots[page])

@@ -16,7 +16,7 @@ from dsa_layers.parallel.launch import note_failure
 
 # The exit codes that a shell reports for these signals.
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
-# The modules of subcommands, where they have other names. Each has a function with the subcommand's name.
+# Subcommand -> its module, if the names differ. The function in the module has the subcommand's name.
 _MODULES = {
     "chat": "generate",
     "compare": "measure",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.filename:
             problem = f"{error.filename}: {error.strerror}"
-        command = f"dsa {args.command}".rstrip()  # no subcommand if the call names none
+        command = f"dsa {args.command}".rstrip()  # strips the space if the call names no subcommand
         problem = f"{command}: {by_options(problem, args)}"
         code = 1 if isinstance(error, RuntimeError | MemoryError) else 2
         note_failure(problem)

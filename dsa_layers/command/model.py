@@ -26,10 +26,12 @@ from dsa_layers.parallel.process_group import join
 
 
 def start_ranks(args: argparse.Namespace) -> int | None:
-    """Run this command as one rank per GPU and return the exit code. Return None if this process runs it itself: alone,
-    or as a rank. Set args.device and args.dequantize, if they are None, to what this machine has.
+    """Launch this command as one rank per GPU, wait for it, and return the exit code. Return None if this process is to
+    run the command, because it is the only process or a rank. If args.device or args.dequantize is None, set it to the
+    default for this machine.
 
-    Raise ValueError if there are fewer GPUs than that, or if they cannot hold the model. Its weights are not read.
+    Raise ValueError if the machine has fewer GPUs than ranks, or if the GPUs cannot hold the model. The model's weights
+    are not read.
     """
     started = started_ranks()
     if started is not None and args.gpus not in (None, started):
@@ -94,7 +96,7 @@ def load(args: argparse.Namespace, directory: Path, ranks: Ranks | None = None) 
 
 
 def place(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a model that `load` has loaded runs on, as the events in JSON tell it."""
+    """Return fields of the JSON events: the device and the backend of a loaded model, and whether it is dequantised."""
     backend = backends.backend() if args.device.startswith("cuda") else "reference"
     return {"device": args.device, "backend": backend, "dequantized": args.dequantize}
 

@@ -282,7 +282,7 @@ Exit codes: 0; 1 where a reply failed; 2 for a wrong call or input; 130 after Ct
 
 def _add_chat(commands: _Commands) -> None:
     parser = commands.add_parser("chat", help="talk with a checkpoint on the terminal", epilog=_CHAT)
-    # It has no --gpus: a reply that Ctrl-C ends would end at another token on each of several GPUs.
+    # `dsa chat` has no --gpus: Ctrl-C would end a reply after a different number of tokens on each rank.
     _add_model_options(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message (default: none)")
     _add_generation_options(parser, max_tokens=4096, each="reply")

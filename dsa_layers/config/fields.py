@@ -38,8 +38,8 @@ _NO_INFLUENCE = {
 }
 NO_INFLUENCE = frozenset(" ".join(_NO_INFLUENCE.values()).split())
 
-# Fields of other models that change what a layer computes, and the values with which they do not. A family that reads
-# one of them has its own check.
+# Fields of other models that change what a layer computes, each with the values that change nothing. If a family reads
+# one of these fields, it checks the value itself.
 _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -62,7 +62,7 @@ _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,),
     "use_sliding_window": (False,),
 }
-# And every unknown field whose name begins so: of layers that these families or their successors have.
+# Unknown fields with these prefixes change results too: they belong to layers of these families or their successors.
 _PREFIXES = ("index", "compress", "dspark", "engram", "hc_", "rope_", "quantization")
 
 _REQUIRED = object()
@@ -188,7 +188,8 @@ class Declared:
 
 
 def computed(compute: Callable[[Fields, SimpleNamespace], Any]) -> Any:
-    """A field that is read in its own way. compute: (the JSON object, the dataclass's fields read before) -> value"""
+    """Declare a field whose value `compute` returns. compute: (the JSON object, the fields of the dataclass that were
+    read before) -> value"""
     return dataclasses.field(metadata={"compute": compute})
 
 

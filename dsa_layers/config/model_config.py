@@ -63,7 +63,10 @@ def read_rope(fields: Fields, known: SimpleNamespace) -> RopeConfig:
 
 
 def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:
-    """The YaRN that an object describes; None for plain rope. given: values that the object does not hold."""
+    """Read the YaRN parameters of a JSON object; return None for plain rope.
+
+    given: values of `YarnConfig` fields that the object does not have
+    """
     if parameters is None:
         return None
     types = {name: parameters.read(name, one_of("default", "yarn", default=None)) for name in ("rope_type", "type")}
@@ -150,7 +153,7 @@ class ModelConfig(Declared):
     q_lora_rank: int = integer()
     index_n_heads: int = integer(maximum=MAX_HEADS)
     index_head_dim: int = integer()
-    index_topk: int = integer(maximum=2**16)  # each token has a row of as many indices
+    index_topk: int = integer(maximum=2**16)  # every token has a row of index_topk indices
     moe_intermediate_size: int = integer()
     n_routed_experts: int = integer(maximum=MAX_EXPERTS)
     n_shared_experts: int = integer(maximum=2**10)

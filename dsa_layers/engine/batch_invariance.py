@@ -34,7 +34,8 @@ def is_batch_invariant() -> bool:
 
 
 def of_attention() -> dict[str, bool]:
-    """The arguments for attention ops. Empty without batch invariance, so that replaced ops need not know them."""
+    """Return the keyword arguments for attention ops. There are none without batch invariance, so a replacement of an
+    op need not accept `enable_batch_invariant`."""
     return {"enable_batch_invariant": True} if is_batch_invariant() else {}
 
 

@@ -1,8 +1,8 @@
 """Decoding with W_UK and W_UV in FP8, as the checkpoint stores them in kv_b.
 
-With few tokens the weights' bytes take the time, and FP8 has half of bf16's. The same kernels apply rope to the queries
-and cast the values for o_proj, and no dequantised copy is kept. A token's results do not depend on other tokens, so
-batch-invariant passes use these ops for any number of tokens.
+With few tokens most of the time goes into reading the weights, and FP8 weights take half the bytes of bf16. The same
+kernels apply rope to the queries and cast the values for o_proj, and no dequantised copy is kept. A token's results do
+not depend on other tokens, so batch-invariant passes use these ops for any number of tokens.
 """
 
 import torch

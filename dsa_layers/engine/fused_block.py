@@ -14,9 +14,9 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 class FusedDecoderBlock(DecoderBlock):
     """`DecoderBlock` of a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`.
 
-    A norm, the FP8 cast of its result and the sum with the residual stream are one kernel.
-    ranks: if several compute the model, blocks pass on this rank's local rows (`placement_of`). The first block gets
-    all rows of x, and the last one returns all.
+    One kernel computes the sum with the residual stream, the norm and the FP8 cast of the norm's result.
+    ranks: the ranks that compute the model. If there are several, each block's input and output are this rank's local
+    rows (`placement_of`), except that the first block takes all rows and the last block returns all rows.
     """
 
     ranks: Ranks = ALONE

@@ -120,6 +120,6 @@ class FusedMoE(MoE):
             return self.experts.outputs(x, by_expert, top_k)
         order, _, ends = by_expert
         if len(cast[0]) == 1:
-            # All rows are the same token's, in any order, so the cast does not wait for the router.
+            # All rows are copies of one token, so their order does not matter: the cast does not wait for the router.
             return self.experts.products(tuple(part.expand(len(order), -1) for part in cast), ends, x.dtype)
         return self.experts.products(cast, ends, x.dtype, order // top_k)

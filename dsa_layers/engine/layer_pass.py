@@ -51,7 +51,7 @@ class EntryPass(LayerPass[Cache]):
 
 
 class KeyCounter(Protocol):
-    """What a layer reports to, in every pass, while keys are counted."""
+    """Interface to which a layer reports once per pass, while keys are counted, how many keys each token reads."""
 
     def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
         """Integers [T] of the pass's new tokens. read: the keys that a token's attention reads; dense: those that dense

@@ -78,26 +78,27 @@ class Latents(NamedTuple):
 class PagedAttention(DSAAttention):
     """`DSAAttention` for inference.
 
-    A prefill takes the multi-head form, with k_h and v_h of every head, while that is faster (attention_form.py). If
-    it is sparse, a bit per key says which keys are selected, and NaN in a value reaches all queries of the sequence.
-    Other sparse passes and decoding take the absorbed form, in which all heads attend to the latents.
+    A dense prefill takes the multi-head form, with k_h and v_h of every head. A sparse prefill takes this form if it is
+    faster (attention_form.py). One bit per key then marks the selected keys, and NaN in a value reaches all queries of
+    the sequence. Other sparse prefills and decoding take the absorbed form, in which all heads attend to the latents.
 
     forward(x, cos, sin, batch, cache=None, selected=None, cast=None) -> ([T, hidden], `Selected`), without gradients.
     selected: what the layer before returned, for a layer without an indexer.
     cast: x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has none.
-    With a cache, latents and index keys of the new tokens are first written to its pages. Attention reads keys from the
-    pages, so FP8 pages round them.
+    With a cache, the layer first writes the latents and index keys of the new tokens to the pages. Attention reads the
+    keys from the pages, so FP8 pages round them.
 
-    ranks: if several compute the layer, x and the result have this rank's local rows (`placement_of`). A rank computes
-    its heads for all rows, and the results are summed. With few heads and many rows it computes all heads for its local
-    rows.
-    part: this rank's heads, of a layer that has all of them (`rank_part`). part_of_ranks: those that have parts.
+    ranks: the ranks that compute the layer. If there are several, x and the result are this rank's local rows
+    (`placement_of`). A rank computes its heads for all rows, and the ranks sum the results. With few heads and many
+    rows, a rank computes all heads for its local rows.
+    part: a copy of this layer with this rank's heads (`rank_part`), if this layer has all heads.
+    part_of_ranks: the ranks that have such parts.
     """
 
     ranks: Ranks = ALONE
     part: Self | None = None
     part_of_ranks: Ranks | None = None
-    # Set while the keys that tokens read are counted.
+    # `KeysRead` sets this while it counts the keys that each token reads.
     key_counter: KeyCounter | None = None
 
     def forward(
@@ -319,7 +320,7 @@ class PagedAttention(DSAAttention):
 
     def _decode(self, q: torch.Tensor, topk_indices: torch.Tensor | None, step: AttentionPass) -> torch.Tensor:
         batch, cache = step.batch, step.cache
-        # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
+        # On a GPU, FP8 pages are attended to in bf16, whatever the model's dtype: e4m3 has only 4 significant bits.
         dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
         by_sequence = (-1, batch.next_n)
         options = {"softmax_scale": self.softmax_scale, "is_fp8_kvcache": cache.latent_is_fp8}
@@ -369,7 +370,7 @@ class PagedAttention(DSAAttention):
         return Communication(self.ranks.size, latents + picks + result, 3 if picks else 2)
 
     def _has_multi_head_kernel(self, x: torch.Tensor) -> bool:
-        """Whether attention runs as one kernel, whatever the lengths, and not as PyTorch."""
+        """Whether one kernel computes the multi-head form for all lengths. Otherwise PyTorch computes it."""
         channels = max(self.nope_dim + self.rope_dim, self.v_dim)
         taken = x.dtype in (torch.bfloat16, torch.float16) and channels <= MOST_CHANNELS
         return taken and backends.runs_kernel("mha_varlen_fwd", x)

@@ -26,7 +26,7 @@ from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 MOST_CHANNELS, VECTOR = 512, 8  # of a head, for rope in one kernel with the norm or the cast; channels at a time
-FEW_HEADS = 32  # attention of so many has a kernel of its own, which casts nothing
+FEW_HEADS = 32  # up to this many heads, attention runs another kernel, which cannot cast its results to FP8
 
 Pass = EntryPass[CompressedLayerCache]
 
@@ -41,11 +41,11 @@ class QueryLatents(NamedTuple):
 class Projections(NamedTuple):
     """Projections of x.
 
-    latents        of the queries, of this rank's rows
-    keys           [T, dim]: of the tokens, before their norm
-    entries        the compressor's products; None without a compressor
-    index_entries  the same of the lightning indexer's compressor; None if the indexer computes its own
-    index_weights  the indexer's `head_weights`, if they are a part of the same product; else None
+    latents        latents of the queries, for this rank's rows
+    keys           [T, dim]: keys of the tokens, before the norm
+    entries        products of the compressor; None without a compressor
+    index_entries  products of the lightning indexer's compressor; None if the indexer computes them itself
+    index_weights  the indexer's `head_weights`, if the same product computes them; else None
     """
 
     latents: QueryLatents
@@ -70,7 +70,7 @@ class PagedCompressedAttention(CompressedAttention):
     ranks: Ranks = ALONE
     part: Self | None = None
     part_of_ranks: Ranks | None = None
-    # Set while the keys that tokens read are counted.
+    # `KeysRead` sets this while it counts the keys that each token reads.
     key_counter: KeyCounter | None = None
 
     def forward(
@@ -135,7 +135,7 @@ class PagedCompressedAttention(CompressedAttention):
 
     @property
     def _shares_products(self) -> bool:
-        """Whether the indexer takes products that it would otherwise compute."""
+        """Whether this layer computes products for the indexer. Otherwise the indexer computes them."""
         return isinstance(self.indexer, PagedCompressedIndexer)
 
     def _begin_projections(
@@ -355,7 +355,7 @@ class PagedCompressedAttention(CompressedAttention):
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
         self._count_keys(batch, slots)
-        # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
+        # On a GPU, FP8 pages are attended to in bf16, whatever the model's dtype: e4m3 has only 4 significant bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
         # If the lengths of a sequence's last token count for its others, the place of the second list, which decides in
         # what order it is summed, depends on how many tokens there are.

@@ -31,7 +31,7 @@ class PagedCompressor(Compressor):
         return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
 
     def store(self, products: Products, step: EntryPass, cache: EntryCache) -> None:
-        """Writes the entries that the new tokens end to the cache, and what it keeps of unfinished blocks."""
+        """Write to the cache the entries that the new tokens complete, and the state of unfinished blocks."""
         batch = step.batch
         dsa.write_compressed_kv(
             *(*products, self.ape, self.norm.weight.float(), *step.entry_angles, cache.pages),

@@ -28,7 +28,7 @@ def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[
 def route(
     gate: Router, experts: Experts, x: torch.Tensor, tokens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, ByExpert]:
-    """(chosen experts, weights) as of `choose`, and the entries sorted by expert (`Experts.sort`)."""
+    """Return (chosen experts, weights) like `choose`, and the entries sorted by expert like `Experts.sort`."""
     table = _table(gate)
     own = {"first_expert": experts.first, "count": experts.count}
     if table is None and _takes("route_to_experts", x, gate.weight):

@@ -56,5 +56,5 @@ def _captures() -> bool:
 
 @cache
 def _second_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The second stream of a stream, always the same."""
+    """Return the second stream that is paired with `stream`: the same one at every call."""
     return torch.cuda.Stream(stream.device)

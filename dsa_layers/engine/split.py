@@ -75,13 +75,14 @@ class Cut:
         return (*self.whole[: self.dim], self.size, *self.whole[self.dim + 1 :])
 
     def part(self, rank: int) -> tuple[slice, ...]:
-        """The slices of a rank's part."""
+        """Return the index that selects a rank's part in the whole parameter."""
         own = slice(rank * self.size, (rank + 1) * self.size)
         return (*(slice(0, n) for n in self.whole[: self.dim]), own)
 
 
 class DoesNotDivide(ValueError):
-    """The model cannot be cut into this many equal parts. Names the number of ranks, and what they cannot share."""
+    """The model cannot be cut into this many equal parts. The message names the number of ranks, and what does
+    not divide by it."""
 
 
 def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:

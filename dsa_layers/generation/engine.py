@@ -257,8 +257,8 @@ class Scheduler:
             self._waiting.pop(0)
 
     def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
-        """Return the next tokens of prompts, first come first served, up to `prefill_chunk` of them all. In a
-        batch-invariant engine they are those of one prompt."""
+        """Choose the prompt tokens of the next pass: (sequence, number of tokens) pairs, first come first served, with
+        at most `prefill_chunk` tokens in total. A batch-invariant engine computes one prompt per pass."""
         work, room = [], self.options.prefill_chunk
         for s in self._running:
             n = min(self.memory.next_stop(s) - s.cached, room)

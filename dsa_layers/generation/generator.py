@@ -12,15 +12,15 @@ Prompts = str | Sequence[str | Sequence[int]]
 
 
 class Generator(Scheduler):
-    """Continue lists of prompts with a model. `generate` returns the completions; `stream` returns an
-    iterator over events.
+    """Continue lists of prompts with a model. `generate` returns the completions; `stream` returns an iterator over
+    events.
 
     model       on the device to run on: what load_model returns, or another Model
     tokenizer   for text prompts, streamed text and stop strings; None: token ids only
     options     fields of `EngineOptions`
     throughput  of all passes since the last call of `generate` or `stream`
 
-    Calls of several threads, and a call while a stream is open, share the passes.
+    Passes are shared between calls of several threads, and between a call and streams that are open.
 
     If a model is split over ranks (load_model's mesh), all ranks make the same calls (`Scheduler`).
     """
@@ -55,11 +55,11 @@ class Generator(Scheduler):
         prompts     a text, or a list of texts or of lists, arrays or tensors of token ids
         params      for all prompts, or a list with one per prompt. With a seed for all, sequence i uses seed + i, so
                     equal prompts get different texts. With a seed for one prompt, its k-th sequence uses seed + k
-        on_prefill  on_prefill(done, total) is called before each pass until all prompts are computed, with the numbers
-                    of their tokens in the cache and of all
+        on_prefill  on_prefill(done, total) is called before each pass until all prompts are computed. done: prompt
+                    tokens in the cache; total: all prompt tokens
 
         A sequence whose logits are not finite ends with finish_reason "error"; the others go on. Raises what
-        `Engine.add_request` raises, for any of the prompts, before it returns.
+        `Engine.add_request` raises for any of the prompts, before the iterator is returned.
         """
         request = self._call(prompts, params)
         total = sum(s.prompt_len for s in request.sequences)

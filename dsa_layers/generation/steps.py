@@ -168,10 +168,10 @@ class DraftInputs(DecodeInputs):
 
 
 class DraftStep(CapturedStep[DraftInputs]):
-    """The drafter's passes: the `drafts` likeliest tokens after each sequence, one after another.
+    """The drafter's passes. They compute the `drafts` likeliest tokens after each sequence, one after another.
 
-    cache: the model's. The drafter's own, the attribute `cache`, has the same pages and state slots. A call follows a
-    verifying pass (`DecodeStep`), and `after_prompts` the drafter's pass over prompts.
+    cache: the model's cache. The attribute `cache` is the drafter's own cache, with the same pages and state slots.
+    Call the object after a verifying pass (`DecodeStep`), and `after_prompts` after the drafter's pass over prompts.
     """
 
     def __init__(
@@ -283,7 +283,8 @@ class Passes:
         return events
 
     def extend(self, sequences: Sequence[RunningSequence], throughput: Throughput) -> list[TokenEvent]:
-        """Return a token of every sequence, and those of its drafts that the model chooses too. Count the drafts."""
+        """Run a decoding pass. Return the events of one new token per sequence and of the drafts that the model
+        accepts. Count drafts and accepted drafts in `throughput`."""
         logits, states = self._decode(sequences)
         events = _taken(sequences, logits)
         for s in sequences:

@@ -40,14 +40,14 @@ class TokenLengths:
     def packed(
         self, position_ids: torch.Tensor, layer: PagedLayer | None, *, consecutive: bool, separate: bool
     ) -> "Pass | None":
-        """Return the packed tokens, the same for all layers on a device; None if there are none. They follow the tokens
-        of `layer`, which has room for them.
+        """Return the packed tokens, the same for all layers on a device; None if there are none. The tokens follow
+        those that `layer` holds, and `layer` must have room for them.
 
         position_ids  [B or 1, S] on the layer's device
-        consecutive   whether the positions of a sequence must be consecutive; otherwise only rope reads them
-        separate      whether positions that are not consecutive begin another sequence, if there is no mask. That is
-                      so in transformers without a cache. The pass's first layer decides for all layers, because
-                      checkpointing takes the cache from some of them
+        consecutive   whether the positions of a sequence must be consecutive. They need not be if only rope reads them
+        separate      whether another sequence begins wherever a position does not follow the one before, if there is no
+                      mask. transformers does this if there is no cache. The pass's first layer decides for all layers,
+                      because checkpointing takes the cache from some of them
         """
         if self._separate is None:
             self._separate = separate and self.mask is None

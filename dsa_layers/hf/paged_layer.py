@@ -24,8 +24,8 @@ class Storage:
 
 
 class PagedLayer(CacheLayerMixin):
-    """Pages of all sequences of a batch. Each has the same number: sequence b has `pages_each` pages from page
-    b * pages_each on.
+    """Pages of all sequences of a batch. Every sequence has `pages_each` pages; those of sequence b begin at page
+    b * pages_each.
 
     lens  stored tokens of each sequence, without padding
     seen  rows of the passes so far, including padding: transformers' length of the cache

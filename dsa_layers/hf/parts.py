@@ -1,5 +1,5 @@
-"""Base classes of the layers that replace transformers' layers. A replaced layer keeps transformers' attributes and
-parameters, and reads them by the names of dsa's layer (`alias`)."""
+"""Base classes of the layers that replace transformers' layers. A replacement keeps the attributes and parameters
+of transformers' layer, and `alias` gives them the names that dsa's layer reads."""
 
 from typing import Any, ClassVar
 
@@ -98,7 +98,7 @@ class AttentionInPlace:
         return (y, None, selected) if self.returns_selected else (y, None)
 
     def _check(self, attention_mask: Any, options: dict[str, Any]) -> None:
-        """Raise ValueError, which names the argument, for what these layers do not accept."""
+        """Raise a ValueError that names the argument or setting, if these layers do not support it."""
         if next(self.parameters()).is_meta:
             raise ValueError(
                 "device_map: weights that are offloaded to the CPU or a disk are not served; accepted: a device_map "

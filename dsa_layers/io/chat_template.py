@@ -20,7 +20,7 @@ from dsa_layers.errors import TokenizerError
 _FOLDER = Path(__file__).parent / "chat_formats"
 # Templates of models whose releases have an encoder in Python instead, by config.json's model_type.
 FORMATS = {model_type: _FOLDER / f"{model_type}.jinja" for model_type in ("deepseek_v32", "deepseek_v4")}
-# Tokens that every format needs. A tokenizer without them is not made for conversations.
+# Tokens that every format needs. A model gets its format only if its tokenizer has all of them.
 NEEDED = ("<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
 _MAX_ERROR = 500  # characters; a template can write the message
@@ -32,7 +32,7 @@ def format_source(path: Path) -> str:
 
 
 def render(path: Path, source: str, variables: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Return the text that the template `source` makes of `variables` and of the caller's `options`.
+    """Render the template `source` with `variables` and the caller's `options`.
 
     path: the template's file, for errors
     Raises TokenizerError for an option that the template does not read, and for a template that does not compile,
@@ -74,7 +74,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """jinja2's own filter escapes <, >, & and ' for HTML; a prompt is not HTML."""
+    """Return the JSON of a value with <, >, & and ' unchanged. jinja2's own filter would escape them for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 

@@ -98,7 +98,7 @@ class Checkpoint:
             found = "both" if single else f"neither{found_instead(self.directory)}"
             raise CheckpointError(f"{self.directory}: must hold either {INDEX_NAME} or {SINGLE_NAME}, got {found}")
         files = sorted({*_read_index(self.directory / INDEX_NAME).values()}) if index else [SINGLE_NAME]
-        # Opening parses the whole header, and a weight's scale may be in another file: some files stay open.
+        # Keep some files open: opening a file parses its whole header, and a weight's scale may be in another file.
         self._opened = lru_cache(maxsize=_OPEN_FILES)(self._open)
         self.tensors: dict[str, TensorInfo] = {}
         problems: list[str] = []

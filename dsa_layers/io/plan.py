@@ -32,9 +32,10 @@ PACKED = {"I8": 2, "F4": 1}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to make, or the slice `index` of it that the checkpoint holds as one tensor.
+    """A tensor to make, or a slice of one that the checkpoint stores as a tensor of its own.
 
-    whole: the shape of the tensor `name`
+    name, whole: the name and shape of the whole tensor
+    index: the slice; () for the whole tensor
     """
 
     name: str

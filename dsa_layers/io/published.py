@@ -154,9 +154,10 @@ def shape_of_values(name: str, manifest: Manifest) -> tuple[int, ...]:
 def as_published(
     name: str, values: torch.Tensor, manifest: Manifest, scales: Mapping[str, str], *, use_ue8m0: bool
 ) -> dict[str, torch.Tensor]:
-    """The tensor `name` of the manifest, and its scale if it has one, made of `values`.
+    """Convert `values` to the dtype of the manifest's tensor `name`. Return {name: tensor}, with its scale if the
+    tensor is quantised.
 
-    scales: `scales_of` the manifest; use_ue8m0: FP8 scales are powers of two
+    scales: `scales_of` the manifest; use_ue8m0: whether FP8 scales are powers of two
     """
     dtype = manifest[name][1]
     if dtype not in _KINDS:

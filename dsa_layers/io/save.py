@@ -249,8 +249,8 @@ def files_made_from(directory: Path, made_from: str) -> set[str]:
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file: under another name until it is whole, and with the permissions of new files, which the
-    library does not use."""
+    """Write a safetensors file under a temporary name, and rename it once it is complete. It gets the permissions of a
+    new file, because the safetensors library would set others."""
     part = path.with_name(path.name + PART)
     part.touch()
     mode = part.stat().st_mode

@@ -161,8 +161,8 @@ class StreamDecoder:
         return piece
 
     def _start(self) -> None:
-        self._ids: list[int] = []  # the previous piece's tokens, then those that have no text yet
-        self._context = self._shown = 0  # the number of the former, and of their characters
+        self._ids: list[int] = []  # the tokens of the previous piece, then tokens that have no text yet
+        self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's compressor: one entry for every block of tokens, and what it keeps of unfinished blocks."""
+"""DeepSeek-V4's compressor: one entry per block of tokens, and the state of blocks that are not complete."""
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """The shape of one sequence's state, from which it goes on after drafts, too."""
+        """The shape of one sequence's state. DRAFTS extra rows let the sequence continue after any of its drafts."""
         return ((2 * self.ratio if self.overlap else self.ratio) + DRAFTS, 2, self.ape.shape[1])
 
     def compress(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

@@ -255,8 +255,10 @@ def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
-    """TypeError or ValueError for what no attention layer of these sizes can have as its indexer. reader: the layer's
-    own projection of x, whose dtype a lightning indexer's is."""
+    """Raise TypeError or ValueError if `indexer` does not fit an attention layer of these sizes.
+
+    reader: the layer's own projection of x. A lightning indexer must have the same dtype
+    """
     if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
         raise TypeError(
             "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "

@@ -113,8 +113,8 @@ class BlockFP8Linear(nn.Module):
 def make_linear(
     in_features: int, out_features: int, *, fp8: bool, dtype: torch.dtype | None = None, use_ue8m0: bool = True
 ) -> Linear | BlockFP8Linear:
-    """A projection that an FP8 checkpoint stores quantised: kept so if `fp8`, else in `dtype`. TypeError or ValueError
-    for other options."""
+    """Make a projection that an FP8 checkpoint stores quantised. Its weight is in FP8 blocks if `fp8`, else in `dtype`.
+    Raises TypeError or ValueError for invalid options."""
     flag("fp8", fp8)
     flag("use_ue8m0", use_ue8m0)
     if dtype is not None:

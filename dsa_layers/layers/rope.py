@@ -112,7 +112,7 @@ class JointRotary(nn.Module):
         self.own = ratios.count(1)
         self.scales = [embedding.scale for embedding, _ in embeddings]
         first = embeddings[0][0].frequencies
-        # Not torch.stack: of tensors without memory it imports all of Dynamo, two seconds of a checkpoint's loading.
+        # For meta tensors torch.stack would import all of Dynamo, which adds two seconds to loading a checkpoint.
         frequencies = first.new_empty(len(embeddings), 1, len(first))
         for row, (embedding, _) in zip(frequencies, embeddings):
             row.copy_(embedding.frequencies)

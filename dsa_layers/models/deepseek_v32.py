@@ -245,7 +245,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         all_tokens: bool = False,
     ) -> torch.Tensor:
         hidden = self.states(tokens, batch, cache)
-        if not all_tokens and not batch.is_decode:  # in decoding each token is the last
+        if not all_tokens and not batch.is_decode:  # a decoding pass needs the logits of all its tokens
             hidden = hidden[batch.last_tokens]
         return self.logits(hidden)
 

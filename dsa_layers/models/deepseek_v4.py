@@ -111,8 +111,8 @@ def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespa
 
 
 def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationConfig | None:
-    """Published: expert_dtype is in config.json itself, or missing. transformers: in quantization_config, or in
-    both."""
+    """Read quantization_config, with expert_dtype. In published checkpoints expert_dtype is in config.json itself, or
+    missing. In checkpoints of transformers it is in quantization_config, or in both places."""
     accepted = one_of("fp4", "fp8", default=None)
     published = fields.read("expert_dtype", accepted)
     nested = fields.object("quantization_config")

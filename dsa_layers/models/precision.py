@@ -58,7 +58,7 @@ class Precision:
         return cls(dtype, fp8, fp8, ("fp8" if fp8 else "model") if kv_cache is None else kv_cache)
 
     def projections(self, config: ModelConfig) -> dict[str, Any]:
-        """The options of `make_linear`, and of layers that pass them on."""
+        """Return the keyword arguments for `make_linear`, and for layers that pass them to `make_linear`."""
         return {"fp8": self.fp8_linear, "dtype": self.dtype, "use_ue8m0": config.use_ue8m0}
 
 

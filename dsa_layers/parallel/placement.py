@@ -149,7 +149,7 @@ class Sharded(Placement):
         return self._cached[what, id(x)][1]
 
     def _rows_before(self, bounds: torch.Tensor) -> torch.Tensor:
-        """The number of local rows before each of these rows."""
+        """Return the number of local rows before each row in `bounds`."""
         first, last = (
             (bounds - piece.start).clamp(0, piece.stop - piece.start) for piece in self._pieces[self._ranks.rank]
         )

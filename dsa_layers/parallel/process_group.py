@@ -14,8 +14,8 @@ import torch.distributed as dist
 from dsa_layers.parallel.ranks import Ranks
 
 Value = TypeVar("Value")
-# How long ranks wait for each other. Others may be reading large files or compiling; the launcher ends ranks whose
-# peer has failed.
+# How long a rank waits for the others. It is long, because another rank may be reading large files or compiling. If a
+# rank fails, the launcher ends its peers.
 TIMEOUT = timedelta(hours=2)
 # Environment variables that must be the same on all ranks: which kernels run, and so how ranks communicate.
 SETTINGS = ("DSA_BACKEND",)
@@ -62,7 +62,7 @@ def _leave() -> None:
 
 
 def least(ranks: Ranks, value: int) -> int:
-    """The least of the ranks' values; `value` for one rank, or without a process group."""
+    """Return the minimum of `value` over the ranks. With one rank, or without a process group, it is `value`."""
     if ranks.size == 1 or not dist.is_initialized():
         return value
     values = [value] * ranks.size

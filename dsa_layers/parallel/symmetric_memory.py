@@ -26,7 +26,8 @@ class SharedMemory:
         return self.handle.signal_pad_ptrs[rank] + 4 * (number * len(self.of) + self.handle.rank)
 
     def await_flag(self, rank: int, number: int) -> None:
-        """Make the current stream wait, without a limit, until another rank's flag is 1 here. Then it is 0 again."""
+        """Make the current stream wait until `rank` has set its flag `number` in this rank's memory to 1, and then
+        reset the flag to 0. The wait has no time limit."""
         self.handle.wait_signal(rank, number)
 
 
@@ -59,8 +60,9 @@ def made_by_all(
 ) -> Made | None:
     """Return make(memory()) on every rank of a group, or None on all ranks. All ranks call this together.
 
-    The result is None without NCCL, on several machines, and, with a warning, if a rank has a `problem` or fails.
-    `make` begins after all ranks have their memory. what: the subject of the warning
+    The result is None without NCCL, and for ranks on several machines. If a rank has a `problem`, or if `memory` or
+    `make` raises on a rank, the result is None with a warning. A rank calls `make` after all ranks have their memory.
+    what: the subject of the warning
     """
     # A group may have a backend for each kind of device.
     if "cuda:nccl" not in dist.get_backend_config(group).split(",") or not _on_one_machine(group):
