@@ -1,6 +1,6 @@
 """Layers, models, loaders and generation on top of `dsa`'s ops.
 
-The names below are imported when they are first used: `import dsa_layers` alone does not import torch.
+The public names are imported when they are first used, so `import dsa_layers` does not import torch.
 """
 
 import importlib
@@ -60,7 +60,8 @@ __all__ = [
     "write_tiny_checkpoint",
 ]
 
-# A checkpoint of a small model of Python source, trained by examples/train_indexer.py; its README.md is the model card.
+# The folder of a small checkpoint, which examples/train_indexer.py trained on Python source, and its model card,
+# README.md.
 SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
 
 _MODULES = {

@@ -1,4 +1,4 @@
-"""`python -m dsa_layers`: the `dsa` command where no script of that name is on the path."""
+"""Run the `dsa` command as `python -m dsa_layers`, for environments in which the `dsa` script is not on the path."""
 
 import sys
 

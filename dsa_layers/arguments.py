@@ -1,4 +1,4 @@
-"""Check arguments. An error names the argument, the value that was given and the accepted values."""
+"""Check arguments. Each error names the argument, the given value and the accepted values."""
 
 import math
 import numbers
@@ -10,7 +10,8 @@ from typing import Any
 
 
 def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
-    """`value` as an int. TypeError for what is no integer, a bool among them; ValueError outside the bounds."""
+    """Return `value` as an int. Raise TypeError if it is a bool or not an integer, and ValueError if it is out of
+    bounds."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: must be an integer, got {value}")
     try:
@@ -25,7 +26,8 @@ def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int 
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a float, infinite where it is too large for one. TypeError for what is no real number."""
+    """Return `value` as a float, or an infinity if a float cannot represent it. Raise TypeError if it is a bool or not
+    a real number."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}: must be a number, got {shown(value)}")
     try:
@@ -35,20 +37,20 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value`, if it is True or False; else TypeError."""
+    """Return `value`. Raise TypeError if it is not True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: must be True or False, got {shown(value)}")
     return value
 
 
 def instance(name: str, value: Any, kind: type, what: str) -> None:
-    """TypeError unless `value` is of this class, which messages call `what`."""
+    """Raise TypeError if `value` is not an instance of `kind`. what: the description of `kind` in the message"""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: must be {what}, got {type(value).__name__}")
 
 
 def path_of(name: str, value: Any) -> Path:
-    """`value` as a Path; TypeError for what is no string and no path."""
+    """Return `value` as a Path. Raise TypeError if it is neither a string nor a path."""
     if not isinstance(value, str | PathLike):
         raise TypeError(f"{name}: must be a string or a path, got {shown(value)}")
     return Path(value)
@@ -65,7 +67,7 @@ class _Repr(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         try:
             return super().repr_int(x, level)
-        except ValueError:  # of more digits than Python writes
+        except ValueError:  # Python limits the number of digits that it converts
             return f"an integer of {x.bit_length()} bits"
 
 
@@ -81,11 +83,11 @@ _REPR, _JSON_REPR = _Repr(), _JsonRepr()
 
 
 def shown(value: Any) -> str:
-    """`value` as a message shows it: its repr on one line, shortened in the middle or after the first items if it is
-    long. What a stranger has written, as in a checkpoint's files, makes no message long either."""
+    """Return the repr of `value` for an error message, on one line. A long repr is shortened in the middle or after the
+    first items, so values from untrusted files cannot make a message long."""
     return " ".join(_REPR.repr(value).split())
 
 
 def shown_json(value: Any) -> str:
-    """`shown`, of a value that a JSON file holds: true, false and null have their names there."""
+    """Return `shown` for a value from a JSON file. True, False and None are written as true, false and null."""
     return " ".join(_JSON_REPR.repr(value).split())

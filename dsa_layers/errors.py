@@ -1,14 +1,14 @@
-"""How a checkpoint directory is refused. Each error is a ValueError."""
+"""Errors about the files of a checkpoint directory. Each error class is a ValueError."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the file, the field, its value and what is accepted."""
+    """A configuration that cannot be used. The message names the file, the field, its value and the accepted values."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded. Names files and tensors, what was expected and what was found."""
+    """A checkpoint that cannot be loaded. The message names the file or tensor, and what was expected and found."""
 
 
 class TokenizerError(ValueError):
-    """A tokenizer, chat template or chat format that cannot be used, or not for these messages. Names the file or
-    argument, what it holds and what is accepted."""
+    """A tokenizer, chat template or chat format that cannot be used, or that cannot render the given messages. The
+    error message names the file or argument, its value and the accepted values."""

@@ -1,4 +1,4 @@
-"""Loss on held-out text, the keys that tokens read, and other selections of keys with the same weights."""
+"""Measure the loss on held-out text and count the keys that tokens read, also with dense or windowed attention."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,27 +20,27 @@ from dsa_layers.models.protocols import Model
 
 
 class SelectingAttention(Protocol):
-    """An attention layer, as `KeysRead`, `all_keys` and `latest_keys` of `dsa_layers.evaluation` need it.
+    """The protocol of attention layers for `KeysRead`, `all_keys` and `latest_keys` of `dsa_layers.evaluation`.
 
-    key_counter  None but while keys are counted; the layer then calls its `add` once a pass
-    indexer      has `top_k` and `select`, as `Indexer` says. None: the layer's tokens read all keys, or those that
-                 another layer selected. Tokens that see no more than `top_k` keys read all of them
+    key_counter  the counter whose `add` the layer calls once per pass; None: keys are not counted
+    indexer      an object with `top_k` and `select` of `Indexer`; None: the layer's tokens read all keys, or the keys
+                 that another layer selected. A token that sees at most `top_k` keys reads all of them
     """
 
     indexer: Indexer | None
     key_counter: KeyCounter | None
 
     def selectable(self, batch: TokenBatch) -> SelectableKeys:
-        """The keys among which the indexer selects in a pass over `batch`: tokens, or compressed entries."""
+        """Return the keys that the indexer can select in a pass over `batch`: tokens, or compressed entries."""
 
 
 @torch.inference_mode()
 def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: int = 2048) -> float:
-    """Return the mean loss, in nats, of predicting each token of the sequences, except the first, from the tokens
-    before it.
+    """Return the mean loss, in nats per token, of predicting each token from the earlier tokens of its sequence. The
+    first token of a sequence is not predicted.
 
-    sequences  at least one, each of at least two tokens
-    chunk      the most tokens of a pass
+    sequences  at least one sequence of token ids, each of at least two tokens
+    chunk      the maximum number of tokens per pass
     """
     losses = [
         cross_entropy(logits, targets, reduction="sum") for logits, targets in predictions(model, sequences, chunk)
@@ -52,14 +52,18 @@ def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: in
 def predictions(
     model: Model, sequences: Sequence[Sequence[int]], chunk: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the logits [T, vocab_size] and the targets [T] of each pass: all tokens of a sequence except the last, in
-    parts of at most `chunk` tokens, sequence by sequence. Passes use a paged cache, as those of generation do."""
+    """Yield the logits [T, vocab_size] and the targets [T] of each pass.
+
+    The inputs of a sequence are all its tokens except the last, split into parts of at most `chunk` tokens. Each part
+    is one pass, and one sequence follows the other. Passes use a paged cache, as in generation.
+    """
     device, page_size = next(model.parameters()).device, model.page_size
     pages = range(-(-max(map(len, sequences)) // page_size))
     cache = model.make_cache(len(pages), page_size, device, state_slots=1)
     for tokens in sequences:
         text = torch.tensor(tokens, device=device)
-        # Parts of equal length: a part of one token, which would be a decoding pass, needs a chunk of 1 or 2.
+        # Split into parts of equal length, so that a part has one token only if the chunk is 1 or 2 or the sequence has
+        # two tokens. A pass over one token would be a decoding pass.
         parts = -(-(len(tokens) - 1) // chunk)
         done = 0
         for inputs, targets in zip(text[:-1].tensor_split(parts), text[1:].tensor_split(parts)):
@@ -70,13 +74,14 @@ def predictions(
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Averages over all tokens of all passes and over layers, and the largest value of each.
+    """Numbers of keys per token and layer: averages over all tokens, passes and layers, and maxima.
 
-    read     keys that a token's attention read
-    dense    keys that dense attention over the same cache would have read
-    context  tokens that the token could see, itself included
+    read     average number of keys that a token's attention read
+    dense    average number of keys that dense attention over the same cache would have read
+    context  average number of tokens that a token could see, including itself
 
-    In DeepSeek-V4 keys are the tokens of a window and compressed entries, in other models tokens.
+    `most_read`, `most_dense` and `longest_context` are the maxima of these numbers.
+    In DeepSeek-V4 the keys are a window of tokens and compressed entries. In other models the keys are tokens.
     """
 
     read: float
@@ -88,20 +93,20 @@ class KeyCounts:
 
     @property
     def share(self) -> float:
-        """The share of the keys of dense attention that was read."""
+        """The fraction of dense attention's keys that was read."""
         return self.read / self.dense
 
 
 class KeysRead:
-    """A context that counts the keys which every pass of the model reads.
+    """A context manager that counts the keys that passes of the model read.
 
         with KeysRead(model) as keys:
             model(tokens, batch)
-        keys.counts().share  # of the keys that dense attention reads
+        keys.counts().share  # fraction of the keys that dense attention reads
 
-    Layers that are a `SelectingAttention` report what they read. Passes run as Python: the replay of a CUDA graph is
-    not counted, so a Generator needs cuda_graphs=False. Passes that train indexers are not counted either. Of two
-    nested contexts the inner one counts.
+    Each `SelectingAttention` layer reports the keys that it reads. Python code counts the keys, so the replay of a CUDA
+    graph is not counted and a Generator needs cuda_graphs=False. Passes that train indexers are not counted either. If
+    two contexts are nested, only the inner one counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,7 +116,8 @@ class KeysRead:
                 "model: must have attention layers that tell how many keys they read, by the attribute `key_counter` "
                 f"of dsa_layers.evaluation.SelectingAttention, got {type(model).__name__} without such a layer"
             )
-        # On several ranks the part of a layer, which is no submodule, computes some passes.
+        # With several ranks, `layer.part` computes some passes in place of a replicated layer. `modules()` does not
+        # return `part`, because it is not a submodule.
         parts = [getattr(layer, "part", None) for layer in self._layers]
         self._layers += [part for part in parts if part is not None]
         self._tokens = 0
@@ -128,14 +134,14 @@ class KeysRead:
             layer.key_counter = outer
 
     def counts(self) -> KeyCounts:
-        """Return the counts of all passes so far. Raise RuntimeError if there was none."""
+        """Return the counts of all passes so far. Raise RuntimeError if no pass was counted."""
         if not self._tokens:
             raise RuntimeError("counts: no pass was counted")
         return KeyCounts(*(self._sums.double() / self._tokens).tolist(), *self._most.tolist())
 
     def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
-        """Add what a layer reports of a pass (`KeyCounter`). The sums stay on the device, so that counting does not
-        wait for it."""
+        """Add the counts of one layer in one pass (`KeyCounter`). The sums stay on the device, so that counting does
+        not synchronise with the GPU."""
         counts = torch.stack((read.long(), dense.long(), context.long()))
         self._tokens += len(context)
         self._sums = self._sums.to(counts.device) + counts.sum(-1)
@@ -143,17 +149,20 @@ class KeysRead:
 
 
 def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:
-    """Return a context of dense attention: every token reads all keys of its sequence, which has at most `longest`
-    tokens; in DeepSeek-V4 all compressed entries and its window. For passes over several tokens of a sequence.
+    """Return a context manager for dense attention: every token reads all keys of its sequence. In DeepSeek-V4 every
+    token reads its window and all compressed entries.
 
+    longest  the maximum number of tokens per sequence
+
+    Use it for passes over several tokens of a sequence, as in prefill.
     Raises ValueError for a model without indexers.
     """
     return _changed_indexers(model, lambda layer: ("top_k", max(longest, layer.indexer.top_k)))
 
 
 def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context of attention to a window: every token reads the latest keys, as many as its indexer would
-    select. In DeepSeek-V4 these are the latest compressed entries.
+    """Return a context manager for sliding-window attention: every token reads its latest `top_k` keys, the number that
+    its indexer would select. In DeepSeek-V4 a token reads the latest compressed entries.
 
     Raises ValueError for a model without indexers.
     """
@@ -162,8 +171,12 @@ def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _changed_indexers(model: nn.Module, change: Callable[[SelectingAttention], tuple[str, Any]]) -> Iterator[None]:
-    """A context in which an attribute of each layer's indexer has another value. change: returns both for a layer."""
-    # One layer per indexer: a wrapper, as of activation checkpointing or torch.compile, has the indexer of its layer.
+    """Replace one attribute of each layer's indexer inside a `with` block, and restore it afterwards.
+
+    change: a function from a layer to (attribute's name, temporary value)
+    """
+    # Keep one layer per indexer. A wrapper for activation checkpointing or torch.compile forwards attributes, so it and
+    # the wrapped layer have the same indexer.
     layers = {id(m.indexer): m for m in model.modules() if getattr(m, "indexer", None) is not None}.values()
     if not layers:
         raise ValueError(
@@ -174,18 +187,18 @@ def _changed_indexers(model: nn.Module, change: Callable[[SelectingAttention], t
             name, value = change(layer)
             before = {name: vars(layer.indexer)[name]} if name in vars(layer.indexer) else {}
             restored.callback(vars(layer.indexer).update, before)
-            restored.callback(delattr, layer.indexer, name)  # the class's method is there again
+            restored.callback(delattr, layer.indexer, name)  # uncovers the method of the class
             setattr(layer.indexer, name, value)
         yield
 
 
 def _latest(layer: SelectingAttention) -> tuple[str, Callable[..., torch.Tensor]]:
-    """Return the method by which the layer's indexer selects, and a function in its place that selects the latest
-    keys. The method is `pick` in fused attention, else `select`."""
+    """Return (name, function): the name of the indexer's selection method, and a function that selects the latest keys
+    instead. The method is `pick` in fused attention, else `select`."""
     top_k, selectable = layer.indexer.top_k, layer.selectable
 
     def latest(batch: TokenBatch, in_slots: bool) -> torch.Tensor:
-        """Return the last top_k visible keys, ascending, then -1."""
+        """Return the last top_k visible keys of each token in ascending order, padded with -1."""
         keys = selectable(batch)
         visible = keys.visible_keys[:, None]
         found = (visible - top_k).clamp(min=0) + torch.arange(top_k, dtype=torch.int32, device=visible.device)

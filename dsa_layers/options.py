@@ -1,4 +1,4 @@
-"""Types of command line options, which check the value that the parser passes them."""
+"""Types of command line options for argparse. Each type converts and checks the text of an option."""
 
 import argparse
 import math
@@ -20,7 +20,7 @@ positive = at_least(1)
 
 
 def gigabytes(text: str) -> int:
-    """Return the number of bytes in `text` x 10^9 bytes."""
+    """Convert `text`, a number of gigabytes (10^9 bytes), to bytes."""
     value = float(text) * 1e9
     if not 1 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
@@ -34,7 +34,7 @@ def path(text: str) -> Path:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Raise ValueError for a path that no file can have, before the work whose result it would hold."""
+    """Raise ValueError if no file can be written to `path`. Call it before the work whose result goes to the file."""
     if path is not None and path.is_dir():
         raise ValueError(f"{option}: must be a file, got the directory {path}")
     if path is not None and not path.parent.is_dir():

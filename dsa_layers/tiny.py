@@ -1,8 +1,8 @@
-"""A small checkpoint of each family in its published format, with random weights: for demonstrations and tests.
+"""Write a small checkpoint of each family in its published format, with random weights, for demonstrations and tests.
 
-The dimensions that kernels care about are the real ones; the number of layers, heads and experts and the widths are
-small. Its text is noise, but everything between `config.json` and a decoded token is as in the published checkpoint:
-names, dtypes, FP8 blocks and FP4 groups, shards, tokenizer.
+The dimensions that kernels depend on have their published sizes. The numbers of layers, heads and experts and the
+widths are small. The generated text is noise, but the format equals that of the published checkpoint: names, dtypes,
+FP8 blocks, FP4 groups, shards and tokenizer.
 """
 
 import re
@@ -52,14 +52,16 @@ _CHAT_TEMPLATE = (
 def write_tiny_checkpoint(
     directory: str | PathLike[str], *, model: str = "deepseek_v32", seed: int = 0, quantized: bool = True
 ) -> None:
-    """Writes the checkpoint, about 45 MB (80 MB with quantized=False), into `directory`, which is made if need be.
+    """Write a small random checkpoint, about 45 MB (80 MB with quantized=False), into `directory`. Create `directory`
+    if it does not exist.
 
-    model: its `model_type`, one of `dsa_layers.models.registry.FAMILIES`.
-    quantized: as published, FP8 blocks with scales, and the experts of deepseek_v4 in FP4; otherwise these weights are
-    BF16. The random weights of a model follow from `seed`, whether quantised or not; the tokenizer is trained on this
-    package's source.
-    Raises ValueError for another `model`, TypeError or ValueError that names any other argument, FileExistsError unless
-    `directory` is new or empty.
+    model: the `model_type`, one of `dsa_layers.models.registry.FAMILIES`.
+    seed: the seed of the random weights. The weights before quantisation do not depend on `quantized`.
+    quantized: True: the published format, which is FP8 blocks with scales, and for deepseek_v4 FP4 experts. False:
+    these weights are BF16.
+    The tokenizer is trained on the source code of this package.
+    Raises ValueError for another `model`. Raises TypeError or ValueError, which names the argument, for any other wrong
+    argument. Raises FileExistsError if `directory` exists and is not empty.
     """
     if model not in FAMILIES:
         raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
@@ -96,7 +98,8 @@ def write_tiny_checkpoint(
 
 
 def _drawing_order(manifest: Manifest, order: tuple[str, ...]) -> Manifest:
-    """The manifest in the order in which one generator draws the values: another order changes every value."""
+    """Return the manifest in the order in which the generator draws the values of tensors. The order is fixed, because
+    another order would change the values of a seed."""
     if not order:
         return manifest
 
@@ -107,10 +110,10 @@ def _drawing_order(manifest: Manifest, order: tuple[str, ...]) -> Manifest:
 
 
 def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator, experts: int) -> torch.Tensor:
-    """Return random values for the tensor `name`. They are such that every part of the model changes the result:
-    activations are of order 1, logits differ clearly, and norms' weights are not 1.
+    """Return random values for the tensor `name`. The distributions ensure that every part of the model affects the
+    result: activations are of order 1, logits differ clearly, and the weights of norms are not 1.
 
-    experts: the number of experts from which the table of a hash-routed layer (tid2eid) chooses
+    experts: the number of experts in the table of a hash-routed layer (tid2eid)
     """
     if name.endswith("tid2eid"):
         return torch.rand(shape[0], experts, generator=generator, device="cpu").argsort(-1)[:, : shape[1]].contiguous()
@@ -123,14 +126,17 @@ def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator,
         return 0.5 * values
     if name.endswith(("embed_tokens.weight", "embed.weight")):
         return values
-    # Of unit gain, except the heads: their rows see a normalised input, and twice the gain sharpens the softmax.
+    # Matrices have unit gain, except language model heads. A head's input is normalised, and a gain of 2 sharpens the
+    # softmax.
     gain = 2 if name.endswith("head.weight") else 1
     return values * gain * shape[1] ** -0.5
 
 
 def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
-    """The fields of tokenizer_config.json. max_length: of the model's context, in tokens. The releases of models that
-    have a chat format of their own hold no template."""
+    """Return the fields of tokenizer_config.json. max_length: the model's context in tokens
+
+    For models in `FORMATS` the fields contain no chat template, because the published releases have none.
+    """
 
     return {
         "add_bos_token": True,
@@ -147,7 +153,8 @@ def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
 
 
 def train_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer, as DeepSeek's is: any text can be written in it. BOS is 0 and EOS is 1."""
+    """Train a byte-level BPE tokenizer, the type of DeepSeek's tokenizer, which can encode any text. BOS is 0 and EOS
+    is 1."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

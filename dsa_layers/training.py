@@ -1,4 +1,4 @@
-"""Training of a model's indexers: the two stages and their loss, and the language model's targets."""
+"""Train a model's indexers: the two training stages with their loss, and the targets of the language model's loss."""
 
 import inspect
 from collections.abc import Sequence
@@ -19,11 +19,12 @@ from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 STAGES = ("warmup", "sparse")
-IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
+IGNORED = -100  # the default `ignore_index` of torch.nn.functional.cross_entropy
 
 
 class IndexerStage:
-    """A context in which passes of a model train its indexers; it collects the indexers' losses. Passes take no cache.
+    """A context manager in which passes of a model train its indexers. It collects the indexers' losses. Call the model
+    without a cache.
 
         import torch
         from dsa_layers import SHIPPED_MODEL, IndexerStage, SequenceBatch, load_model, next_tokens
@@ -37,23 +38,25 @@ class IndexerStage:
             loss = torch.nn.functional.cross_entropy(logits, next_tokens(tokens, batch)) + stage.loss()
         loss.backward()
 
-    "warmup"  every token attends to all keys, and the indexer's scores of them learn to follow the sum of the heads'
-              attention. The paper trains the indexers alone in this stage: `parameters` gives their parameters
-    "sparse"  every token attends to the keys that its indexer selects, and the scores of these keys learn to follow
-              the attention to them
+    model    the model, in plain form, as `load_model(..., trainable=True)` returns it
+    name     the stage:
+             "warmup": every token attends to all keys. The indexer's scores of all keys learn to follow the attention
+             weights, summed over heads. The paper trains only the indexers in this stage; the method `parameters`
+             returns their parameters
+             "sparse": every token attends to the keys that its indexer selects. The scores of these keys learn to
+             follow the attention to them
+    drafter  True: also train the indexer of the model's `drafter`. Each pass of the model must then be followed by a
+             pass of the drafter. False: the drafter's indexer is not trained
 
-    Every indexer that has the method `loss` of `dsa_layers.layers.indexer.Indexer` can be trained, in attention layers
-    that report to a stage, for which they have the attribute `indexer_stage`: `DSAAttention` does. DeepSeek-V4's
-    attention and indexer have neither, and ValueError says so.
+    Raises ValueError for a model whose indexers cannot be trained. An attention layer must have the attribute
+    `indexer_stage`, and its indexer must have the method `loss` of `dsa_layers.layers.indexer.Indexer`. `DSAAttention`
+    meets both conditions; DeepSeek-V4's attention and indexer do not. Models in which layers share an indexer
+    (IndexShare) and parts of a model (`load_model(..., mesh=)`), which lack some heads, are refused too.
 
-    drafter: whether the indexer of the model's `drafter` is trained, too: passes must then be followed by passes of the
-    drafter, in which it learns. Otherwise it is left as it is.
-
-    An indexer's inputs and its target are detached: the loss has gradients for the indexers' parameters alone, and the
-    language model's loss has gradients for all other parameters. Scores are not quantised. Models in which layers share
-    an indexer (IndexShare) are refused. A part of a model (`load_model(..., mesh=)`), which has not all heads, is
-    refused. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False), if the
-    backward pass runs inside of the `with`.
+    The inputs and the target of an indexer are detached. The indexers' loss therefore has gradients only for the
+    indexers' parameters, and the language model's loss only for all other parameters. Scores are not quantised.
+    Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False) if the backward pass runs inside the
+    `with` block.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
 
@@ -75,11 +78,11 @@ class IndexerStage:
         self.name = name
         self._layers = _trained_layers(model, drafter)
         self._kls: list[torch.Tensor] = []
-        self._without_gradients = False  # whether a pass whose losses are in _kls ran without gradients
-        self._before: list[list] = []  # for each open `with`, the previous indexer_stage of every layer
+        self._without_gradients = False  # whether _kls contains losses of a pass that ran without gradients
+        self._before: list[list] = []  # per open `with` block, the previous indexer_stage of every layer
 
     def __enter__(self) -> Self:
-        if not self._before:  # drops the losses of validation passes that nobody read
+        if not self._before:  # drop losses of earlier validation passes that `loss` did not return
             self._kls, self._without_gradients = [kl for kl in self._kls if kl.requires_grad], False
         self._before.append([layer.indexer_stage for layer in self._layers])
         for layer in self._layers:
@@ -95,12 +98,12 @@ class IndexerStage:
             self._forget()
 
     def parameters(self) -> list[nn.Parameter]:
-        """The indexers' parameters, each once."""
+        """Return the indexers' parameters without duplicates."""
         return list(dict.fromkeys(p for layer in self._layers for p in layer.indexer.parameters()))
 
     def share(self, lens: Sequence[int], ranks: Ranks, device: torch.device | str = "cpu") -> ContextBatch:
-        """Return this rank's share of packed sequences of these lengths, T tokens in total, as a batch for passes
-        within this stage:
+        """Return this rank's share of packed sequences with lengths `lens`, T tokens in total, as a batch for passes
+        inside this stage:
 
             share = stage.share([120, 80], Ranks.of())
             logits = model(share.own(tokens), share, all_tokens=True)
@@ -108,17 +111,21 @@ class IndexerStage:
             of_tokens = cross_entropy(logits, targets, reduction="none")
             loss = share.mean(of_tokens, count=200 - 2) + stage.loss()  # two tokens have no target
 
-        The mean of `loss` over the ranks equals the loss of one rank with all tokens, and so do the gradients. DDP and
-        FSDP2 take this mean. All ranks must call this together; they exchange `lens`, and the host waits for that.
+        The mean of `loss` over the ranks equals the loss of one rank with all tokens. The same holds for the gradients,
+        which DDP and FSDP2 average. All ranks must call this method together: they exchange `lens`, and the host waits
+        for this exchange.
         Raises ValueError or TypeError on all ranks if `lens` differs between ranks, is not a list of lengths, or has
-        fewer tokens than there are ranks. Raises RuntimeError on ranks on which torch.distributed is not initialised.
+        fewer tokens than there are ranks. Raises RuntimeError on a rank without an initialised torch.distributed.
         """
         instance("ranks", ranks, Ranks, "Ranks")
         return ContextBatch.of(lens, ranks, device)
 
     def add(self, kl: torch.Tensor, batch: TokenBatch) -> None:
-        """kl fp32 [T]: a layer's loss of every token of the batch. It is ignored where a backward pass computes
-        checkpointed activations again."""
+        """Add one layer's losses in one pass. kl: fp32 [T], the loss of every token of `batch`
+
+        The losses are ignored if a backward pass recomputes checkpointed activations, because the forward pass has
+        already added them.
+        """
         if isinstance(batch, ContextBatch) and batch.weight != 1:
             kl = kl * batch.weight
         if torch._C._current_graph_task_id() == -1:
@@ -126,13 +133,13 @@ class IndexerStage:
             self._without_gradients |= not torch.is_grad_enabled()
 
     def loss(self) -> torch.Tensor:
-        """The sum over layers of their losses since the last call, each averaged over tokens. Of a rank's share, that
-        whose mean over the ranks is the average over all tokens. What passes without gradients gave is forgotten when
-        the next `with` begins.
+        """Return the sum over layers of the losses since the last call, each averaged over tokens. For a rank's share
+        the average is weighted, so that the mean over the ranks is the average over all tokens.
 
-        Raises RuntimeError if there was no pass. Inside the `with` and with gradients enabled, also if a pass ran
-        without gradients, as passes under torch.no_grad() and of activations checkpointed with use_reentrant=True do;
-        the losses of these passes are dropped then.
+        Raises RuntimeError if there was no pass since the last call. Inside the `with` block and with gradients
+        enabled, also raises RuntimeError if a pass ran without gradients, and drops all collected losses. Passes under
+        torch.no_grad() and passes checkpointed with use_reentrant=True run without gradients. Losses without gradients
+        that this method has not returned are dropped when the next `with` block begins.
         """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
@@ -144,8 +151,8 @@ class IndexerStage:
                 "activations with use_reentrant=False, and take the loss of a pass under torch.no_grad() there, too, "
                 "before the next pass"
             )
-        # A sum gives every token's loss the same upstream gradient. The warm-up's backward pass then scales the
-        # gradient that its forward pass has saved, instead of computing it for each token's weight.
+        # With a sum, every token's loss has the same upstream gradient. The backward pass of the warm-up stage can then
+        # scale the gradient that the forward pass has saved, and does not recompute it per token.
         total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
         self._forget()
         return total
@@ -156,10 +163,12 @@ class IndexerStage:
 
 
 def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
-    """Return the layers whose indexers are trained, found by their attributes. ValueError says what a model lacks."""
+    """Return the layers whose indexers are trained, which have the attribute `indexer_stage`. Raise ValueError if the
+    model has no such layer, or if a layer's indexer has no method `loss`."""
     drafters = [getattr(module, "drafter", None) for module in model.modules() if not drafter]
     left_out = {module for one in drafters if isinstance(one, nn.Module) for module in one.modules()}
-    # A wrapper, as of activation checkpointing or torch.compile, hands out the attributes of the layer inside of it.
+    # Use getattr_static, because wrappers for activation checkpointing and torch.compile forward the attributes of the
+    # wrapped layer.
     layers = [
         module
         for module in model.modules()
@@ -185,13 +194,14 @@ def next_tokens(tokens: torch.Tensor, sequences: SequenceBatch | torch.Tensor) -
         targets = next_tokens(tokens, batch)
         loss = torch.nn.functional.cross_entropy(model(tokens, batch, all_tokens=True), targets)
 
-    -100 is the default `ignore_index` of cross_entropy, whose mean is over the other targets.
+    -100 is the default `ignore_index` of cross_entropy, which averages over the other targets.
 
-    tokens     int64 [T]: packed sequences, one after the other
-    sequences  the SequenceBatch of these tokens, or int32 [B + 1], cu_seqlens: where sequences begin, from 0 to T. For
-               a rank's share of the tokens (`IndexerStage.share`) `tokens` are all ranks', as `share.own` takes them
+    tokens     int64 [T]: packed sequences. If `sequences` is a rank's share (`IndexerStage.share`), these are the
+               tokens of all ranks, and `share.own` selects this rank's targets from the result
+    sequences  the SequenceBatch of these tokens, or cu_seqlens, int32 [B + 1]: the start of each sequence, from 0 to T
 
-    Raises TypeError or ValueError that names the argument; cu_seqlens on a GPU are not looked at.
+    Raises TypeError or ValueError, which names the argument, for a wrong argument. The values of cu_seqlens on a GPU
+    are not checked.
     """
     check_tensor("tokens", tokens, (torch.int64,), ("T",))
     if not isinstance(sequences, SequenceBatch | torch.Tensor):

@@ -1,6 +1,6 @@
-"""Reading the files of a checkpoint, which a stranger may have written.
+"""Read the files of a checkpoint safely, although an untrusted author may have written them.
 
-The cost of reading follows from the file's size, which is limited, and not from any number in the file.
+The size of each file is limited. The cost of reading depends only on this size, so numbers in the file cannot raise it.
 """
 
 import json
@@ -14,7 +14,7 @@ ACCEPTED = (
     "accepted: Hugging Face's safetensors, in bfloat16, float16 or float32, or in DeepSeek's FP8 (quant_method 'fp8', "
     "e4m3, weight_block_size [128, 128]), of DeepSeek-V4 also with experts in FP4"
 )
-# Files of other tools, which users take for a checkpoint.
+# (file pattern, description) of other tools' files, which users confuse with a checkpoint's files.
 _OTHER_FORMATS = (
     ("*.gguf", "GGUF, which llama.cpp reads"),
     (
@@ -31,12 +31,13 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file of this name exists. A link to nothing counts: it is a file that was not downloaded."""
+    """Return whether `path` exists. A broken link also counts, because it stands for a file that was not downloaded."""
     return os.path.lexists(path)
 
 
 def found_instead(directory: Path) -> str:
-    """The end of a message about a missing file: the file of another tool that `directory` holds, or nothing."""
+    """Return the end of an error message about a missing file. It names another tool's file in `directory`, or is empty
+    if there is none."""
     for pattern, what in _OTHER_FORMATS:
         files = sorted(path.name for path in directory.glob(pattern))
         if files:
@@ -45,8 +46,8 @@ def found_instead(directory: Path) -> str:
 
 
 def check_no_pointer(path: Path, error: type[ValueError]) -> None:
-    """Raise `error` for a git-LFS pointer. Also raise it for a path that is not a regular file: reading a pipe could
-    block forever. Raises OSError for a file that cannot be read."""
+    """Raise `error` if the file is a git-LFS pointer. Also raise `error` if `path` is not a regular file, because
+    reading a pipe could block forever. Raises OSError if the file cannot be read."""
     if path.exists() and not path.is_file():
         raise error(f"{path}: must be a file")
     with path.open("rb") as stream:
@@ -56,7 +57,7 @@ def check_no_pointer(path: Path, error: type[ValueError]) -> None:
 
 
 def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
-    """Return the text of a UTF-8 file. Raises `error` for a file that is missing, larger or cannot be read."""
+    """Return the text of a UTF-8 file. Raises `error` if the file is missing, unreadable or larger than `max_bytes`."""
     try:
         check_no_pointer(path, error)
         with path.open("rb") as stream:
@@ -71,11 +72,12 @@ def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
 
 
 def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises as `read_text` does, and `error` for anything but one JSON object."""
+    """Return the JSON object in the file `path`. Raises `error` if `read_text` fails or if the file is not one JSON
+    object."""
     text = read_text(path, error, max_bytes)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as problem:  # also for an integer of more digits than Python reads
+    except (ValueError, RecursionError) as problem:  # ValueError also if an integer has more digits than Python parses
         raise error(f"{path}: not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise error(f"{path}: must hold a JSON object, got {shown_json(value)}")

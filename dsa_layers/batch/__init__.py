@@ -1,1 +1,1 @@
-"""Which tokens a pass computes, and where their keys are."""
+"""Batches: the tokens that a forward pass computes, and the locations of their keys."""

@@ -1,4 +1,4 @@
-"""A few new tokens of each of several sequences, whose lengths are known on the device only."""
+"""Batches for decoding: a few new tokens per sequence. Only the device knows the lengths of the sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 
 @dataclass(frozen=True)
 class DecodeBatch(TokenBatch):
-    """The last `next_n` tokens of each of B sequences. All earlier tokens are in a cache. The first of the next_n
-    tokens was chosen, and drafts follow it.
+    """The last `next_n` tokens of each of B sequences. All earlier tokens are in a cache. The first of the `next_n`
+    tokens is the last token of the sequence's text; the others are drafts.
 
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page
     page_size        tokens per page
-    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, including the new ones, at least next_n. A row
-                     that pads the batch has 0, and -1 in all columns of block_table. Such rows are not allowed if the
-                     cache stores a state per sequence, because they would write to their state slot
-    max_key_len      an upper bound of these lengths
-    state_slots      int32 [B]: each sequence's row of the tensors that a cache stores per sequence and not per page;
-                     None if there are none
-    next_n           tokens of each sequence. A cache with windows per sequence has room for at most
-                     dsa_layers.cache.drafts.DRAFTS + 1, and its layers raise ValueError for more
+    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, including the new tokens, at least next_n. A
+                     padding row has length 0, and -1 in all columns of block_table. Padding rows are not allowed if
+                     the cache stores a state per sequence, because they would write to their state slot
+    max_key_len      upper bound of the lengths in key_lens_tensor
+    state_slots      int32 [B]: for each sequence, its row in the tensors that have one row per sequence; None if the
+                     cache has only tensors with pages
+    next_n           new tokens per sequence. A cache with windows per sequence has room for at most
+                     dsa_layers.cache.drafts.DRAFTS + 1 new tokens; its layers raise ValueError for more
 
-    What a layer computes on the host depends on B, next_n, max_pages and max_key_len only. So a CUDA graph that has
-    captured a pass, including the construction of its batch, is right for all lengths up to max_key_len that are
-    written to the same tensors.
-    Raises TypeError or ValueError that names the argument. The contents of the tensors are not checked.
+    Host code of a layer depends only on B, next_n, max_pages and max_key_len. So a CUDA graph can capture a pass,
+    including the construction of its batch. Its replays are correct for all lengths up to max_key_len that the caller
+    writes to the same tensors.
+    The constructor raises TypeError or ValueError that names the argument. It does not check the contents of tensors.
     """
 
     block_table: torch.Tensor
@@ -90,7 +90,7 @@ class DecodeBatch(TokenBatch):
     def earlier_lens_tensor(self) -> torch.Tensor:
         return self.key_lens_tensor - self.next_n
 
-    # What depends on B and next_n only: `of_size`.
+    # The next three properties depend only on B and next_n. `of_size` returns them for later batches.
 
     @cached_property
     def sequences(self) -> torch.Tensor:
@@ -106,8 +106,8 @@ class DecodeBatch(TokenBatch):
         return self.cu_query_lens[1:].long() - 1
 
     def of_size(self) -> dict[str, Any]:
-        """Return the values that depend on B and next_n only, and not on lengths, for `unchecked`: batches of later
-        passes with the same size then launch no kernel for them."""
+        """Return the values that depend only on B and next_n. The caller gives them to `unchecked` for later batches of
+        the same size, which then launch no kernels to compute these values."""
         return {name: getattr(self, name) for name in ("sequences", "cu_query_lens", "last_tokens", "groups")}
 
     @property
@@ -116,8 +116,8 @@ class DecodeBatch(TokenBatch):
 
 
 class Running(Protocol):
-    """A sequence whose tokens are all in the cache, except for the last one. drafts: guesses of the next tokens. All
-    sequences of a pass have the same number of drafts."""
+    """A running sequence. The cache has all its tokens except for the last token. drafts: guesses of the next tokens.
+    All sequences of a pass have the same number of drafts."""
 
     tokens: Sequence[int]
     drafts: Sequence[int]
@@ -126,14 +126,15 @@ class Running(Protocol):
 
 
 class DecodeInputs:
-    """Tensors whose addresses stay the same, so that a captured CUDA graph reads what was written to them last.
+    """Input tensors of decoding passes. Their addresses stay the same, so that a captured CUDA graph reads the values
+    that were written last.
 
-    count   sequences of the pass
-    pages   columns of its block table
-    next_n  tokens of each sequence
-    tokens  int64 [count * next_n]: each sequence's last token and its drafts
+    count   sequences per pass
+    pages   columns of the block table
+    next_n  tokens per sequence
+    tokens  int64 [count * next_n]: the last token of each sequence, followed by its drafts
 
-    The other tensors are those of the `DecodeBatch` that `batch` makes.
+    `DecodeBatch` describes the other tensors: key_lens (its key_lens_tensor), block_table and state_slots.
     """
 
     def __init__(self, count: int, pages: int, page_size: int, device: torch.device, next_n: int = 1) -> None:
@@ -151,8 +152,9 @@ class DecodeInputs:
         packing.write(self.key_lens, [len(row.tokens) + len(row.drafts) for row in rows])
 
     def hold(self, sequences: Sequence[Running], padding: Running) -> list[Running]:
-        """Return the sequence of each row; `padding` fills the remaining rows. Write the places in the cache, if a row
-        has another sequence than before: a sequence keeps its pages while it runs."""
+        """Return the sequence of each row; `padding` fills the remaining rows. If the rows have changed since the last
+        call, write block_table and state_slots. Unchanged rows need no write, because a running sequence keeps its
+        pages."""
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
         if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
             packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.pages))
@@ -161,11 +163,11 @@ class DecodeInputs:
         return rows
 
     def batch(self, key_lens: torch.Tensor | None = None) -> DecodeBatch:
-        """Return a new batch of these tensors. key_lens: other lengths than `fill` has written."""
+        """Return a new batch of these tensors. key_lens: lengths to use instead of those that `fill` has written."""
         return self._batch(self.key_lens if key_lens is None else key_lens, self.next_n, **self._of_size)
 
     def one_each(self, key_lens: torch.Tensor) -> DecodeBatch:
-        """Return a new batch of one token per sequence, with these lengths."""
+        """Return a new batch with one new token per sequence and the lengths `key_lens`."""
         return self._batch(key_lens, 1)
 
     def _batch(self, key_lens: torch.Tensor, next_n: int, **of_size: Any) -> DecodeBatch:

@@ -1,4 +1,4 @@
-"""The positions and cache slots of compressed entries. A sequence has one for every `ratio` tokens."""
+"""The positions and cache slots of compressed entries. A sequence has one entry per `ratio` tokens."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,10 @@ from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
 
 @dataclass(frozen=True)
 class EntryView(SelectableKeys):
-    """Entry i of a sequence stands for its tokens i * ratio to i * ratio + ratio - 1. It exists after the pass that
-    computes the last of these tokens. A page of the cache has the entries of its tokens, page_size / ratio of them.
+    """The compressed entries of a batch's sequences.
+
+    Entry i of a sequence summarises the tokens i * ratio to i * ratio + ratio - 1. The pass that computes the last of
+    these tokens also computes the entry. A cache page of page_size tokens has page_size / ratio entries.
 
     batch: the `TokenBatch` of the tokens
     """
@@ -39,7 +41,7 @@ class EntryView(SelectableKeys):
 
     @property
     def key_lens(self) -> tuple[int, ...]:
-        """Rows of each sequence where the entries of all sequences are packed."""
+        """Number of rows of each sequence in a tensor that packs the entries of all sequences."""
         return tuple(n // self.ratio for n in self.batch.key_lens)
 
     @property
@@ -62,14 +64,15 @@ class EntryView(SelectableKeys):
 
     @cached_property
     def visible_keys(self) -> torch.Tensor:
-        """int32 [T]: how many entries of its sequence each new token may see."""
+        """int32 [T]: for each new token, the number of entries of its sequence that the token may see."""
         one_each = self.batch.is_decode and self.batch.next_n == 1
         return self.key_lens_tensor if one_each else self.batch.visible_keys // self.ratio
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """int32 [T, max_key_len]: the rows of the entries of each new token's sequence among all packed entries. The
-        entries that the token may see come first. Tokens of a single sequence share one row of memory."""
+        """int32 [T, max_key_len]: for each new token, the rows of its sequence's entries among all packed entries. The
+        entries that the token may see come first. If the batch has one sequence, the tensor is an expanded view of one
+        row."""
         columns = torch.arange(self.max_key_len, dtype=torch.int32, device=self.batch.device)
         if len(self.key_lens) == 1:
             return columns.expand(sum(self.batch.query_lens), -1)
@@ -77,25 +80,26 @@ class EntryView(SelectableKeys):
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """int64 [T]: the position of the entry that each new token may complete, which is that of its first token."""
+        """int64 [T]: for each new token, the position of the entry that ends with this token. The position of an entry
+        is the position of its first token. For tokens that end no entry, the value is not used."""
         return (self.batch.positions + (1 - self.ratio)).clamp_(min=0)
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int64 [T]: the slot of the entry that each new token completes; -1 for tokens that complete none."""
+        """int64 [T]: the slot of the entry that each new token completes; -1 if the token completes no entry."""
         batch = self.batch
         sequences = batch.block_table, batch.cu_query_lens, batch.key_lens_tensor
         return dsa.slot_mapping(*sequences, sum(batch.query_lens), self.page_size, ratio=self.ratio)
 
     @cached_property
     def key_slots(self) -> torch.Tensor:
-        """int64 [sum(key_lens)]: the slots of all entries, sequence after sequence; -1 where there is no page."""
+        """int64 [sum(key_lens)]: the slots of all entries, sequence after sequence; -1 for entries without a page."""
         bounds = packing.offsets(self.key_lens, self.batch.device)
         return dsa.slot_mapping(self.block_table, bounds, None, sum(self.key_lens), self.page_size)
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
-        """int32 [B, next_n, max_key_len]: the slots of entries that each sequence's last tokens may see, then -1."""
+        """int32 [B, next_n, max_key_len]: the slots of the entries that each new token may see, padded with -1."""
         slots = dsa.window_slots(
             self.batch.block_table, self.key_lens_tensor, 1, self.page_size, max(self.max_key_len, 1)
         )

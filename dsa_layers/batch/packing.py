@@ -1,8 +1,8 @@
-"""Rows of several sequences that are packed one after the other: the row at which a sequence begins, the sequence of a
-row, and its place in a cache.
+"""Index computations for packed sequences: the first row of each sequence, the sequence of each row, and the cache slot
+of each row.
 
-Lengths are numbers on the host, a few per sequence. They are copied to the device without waiting for it, and tensors
-with a value per row are made from them there.
+Lengths are Python integers, a few per sequence. The functions copy them to the device asynchronously. The device then
+computes the tensors that have one value per row.
 """
 
 from collections.abc import Sequence
@@ -20,27 +20,27 @@ def starts(lens: Sequence[int]) -> list[int]:
 
 
 def to_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the numbers as a tensor."""
+    """Return the numbers as a tensor on `device`. The copy is asynchronous."""
     return on_host(values, dtype, device).to(device, non_blocking=device.type == "cuda")
 
 
 def write(target: torch.Tensor, values: Numbers) -> None:
-    """Write the numbers to a tensor."""
+    """Write the numbers to the tensor `target`. The copy is asynchronous."""
     target.copy_(on_host(values, target.dtype, target.device), non_blocking=target.device.type == "cuda")
 
 
 def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor to copy to the device. It is in pinned memory, so that neither side waits: a copy from other
-    memory returns only after everything that was launched before it. Raises RuntimeError while a CUDA graph is
-    captured: its replays would read this memory again, when it has other contents."""
+    """Return a host tensor of the numbers. For a CUDA device the tensor is in pinned memory, because a copy from
+    pageable memory makes the host wait for all earlier work. Raise RuntimeError during CUDA graph capture: a replay
+    would read this memory again, after its contents have changed."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a pass that reads lengths from the host cannot be captured as a CUDA graph")
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int32 [B + 1]: the row at which each sequence begins, and the number of all rows. Nothing is copied if all
-    lengths are equal."""
+    """Return int32 [B + 1]: the first row of each sequence, then the total number of rows. If all lengths are equal,
+    the device computes the tensor and nothing is copied."""
     if len(set(lens)) == 1 and lens[0]:
         return torch.arange(0, sum(lens) + 1, lens[0], dtype=torch.int32, device=device)
     return to_device([0, *accumulate(lens)], torch.int32, device)
@@ -56,12 +56,12 @@ def repeated(values: Sequence[int], counts: Sequence[int], device: torch.device)
     if len(counts) == 1:
         return torch.full((counts[0],), values[0], dtype=torch.int32, device=device)
     of_sequences = to_device(values, torch.int32, device), to_device(counts, torch.int64, device)
-    # Without the size PyTorch would ask the device for it.
+    # output_size avoids a synchronisation: without it, PyTorch reads the size from the device.
     return torch.repeat_interleave(*of_sequences, output_size=sum(counts))
 
 
 def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int64 [sum(ends - begins)]: begins[0] to ends[0] - 1, begins[1] to ends[1] - 1, and so on."""
+    """Return int64 [sum(ends - begins)]: the integers from begins[i] to ends[i] - 1 for each i, concatenated."""
     if len(begins) == 1:
         return torch.arange(begins[0], ends[0], device=device)
     lens = [end - begin for begin, end in zip(begins, ends)]
@@ -70,27 +70,29 @@ def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> 
 
 
 def packed_rows(indices: torch.Tensor, starts: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Return int32 [T, K]: indices [T, K] in each token's sequence, which begins at row `starts` [T], as rows among
-    those of all sequences; -1 stays. A single sequence begins at row 0."""
+    """Return int32 [T, K]: `indices` [T, K] plus the first row `starts` [T] of each token's sequence; -1 stays -1. This
+    converts positions in a sequence to rows among all packed sequences. A single sequence begins at row 0, so that
+    `indices` itself is returned."""
     if sequences == 1:
         return indices
     return torch.where(indices < 0, indices, indices + starts[:, None])
 
 
 def positions_of_rows(rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return int32 [T, K]: the inverse of `packed_rows`; -1 stays."""
+    """Return int32 [T, K]: the positions in each token's sequence, the inverse of `packed_rows`; -1 stays -1."""
     return torch.where(rows < 0, rows, rows - starts[:, None])
 
 
 def page_rows(pages: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-    """Return [B, width]: the first `width` pages of each sequence, -1 after its last page."""
+    """Return [B, width]: the first `width` pages of each sequence, padded with -1."""
     return [[*own[:width], *[-1] * (width - len(own))] for own in pages]
 
 
 def paged_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return int64: page * page_size + offset of these positions of sequences; -1 where there is no page."""
+    """Return int64: the slots, page * page_size + offset, of the given positions in the given sequences. The slot is -1
+    if the block table has -1 for the page."""
     page = torch.div(positions, page_size, rounding_mode="floor")
     page = block_table[sequences.long(), page].long()
     return torch.where(page < 0, -1, page * page_size + positions % page_size)
@@ -99,7 +101,7 @@ def paged_slots(
 def selected_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, indices: torch.Tensor
 ) -> torch.Tensor:
-    """Return int32 [T, K]: the slots of the positions `indices` [T, K] of the sequences [T]; -1 stays."""
+    """Return int32 [T, K]: the slots of the positions `indices` [T, K] in the sequences [T]; -1 stays -1."""
     slots = paged_slots(block_table, page_size, sequences[:, None], indices.clamp(min=0))
     return torch.where(indices < 0, -1, slots).to(torch.int32)
 
@@ -107,7 +109,8 @@ def selected_slots(
 def positions_of_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Return int32 [T, K]: the inverse of `selected_slots`, for slots [T, K] in pages of their sequences [T]."""
+    """Return int32 [T, K]: the positions of `slots` [T, K] in the sequences `sequences` [T]; -1 stays -1. This is the
+    inverse of `selected_slots`. Each slot must be in a page of its sequence."""
     pages, order = (x[sequences.long()] for x in block_table.sort(1))
     found = torch.searchsorted(pages, slots.clamp(min=0) // page_size)
     positions = order.gather(1, found) * page_size + slots % page_size
@@ -115,12 +118,11 @@ def positions_of_slots(
 
 
 class GroupRows(NamedTuple):
-    """The rows of T tokens with a row for each of G groups of channels.
+    """Permutations of T * G rows, one row per token and group of channels, between token-major and group-major order.
 
-    to_groups  int32 [T * G, 1]: where row t * G + g, of token t and group g, is if the rows of each group are together:
-               g * T + t
-    to_tokens  int32 [G * T, 1]: the inverse
-    ends       int32 [G]: where the groups end
+    to_groups  int32 [T * G, 1]: element t * G + g is g * T + t, the row of token t and group g in group-major order
+    to_tokens  int32 [G * T, 1]: the inverse permutation
+    ends       int32 [G]: the end of each group in group-major order
     """
 
     to_groups: torch.Tensor

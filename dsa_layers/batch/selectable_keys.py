@@ -1,4 +1,4 @@
-"""What tokens and compressed entries have in common: each new token sees some of them, and selects among these."""
+"""The base class of batches of tokens and views of compressed entries: keys among which each new token selects."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,51 +27,53 @@ class cached_property:
 
 
 class SelectableKeys:
-    """The keys of a pass. Values that follow from these attributes are computed when they are first read, once for all
-    layers of the pass:
+    """The keys of a pass. Subclasses have the attributes below. Each cached property is computed from them when a layer
+    first reads it; the other layers of the pass reuse its value.
 
-    device           where the tensors are
+    device           device of the tensors
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page; None without a cache
     page_size        keys per page; 0 without a cache
     query_lens       new tokens of each sequence
-    key_lens         rows of each sequence where keys are packed: at least its keys after this pass. They are numbers on
-                     the host, because shapes depend on them
-    max_key_len      the largest of key_lens
+    key_lens         rows of each sequence in a tensor of all packed keys: at least the sequence's keys after this pass.
+                     These are Python integers, because shapes depend on them
+    max_key_len      maximum of key_lens
     key_lens_tensor  int32 [B]: keys of each sequence after this pass
     sequences        int32 [T]: the sequence of each new token
-    visible_keys     int32 [T]: how many keys of its sequence each new token may see
-    least_visible    no token sees fewer, as far as the host knows
-    next_n           in a decoding pass, the number of new tokens of each sequence
+    visible_keys     int32 [T]: for each new token, the number of keys of its sequence that the token may see
+    least_visible    lower bound of visible_keys, known on the host; it does not apply to padding rows
+    next_n           new tokens per sequence in a decoding pass
     """
 
     @cached_property
     def key_starts(self) -> torch.Tensor:
-        """int32 [T]: for each new token, the row at which its sequence begins among all packed keys."""
+        """int32 [T]: for each new token, the first row of its sequence among all packed keys."""
         return packing.repeated(packing.starts(self.key_lens), self.query_lens, self.device)
 
     @property
     def visible_ranges(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(key_starts, visible_keys, an upper bound of these): what each new token may see among all packed keys."""
+        """(key_starts, visible_keys, max_key_len): the range of packed keys that each new token may see, and an upper
+        bound of visible_keys."""
         return self.key_starts, self.visible_keys, self.max_key_len
 
     @property
     def visible_by_sequence(self) -> torch.Tensor:
-        """int32 [B], or [B, next_n] of several: in a decoding pass, `visible_keys` as `fp8_paged_mqa_logits` takes
-        it."""
+        """int32 [B], or [B, next_n] for several new tokens: `visible_keys` of a decoding pass in the shape that
+        `dsa.fp8_paged_mqa_logits` takes."""
         return self.visible_keys if self.next_n == 1 else self.visible_keys.unflatten(0, (-1, self.next_n))
 
     @cached_property
     def index_schedule(self) -> torch.Tensor:
-        """The plan of `dsa.fp8_paged_mqa_logits` for these lengths."""
+        """The schedule of `dsa.fp8_paged_mqa_logits` for these lengths."""
         return dsa.get_paged_mqa_logits_metadata(self.key_lens_tensor, self.page_size, dsa.num_sms(self.device))
 
     def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """int32 [T, K]: the slots of the keys at positions `indices` [T, K] of each new token's sequence; -1 stays."""
+        """Return int32 [T, K]: the slots of the keys at positions `indices` [T, K] in each new token's sequence; -1
+        stays -1."""
         return packing.selected_slots(self.block_table, self.page_size, self.sequences, indices)
 
     def selected_counts(self, columns: int) -> torch.Tensor | None:
-        """Return int32 [T]: how many of this many columns each new token has selected, at most all that it sees. Return
-        None if no token sees fewer than `columns`. The tensor is made once for all layers of a pass."""
+        """Return int32 [T]: min(columns, visible keys), the number of keys that each new token selects. Return None if
+        every token sees at least `columns` keys. The layers of a pass share the tensor."""
         if self.least_visible >= columns:
             return None
         if columns not in self._counts:
@@ -79,15 +81,16 @@ class SelectableKeys:
         return self._counts[columns]
 
     def most_selected(self, columns: int) -> torch.Tensor | None:
-        """Return int32 [B] in a decoding pass: `selected_counts` of each sequence's last token, which sees the most.
-        Numbers above `columns` mean all columns: the op compares, so no kernel runs here."""
+        """Return int32 [B], in a decoding pass: the visible keys of each sequence's last token, which sees the most
+        keys. Return None if every token sees at least `columns` keys. A number above `columns` means all columns. The
+        attention op limits the number itself, which saves a kernel here."""
         if self.least_visible >= columns:
             return None
         return self.visible_keys if self.next_n == 1 else self._last_visible
 
     @cached_property
     def _last_visible(self) -> torch.Tensor:
-        # Made contiguous once, and not by the op in each layer.
+        # Make the tensor contiguous once per pass; otherwise the op would copy it in each layer.
         return self.visible_keys[self.next_n - 1 :: self.next_n].contiguous()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What an indexer selected in a pass, for the layers after its own that have no indexer."""
+"""The keys that an indexer selected in a pass. Later layers without an indexer reuse them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,14 +16,14 @@ CountedIn = Literal["positions", "rows", "slots"]
 class Selected:
     """The keys that a layer attended to in this pass.
 
-    A later layer may read its keys elsewhere: in its cache, among the keys of this pass, or on another device.
-    `indices` converts topk_indices for the later layer.
+    A later layer may read its keys from another source: its cache, the packed keys of this pass, or another device.
+    `indices` converts topk_indices to the form that the later layer needs.
 
-    topk_indices  int32 [T, top_k]: the selected keys, then -1; None if the layer attended to all keys
-    batch         the batch of the selecting layer, in which topk_indices are slots or rows; None without tokens
-    counted_in    whether topk_indices are positions in the sequence, rows among all packed keys, or slots in the cache
-    placement     the placement of topk_indices' rows: all T rows, or this rank's local rows
-    bits          the selected keys as `dsa.selection_bits`, if attention takes the multi-head form; else None
+    topk_indices  int32 [T, top_k]: the selected keys, padded with -1; None if the layer attended to all keys
+    batch         batch of the selecting layer: slots and rows in topk_indices refer to it; None without tokens
+    counted_in    unit of topk_indices: positions in the sequence, rows among all packed keys, or slots in the cache
+    placement     placement of the rows of topk_indices: all T rows, or this rank's local rows
+    bits          selected keys in the format of `dsa.selection_bits`, if attention uses the multi-head form; else None
     """
 
     topk_indices: torch.Tensor | None
@@ -33,8 +33,8 @@ class Selected:
     bits: torch.Tensor | None = None
 
     def indices(self, counted_in: CountedIn, batch: TokenBatch, placement: Placement = WHOLE) -> torch.Tensor | None:
-        """topk_indices for the local rows of `placement`, for a layer with this batch of the same tokens, on its
-        device."""
+        """Return topk_indices in the unit `counted_in`, on the batch's device, with the local rows of `placement`; None
+        if the layer attended to all keys. batch: the later layer's batch of the same tokens."""
         found = self.topk_indices
         if found is None:
             return None
@@ -49,7 +49,7 @@ class Selected:
         return found
 
     def _positions(self) -> torch.Tensor:
-        """topk_indices as positions in each token's sequence."""
+        """Return topk_indices as positions in each token's sequence."""
         found, batch = self.topk_indices, self.batch
         if self.counted_in == "slots":
             sequences = self.placement.local_cached(batch.sequences)

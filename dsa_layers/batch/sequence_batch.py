@@ -1,4 +1,4 @@
-"""New tokens of several sequences, packed, whose lengths are known on the host."""
+"""Batches of packed sequences for prefill. The host knows the lengths of the sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 class SequenceBatch(TokenBatch):
     """T new tokens of B sequences, packed one sequence after the other without padding.
 
-    query_lens   new tokens of each sequence, at least 1 each; T is their sum
-    key_lens     tokens of each sequence after this pass, cached ones and new ones; the new ones are the last
-    device       where the tensors below are
+    query_lens   new tokens of each sequence, at least 1; T is the sum of query_lens
+    key_lens     tokens of each sequence after this pass: cached tokens, followed by new tokens
+    device       device of the batch's tensors
     block_table  int32 [B, max_pages]: physical pages of each sequence, -1 after its last page; None without a cache
     page_size    tokens per page; 0 without a cache
-    state_slots  each sequence's row of the tensors that a cache stores per sequence and not per page; None if there are
-                 none
+    state_slots  for each sequence, its row in the tensors that have one row per sequence; None if the cache has only
+                 tensors with pages
 
-    Lengths are numbers on the host, so that no layer has to copy one from the device.
-    Raises TypeError or ValueError that names the argument, also for lengths that have no room in the table. The
-    contents of the table are not checked: `paged` makes it from numbers that it has checked.
+    Lengths are Python integers, so that no layer copies a length from the device.
+    The constructor raises TypeError or ValueError that names the argument, also if the pages of block_table have no
+    room for key_lens. It does not check the contents of block_table; `paged` builds it from checked page numbers.
     """
 
     query_lens: tuple[int, ...]
@@ -65,8 +65,8 @@ class SequenceBatch(TokenBatch):
 
     @classmethod
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
-        """Return the batch of whole sequences of these lengths, whose tokens are all new. [] is the batch of a rank
-        without work."""
+        """Return a batch of complete sequences with these lengths: all tokens are new. An empty list gives the batch of
+        a rank without work."""
         lens = _integers("lens", lens)
         if min(lens, default=1) < 1:
             raise ValueError(f"lens: every sequence needs at least one new token, got {shown(list(lens))}")
@@ -82,8 +82,8 @@ class SequenceBatch(TokenBatch):
         device: torch.device | str = "cpu",
         state_slots: Sequence[int] | None = None,
     ) -> "SequenceBatch":
-        """Return the batch of new tokens of sequences whose keys are in `pages`: physical page numbers, one list per
-        sequence."""
+        """Return a batch of sequences with a paged cache. pages: for each sequence, a list of its physical page
+        numbers."""
         if not isinstance(pages, Sequence):
             raise TypeError(f"pages: must be a list of pages for each sequence, got {shown(pages)}")
         pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
@@ -147,10 +147,10 @@ class SequenceBatch(TokenBatch):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next `new` tokens of a sequence of which `cached` tokens are already in the cache.
+    """The next `new` tokens of a sequence. The cache already has the `cached` tokens before them.
 
-    pages       all pages of the sequence, with room for the new tokens
-    state_slot  the sequence's row in the tensors that the cache stores per sequence
+    pages       all pages of the sequence; they have room for the new tokens
+    state_slot  row of the sequence in the tensors that have one row per sequence
     """
 
     new: int
@@ -160,9 +160,9 @@ class Chunk:
 
 
 def prefill_batch(chunks: Sequence[Chunk], page_size: int, device: torch.device | str) -> SequenceBatch:
-    """One chunk of each sequence. The pass' tokens are those of the chunks, packed in their order.
+    """Return the batch of these chunks, one chunk per sequence, packed in the order of `chunks`.
 
-    Raises TypeError or ValueError as `SequenceBatch.paged` does, whose key_lens are the tokens with the new ones.
+    Raises TypeError or ValueError as `SequenceBatch.paged` does. Each key length is `cached` + `new`.
     """
     return SequenceBatch.paged(
         [chunk.new for chunk in chunks],
@@ -178,13 +178,13 @@ def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
     """Return `values` as a tuple. Raise TypeError if they are not a list of integers."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{name}: must be a list of integers, got {shown(values)}")
-    if set(map(type, values)) <= {int}:  # as a rule; a long context has thousands of pages
+    if set(map(type, values)) <= {int}:  # fast path: a long context has thousands of pages
         return tuple(values)
     return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 def _check_key_lens(query_lens: Sequence[int], key_lens: Sequence[int], room: Sequence[int] | None) -> None:
-    """Raise ValueError if a sequence has fewer tokens than new ones, or more than its pages have room for."""
+    """Raise ValueError if a key length is below the query length or above `room`, the tokens that the pages hold."""
     if all(map(le, query_lens, key_lens)) and (room is None or all(map(le, key_lens, room))):
         return
     for i, (new, total) in enumerate(zip(query_lens, key_lens)):

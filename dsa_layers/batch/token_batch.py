@@ -1,4 +1,4 @@
-"""What layers read of a pass's tokens, whether their lengths are known on the host or on the device."""
+"""The base class of batches: the attributes of a pass's tokens that layers read."""
 
 from typing import Any, Self
 
@@ -13,28 +13,28 @@ from dsa_layers.batch.window_view import WindowView
 
 
 class TokenBatch(SelectableKeys):
-    """T new tokens of B sequences, and the places of their keys: the tokens of these sequences. In addition to those of
-    `SelectableKeys`, subclasses have these attributes:
+    """T new tokens of B sequences. The keys of the pass are the tokens of these sequences. Subclasses have the
+    attributes of `SelectableKeys`, and these attributes:
 
-    is_decode            whether every sequence has `next_n` new tokens, one or a few
+    is_decode            whether this is a decoding pass: every sequence has `next_n` new tokens, one or a few
     positions            int64 [T]: each new token's position in its sequence
-    earlier_lens_tensor  int32 [B]: tokens of each sequence before the new ones
-    cu_query_lens        int32 [B + 1]: where the sequences' new tokens begin among the T
-    last_tokens          int64 [B]: the row of each sequence's last token among the T
-    state_slots_tensor   int32 [B]: each sequence's row of the tensors that a cache stores per sequence and not per page
+    earlier_lens_tensor  int32 [B]: the number of each sequence's tokens before its new tokens
+    cu_query_lens        int32 [B + 1]: the first row of each sequence among the T new tokens, then T
+    last_tokens          int64 [B]: the row of each sequence's last token among the T new tokens
+    state_slots_tensor   int32 [B]: for each sequence, its row in the tensors that have one row per sequence
     """
 
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
-        """Make a batch of these fields without the constructor's checks, which would take time in each step. Values of
-        cached properties are accepted too."""
+        """Return a batch with these fields. This skips the constructor's checks, which would take time in each step.
+        fields: the dataclass's fields, and values of cached properties if they are known."""
         batch = object.__new__(cls)
         vars(batch).update(fields)
         return batch
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int64 [T]: page * page_size + offset of each new token in the cache."""
+        """int64 [T]: the cache slot of each new token, page * page_size + offset."""
         return dsa.slot_mapping(
             self.block_table, self.cu_query_lens, self.key_lens_tensor, sum(self.query_lens), self.page_size
         )
@@ -45,50 +45,52 @@ class TokenBatch(SelectableKeys):
 
     @property
     def keyed(self) -> Self:
-        """The same tokens with all keys that they see. Another batch if ranks share the tokens of sequences, as in
-        `dsa_layers.parallel.context.ContextBatch`."""
+        """A batch of these tokens with all keys that they see. It is another batch than `self` only if several ranks
+        divide the tokens of a sequence, as in `dsa_layers.parallel.context.ContextBatch`."""
         return self
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, ...] of the tokens -> [S, ...] of the keys of `keyed`, with gradients."""
+        """Return [S, ...], the rows of all keys of `keyed`, from the tokens' rows x [T, ...]. The result has
+        gradients."""
         return x
 
     @cached_property
     def cu_key_lens(self) -> torch.Tensor:
-        """int32 [B + 1]: where the sequences begin among all packed keys."""
+        """int32 [B + 1]: the first row of each sequence among all packed keys, then the number of rows."""
         return packing.offsets(self.key_lens, self.device)
 
     @cached_property
     def key_slots(self) -> torch.Tensor:
-        """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence; -1 where there is no page."""
+        """int64 [sum(key_lens)]: the slots of all keys, sequence after sequence; -1 for keys without a page."""
         return dsa.slot_mapping(self.block_table, self.cu_key_lens, None, sum(self.key_lens), self.page_size)
 
     @cached_property
     def mla_schedule(self) -> dsa.FlashMLASchedMeta:
-        """The plan of `dsa.flash_mla_with_kvcache` over all keys. The first layer of the pass fills it."""
+        """The schedule of `dsa.flash_mla_with_kvcache` over all keys. The first layer of the pass computes it."""
         return dsa.get_mla_metadata()[0]
 
     def entries(self, ratio: int) -> EntryView:
-        """Return the view of the compressed entries of every `ratio` tokens, the same for all layers of the pass."""
+        """Return the view of compressed entries with `ratio` tokens each. All layers of the pass share one view."""
         return self._views.setdefault(("entries", ratio), EntryView(self, ratio))
 
     def windows(self, window: int, ring: int) -> WindowView:
         """Return the view of windows of `window` tokens in rings of `ring` slots. All layers of the pass share one
-        view. Raises ValueError if a sequence has more tokens to decode than a ring has room for."""
+        view. Raise ValueError if next_n is above ring - window + 1, the new tokens that a ring has room for."""
         most = ring - window + 1
         if self.next_n > most:
             raise ValueError(f"batch: next_n must be at most {most} with this cache, got {self.next_n}")
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
     def group_rows(self, groups: int, tokens: int) -> packing.GroupRows:
-        """Return the rows of this many groups of channels of this many new tokens, the same for all layers."""
+        """Return the row permutations for `tokens` tokens and `groups` groups of channels. All layers share the
+        result."""
         if (groups, tokens) not in self.groups:
             self.groups[groups, tokens] = packing.GroupRows.of(tokens, groups, self.device)
         return self.groups[groups, tokens]
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], packing.GroupRows]:
-        """What `group_rows` has made."""
+        """Cached results of `group_rows`."""
         return {}
 
     @cached_property
@@ -100,7 +102,7 @@ def check_of_sequences(
     name: str, tensor: object, sequences: int, device: torch.device, source: str, *more: str
 ) -> None:
     """Raise TypeError or ValueError unless `tensor` is int32 [sequences, *more] on `device`. A `device` without an
-    index stands for every device of its type. source: the argument that determines the number of sequences."""
+    index accepts every device of its type. source: name of the argument that determines the number of sequences."""
     check_tensor(name, tensor, INT32, (sequences, *more), source)
     own = tensor.device
     if own.type != device.type or (device.index is not None and own.index != device.index):
@@ -108,7 +110,8 @@ def check_of_sequences(
 
 
 def check_batch(batch: object, *, whole: bool = True) -> None:
-    """Raise TypeError for anything but a batch. whole: raise ValueError for a rank's share of the tokens."""
+    """Raise TypeError if `batch` is not a TokenBatch. If `whole`, raise ValueError for a batch that has only one rank's
+    part of the tokens."""
     if not isinstance(batch, TokenBatch):
         raise TypeError(f"batch: must be a SequenceBatch or a DecodeBatch, got {type(batch).__name__}")
     if whole and batch.keyed is not batch:
@@ -119,7 +122,7 @@ def check_batch(batch: object, *, whole: bool = True) -> None:
 
 
 def check_pages(batch: TokenBatch, page_size: int) -> None:
-    """Raise ValueError unless the batch has pages of this many tokens, as the cache has."""
+    """Raise ValueError unless the batch has pages of `page_size` tokens, the page size of the cache."""
     if batch.block_table is None:
         raise ValueError("batch: must have pages where there is a cache, got block_table=None")
     if batch.page_size != page_size:
@@ -127,8 +130,8 @@ def check_pages(batch: TokenBatch, page_size: int) -> None:
 
 
 def check_pass(tokens: torch.Tensor, batch: TokenBatch, cache: Any) -> None:
-    """Raise TypeError or ValueError unless tokens int64 [T] are as many as the batch has, and the cache is one of a
-    model. The values of tokens are not checked, because the host would have to wait for the device."""
+    """Raise TypeError or ValueError unless `batch` is a batch, `tokens` is int64 [T] with the batch's T, and `cache` is
+    a model's cache or None. Token values are not checked, because the host would have to wait for the device."""
     check_batch(batch, whole=False)
     check_tensor("tokens", tokens, (torch.int64,), (sum(batch.query_lens),), "batch")
     if cache is not None and not hasattr(cache, "layer"):

@@ -1,1 +1,1 @@
-"""What a model keeps of earlier tokens: pages of latents, keys and entries, rings of windows, states."""
+"""Caches of earlier tokens: pages of latents, index keys and compressed entries, window rings, compressor states."""

@@ -1,4 +1,4 @@
-"""The base class of a model's cache: who has which page and which state slot."""
+"""The base class of caches, the allocator of pages and state slots, and the size of a cache in bytes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Hand out the numbers of free pages, each to one owner at a time."""
+    """An allocator of page numbers. Each page has at most one owner at a time."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -29,7 +29,8 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Return the numbers of `count` free pages. Raise OutOfPages, and take no page, if fewer are free."""
+        """Allocate `count` free pages and return their numbers. If fewer pages are free, raise OutOfPages and allocate
+        none."""
         if integer("count", count, at_least=0) > len(self._free):
             raise OutOfPages(f"{count} pages are needed and {len(self._free)} of {self.num_pages} are free")
         pages = [self._free.pop() for _ in range(count)]
@@ -37,8 +38,8 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take pages back. Raise ValueError, and take no page back, if one is not in use or is named twice: a page with
-        two owners would mix two sequences."""
+        """Free pages. If a page is not in use or is named twice, raise ValueError and free none: otherwise a page could
+        get two owners and mix the data of two sequences."""
         if wrong := sorted(set(pages) - self._used):
             raise ValueError(f"pages: {wrong} are not in use")
         if len(set(pages)) < len(pages):
@@ -48,15 +49,15 @@ class PageAllocator:
 
 
 class Cache:
-    """A paged cache. A sequence has pages for its tokens, and one state slot for what the cache stores per sequence and
-    not per page. State slots also limit the number of sequences of a cache that stores nothing per sequence.
+    """A paged cache. Each sequence has pages for its tokens and one state slot for its data that is not in pages. State
+    slots limit the number of sequences, even if a cache stores all data in pages.
 
     page_size    tokens per page
-    allocator    of pages. Page p of every layer has the same tokens
+    allocator    allocator of pages; in every layer, page p stores the same tokens
     state_slots  allocator of state slots
 
-    Memory is not cleared: the contents of an unused slot never reach a result. Raises TypeError or ValueError for sizes
-    that make no cache, and for more slots than int32 can number.
+    Memory is not cleared, because the contents of an unused slot never affect a result. The constructor raises
+    TypeError or ValueError for invalid sizes, and for more token slots than int32 can number.
     """
 
     def __init__(self, num_pages: int, page_size: int, state_slots: int) -> None:
@@ -80,7 +81,7 @@ class Cache:
         raise NotImplementedError
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that have one row per state slot. The other tensors of the cache have one row per page."""
+        """Return the tensors that have one row per state slot. All other tensors have one row per page."""
         return []
 
     @property
@@ -90,8 +91,11 @@ class Cache:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes per page of `page_size` tokens and per state slot of a sequence. The caches of a model and its drafter have
-    the same numbers of pages and slots, and count together. V4's pages are padded, and the padding counts."""
+    """The cache size in bytes. page: bytes per page of `page_size` tokens; slot: bytes per state slot.
+
+    The numbers are sums over the caches of a model and its drafter, which have equal numbers of pages and state slots.
+    They include the padding of DeepSeek-V4's pages.
+    """
 
     page: int
     slot: int
@@ -99,7 +103,7 @@ class CacheSizes:
 
     @classmethod
     def of(cls, modules: Iterable[Any], page_size: int) -> Self:
-        """modules: a model, and its drafter if there is one."""
+        """Measure the caches of `modules`: a model and, if it has one, its drafter."""
         modules = list(modules)
 
         def held(pages: int, slots: int) -> int:
@@ -110,8 +114,8 @@ class CacheSizes:
         return cls(held(2, 1) - one, held(1, 2) - one, page_size)
 
     def pages(self, room: int, sequences: int) -> int:
-        """Return the number of pages that fit into `room` bytes together with the sequences' state slots. There are
-        at most `sequences`, and each has at least one page."""
+        """Return the number of pages that fit into `room` bytes together with the state slots. There is one state slot
+        per sequence. There are at most `sequences` sequences, and each has at least one page."""
         pages = max(room, 0) // (self.page + self.slot)
         if pages > sequences:
             pages = (room - sequences * self.slot) // self.page
@@ -119,18 +123,18 @@ class CacheSizes:
 
 
 def most_tokens(page_size: int) -> int:
-    """Return the largest number of cache tokens that callers may ask for. It leaves room for the pages of sequences
-    that pad a batch."""
+    """Return the largest cache size, in tokens, that a caller may request. It leaves slots for the pages of padding
+    sequences."""
     return MOST_SLOTS - 2 * page_size
 
 
 def check_storage(name: str, kind: torch.dtype | str) -> None:
-    """Raise ValueError for a kind of storage that caches do not have."""
+    """Raise ValueError unless `kind` is "fp8" or a float dtype that caches support."""
     if kind != "fp8" and kind not in _FLOATS:
         raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")
 
 
 def check_cache(cache: object, kind: type) -> None:
-    """Raise TypeError unless `cache` is the cache of one layer. kind: the class of that cache."""
+    """Raise TypeError unless `cache` is an instance of `kind`, the class of one layer's cache."""
     if not isinstance(cache, kind):
         raise TypeError(f"cache: must be a {kind.__name__} or None, got {type(cache).__name__}")

@@ -1,4 +1,4 @@
-"""The caches of a model with compressed attention: one ring of window keys per sequence, and pages of entries."""
+"""The cache of a model with compressed attention: one ring of window keys per sequence, and pages of entries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from dsa_layers.cache.drafts import DRAFTS
 
 @dataclass(frozen=True)
 class EntryCache:
-    """The compressed entries of a layer.
+    """The cache of one compressor of a layer.
 
-    pages  [pages, P, 1, d | 584 | d + 4], as `dsa.write_compressed_kv` takes them
-    state  fp32 [state slots, n, 2, c]: the projections of the tokens whose entries are not complete
+    pages  [pages, P, 1, d | 584 | d + 4]: the entries, in a layout of `dsa.write_compressed_kv`
+    state  fp32 [state slots, n, 2, c]: the compressor's projections of tokens that incomplete entries need
     """
 
     pages: torch.Tensor
@@ -27,9 +27,9 @@ class EntryCache:
 class CompressedLayerCache:
     """The cache of a layer.
 
-    window         [state slots, window + DRAFTS, 1, d | 584]: a ring for each sequence
-    entries        of the layer's compressor; None without one
-    index_entries  of its indexer's compressor; None without one
+    window         [state slots, window + DRAFTS, 1, d | 584]: one ring of window keys per sequence
+    entries        cache of the layer's compressor; None for a layer without a compressor
+    index_entries  cache of the compressor of the layer's indexer; None for a layer without an indexer
     """
 
     window: torch.Tensor
@@ -43,7 +43,8 @@ class CompressedLayerCache:
 
 @dataclass(frozen=True)
 class EntryShape:
-    """The sizes of a compressor's entries: tokens per entry, channels, and the shape of the state of a sequence."""
+    """The sizes of a compressor's entries. ratio: tokens per entry; dim: channels per entry; state: shape of the
+    compressor's state for one sequence."""
 
     ratio: int
     dim: int
@@ -53,16 +54,16 @@ class EntryShape:
 class CompressedKVCache(Cache):
     """Windows, entries and index entries of all layers.
 
-    Page p of every layer has the entries of the same tokens. State slot s of every layer has the ring of one sequence,
-    and the state of the layer's compressors for the sequence's incomplete entries.
+    In every layer, page p stores the entries of the same tokens. State slot s stores the window ring of one sequence,
+    and the states of the layer's compressors for incomplete entries of this sequence.
 
-    layers          for each layer, the shape of its entries and the shape of its indexer's entries; None if the layer
-                    has none
-    state_slots     maximum number of sequences at a time
-    entries, index  storage of windows and entries, and of index entries: "fp8" for the byte layouts (584 bytes per
-                    entry or token, index_dim + 4 bytes per index entry), or a float dtype
+    layers       for each layer, the shapes of its entries and of its indexer's entries; a shape is None if the layer
+                 has no such entries
+    state_slots  maximum number of sequences at a time
+    entries      storage of windows and entries: "fp8" for 584 bytes per token or entry, or a float dtype
+    index        storage of index entries: "fp8" for dim + 4 bytes per index entry, or a float dtype
 
-    Raises TypeError or ValueError for invalid sizes and storage kinds.
+    The constructor raises TypeError or ValueError for invalid sizes and storage kinds.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""How far ahead of a sequence tokens can be drafted. Imports nothing: the command's help says it without torch."""
+"""The maximum number of draft tokens. This module imports nothing, so that the command's help loads without torch."""
 
-# Tokens of a sequence that a decoding pass may take in vain: what they overwrite is not needed without them. Kernels
-# take as many beside the one that is none.
+# Maximum number of draft tokens per sequence in a decoding pass. Window rings and compressor states have DRAFTS extra
+# rows, so that a rejected draft overwrites nothing that the sequence still needs. The decoding kernels accept up to
+# DRAFTS + 1 tokens per sequence: the last token of the text, and its drafts.
 DRAFTS = 3

@@ -14,11 +14,12 @@ LATENT_FP8_BYTES = 656
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The pages of a layer.
+    """The cache pages of one layer. P: tokens per page.
 
-    latent  [pages, P, 1, 576]: latent | rope in a float dtype; or uint8 [pages, P, 1, 656]: e4m3 with fp32 scales
-    index   uint8 [pages, P, 1, 132]: e4m3 index keys, then fp32 scales; or [pages, P, 1, 128] in a float dtype; None
-            for a layer without an indexer
+    latent  [pages, P, 1, 576] in a float dtype: latent | rope key; or uint8 [pages, P, 1, 656]: e4m3 latents with fp32
+            scales, and rope keys
+    index   [pages, P, 1, 128] in a float dtype: index keys; or uint8 [pages, P, 1, 132]: e4m3 index keys and fp32
+            scales; None for a layer without an indexer
     """
 
     latent: torch.Tensor
@@ -38,13 +39,13 @@ class LayerCache:
 
 
 class PagedKVCache(Cache):
-    """Latent and index pages of all layers. Nothing is stored per sequence.
+    """Latent and index pages of all layers. All data is in pages; sequences have no other state.
 
-    latent, index  "fp8" for the byte layouts of LayerCache, or the float dtype to store
-    index_layers   the layers that have index pages; None: all of them
-    state_slots    the most sequences at a time
+    latent, index  storage of latents and index keys: "fp8" for the byte layouts of LayerCache, or a float dtype
+    index_layers   layers that have index pages; None means all layers
+    state_slots    maximum number of sequences at a time
 
-    Raises TypeError or ValueError for sizes and kinds that make no cache.
+    The constructor raises TypeError or ValueError for invalid sizes and storage kinds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pages of earlier prompts, found by their tokens."""
+"""Prefix caching: new prompts reuse cache pages of earlier prompts that begin with the same tokens."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ from dsa_layers.cache.cache import PageAllocator
 
 
 class PrefixPages:
-    """Full pages of prompts. A page is found by its tokens and by all tokens before them, compared one by one.
+    """Full pages of earlier prompts. A lookup compares all tokens of the page and all tokens before the page.
 
-    Each page counts the sequences that use it. An unused page stays until `make_room` gives it back to the allocator:
-    the least recently used page first, and no page before the pages that follow it.
+    Each page has a count of the sequences that use it. An unused page stays until `make_room` returns it to the
+    allocator. `make_room` takes the least recently used page first, and never a page before the pages that follow it.
 
-    look_ahead: tokens after a page that must be the same too, because the content of the page depends on them
+    look_ahead: number of tokens after a page that must match too, because the contents of the page depend on them
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, look_ahead: int = 0) -> None:
         self._allocator, self._page_size, self._look_ahead = allocator, page_size, look_ahead
-        self._pages: dict[tuple[int, ...], int] = {}  # (the page before, the tokens) -> the page
-        self._keys: dict[int, tuple[int, ...]] = {}  # the inverse
+        self._pages: dict[tuple[int, ...], int] = {}  # (preceding page or -1, *tokens) -> page
+        self._keys: dict[int, tuple[int, ...]] = {}  # page -> its key in _pages
         self._users: Counter[int] = Counter()
-        # The least recently used page first. A sequence uses all pages before a page that it uses, and releases the
-        # last of them first, so pages come before the pages that they follow.
+        # Unused pages, the least recently used first. A sequence that uses a page also uses all preceding pages.
+        # `release` appends the last page of a prompt first, so `make_room` removes a page before its preceding page.
         self.unused: OrderedDict[int, None] = OrderedDict()
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """Return the pages of the longest known prefix of `tokens`. At least one token remains after the prefix."""
+        """Return the pages of the longest stored prefix of `tokens`. At least one token remains after the prefix."""
         found: list[int] = []
         for _ in range((len(tokens) - 1) // self._page_size):
             page = self._pages.get(self._key(found, tokens))
@@ -37,30 +37,31 @@ class PrefixPages:
         return found
 
     def common(self, tokens: Sequence[int], prompt: Sequence[int]) -> int:
-        """Return the number of pages of `prompt` that `find(tokens)` would find, if they were all known."""
+        """Return the number of pages that `find(tokens)` would return if all full pages of `prompt` were stored."""
         most = min((len(tokens) - 1) // self._page_size, self.full_pages(len(prompt)))
         return next((i for i in range(most) if self._tokens(tokens, i) != self._tokens(prompt, i)), most)
 
     def full_pages(self, tokens: int) -> int:
-        """Return the number of pages of a prompt with this many tokens that can be added."""
+        """Return the number of pages that `add` accepts for a prompt of `tokens` tokens."""
         return max(tokens - self._look_ahead, 0) // self._page_size
 
     def use(self, pages: Sequence[int]) -> None:
-        """Add a user to the first pages of a prompt."""
+        """Increment the user count of each page. pages: the first pages of a prompt."""
         for page in pages:
             self._users[page] += 1
             self.unused.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove a user from the first pages of a prompt."""
+        """Decrement the user count of each page. pages: the first pages of a prompt."""
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:
                 self.unused[page] = None
 
     def add(self, before: Sequence[int], tokens: Sequence[int], page: int) -> int:
-        """Add a user to the page that follows the pages `before` of a prompt, and return it. It is the known page with
-        these tokens; if there is none, it is `page`, which then belongs to this object."""
+        """Store the page that follows the pages `before` of a prompt, increment its user count and return it. If a page
+        with the same tokens is already stored, return this stored page. Otherwise store and return `page`, which then
+        belongs to this object."""
         key = self._key(before, tokens)
         found = self._pages.setdefault(key, page)
         self._keys[found] = key
@@ -68,7 +69,7 @@ class PrefixPages:
         return found
 
     def make_room(self, count: int) -> list[int]:
-        """Give unused pages back to the allocator until `count` pages are free there. Return these pages."""
+        """Return unused pages to the allocator until it has `count` free pages. Return the list of these pages."""
         given = []
         while self._allocator.free < count:
             page, _ = self.unused.popitem(last=False)
@@ -86,12 +87,12 @@ class PrefixPages:
 
 
 class StateCopies:
-    """Copies of what caches store per sequence, made at the ends of prefixes. A prefix is named by its last page.
+    """Copies of sequences' states at the ends of prefixes. The last page of a prefix identifies the prefix.
 
-    A new copy overwrites the least recently used one if all slots are taken.
+    If all slots are taken, a new copy overwrites the least recently used copy.
 
-    tensors  those that have a row for each state slot
-    slots    state slots for the copies, which no sequence uses
+    tensors  tensors with one row per state slot
+    slots    state slots reserved for the copies; no sequence uses them
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
@@ -102,19 +103,19 @@ class StateCopies:
         return page in self._slots
 
     def keep(self, page: int, state_slot: int) -> None:
-        """Copy the state of a sequence, unless there is a copy for `page`. The tokens that the sequence has in the
-        cache are exactly the prefix that ends with `page`."""
+        """Copy the state of a sequence, unless a copy for `page` exists. The sequence's cached tokens must be exactly
+        the prefix that ends with `page`."""
         if page not in self._slots:
             self._slots[page] = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
             self._copy(state_slot, self._slots[page])
 
     def restore(self, page: int, state_slot: int) -> None:
-        """Copy a state to the slot of a sequence that begins with the prefix."""
+        """Copy the state stored for `page` to `state_slot`, the slot of a sequence that begins with this prefix."""
         self._copy(self._slots[page], state_slot)
         self._slots.move_to_end(page)
 
     def forget(self, page: int) -> None:
-        """Drop the copy of a prefix, if there is one."""
+        """Delete the copy for the prefix that ends with `page`, if it exists."""
         if page in self._slots:
             self._free.append(self._slots.pop(page))
 

@@ -1,1 +1,2 @@
-"""The `dsa` command: `main`, and a module for each subcommand, which adds its parser and imports torch when it runs."""
+"""The `dsa` command: `main`, the parser of all subcommands, and the modules that run the subcommands. `main` imports a
+subcommand's module, and thereby torch, only when this subcommand runs."""

@@ -1,4 +1,4 @@
-"""`dsa check`: what is installed, what the ops run on, and whether every op computes the right thing here."""
+"""`dsa check`: print installed versions, GPU and backend, and test every op on this machine."""
 
 import argparse
 import contextlib
@@ -41,12 +41,12 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def _test(op: str, device: str) -> bool:
-    """Print the outcome of the op's test. Return whether it passed."""
+    """Run the test of an op and print the outcome. Return whether the test passed."""
     started = time.perf_counter()
     outcome = "ok"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ops without a kernel warn, and the report says it too
+            warnings.simplefilter("ignore")  # ops without a kernel warn, but the report already prints "reference"
             check_op(op, device)
     except Exception as error:
         outcome = f"FAILED: {type(error).__name__}: {error}"

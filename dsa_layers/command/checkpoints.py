@@ -1,4 +1,4 @@
-"""`dsa plan`, `dsa convert` and `dsa tiny`: what a checkpoint needs, and checkpoints that are written."""
+"""`dsa plan`, `dsa convert` and `dsa tiny`: predict a checkpoint's memory, and write checkpoints."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def plan(args: argparse.Namespace) -> int:
     found = plans(config, precision, MOST_GPUS, drafter=args.draft > 0)
     if args.gpus:
         found = {args.gpus: plan_of(config, precision, args.gpus, drafter=args.draft > 0)}
-    first = next(iter(found.values()))  # one GPU always holds a whole model
+    first = next(iter(found.values()))  # a GpuPlan: a single GPU divides nothing, and `plan_of` raises any error
     drafters = " with the drafter's" if args.draft else ""
     print(
         f"{args.checkpoint}: {first.whole / 1e9:.1f} GB of weights{drafters}, a cache of "
@@ -28,7 +28,7 @@ def plan(args: argparse.Namespace) -> int:
     some_fit = False
     for gpus, one in found.items():
         if isinstance(one, ValueError):
-            if gpus.bit_count() == 1:  # nobody expects others
+            if gpus.bit_count() == 1:  # report failures only for powers of two, the usual numbers of GPUs
                 print(f"{gpus:>4}  {str(one).removeprefix(f'gpus: {gpus} ')}")
             continue
         tokens = one.tokens(memory)

@@ -1,4 +1,4 @@
-"""`dsa compile`: the kernels of a model, compiled before it runs, also without a GPU."""
+"""`dsa compile`: compile a model's kernels in advance. This does not need a GPU."""
 
 import argparse
 import importlib.util

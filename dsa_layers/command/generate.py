@@ -1,4 +1,4 @@
-"""`dsa generate` and `dsa chat`: continue prompts, or hold a conversation, with a checkpoint."""
+"""`dsa generate` and `dsa chat`: continue prompts with a checkpoint, or chat with it."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ def generate(args: argparse.Namespace) -> int:
         raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
     if args.batch_invariant and (
         args.dequantize or args.prefix_cache or check_device(args.device).type != "cuda"
-    ):  # `Generator` refuses the same, but after the weights are loaded
+    ):  # `Generator` makes the same check, but only after the weights are loaded
         raise ValueError("--batch-invariant: takes a GPU and FP8 weights, without --dequantize and --prefix-cache")
     params = sampling(args)
     exit_code = start_ranks(args)
@@ -74,7 +74,7 @@ def generate(args: argparse.Namespace) -> int:
     except OutOfPages as error:
         raise ValueError(str(error)) from None
     if ranks is not None and ranks.rank > 0:
-        return 0  # the first rank reports
+        return 0  # only rank 0 reports
     if args.json:
         say_json("throughput", **asdict(generator.throughput))
     else:
@@ -88,7 +88,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def read_prompts(prompts: Iterable[str | Path]) -> list[str]:
-    """Return the texts of prompts: those of files, and for "-" that of the standard input. Raise ValueError for a text
+    """Return the texts of prompts. Read a path as a file, and "-" from the standard input. Raise ValueError for a text
     that is empty or not UTF-8."""
     texts = []
     for i, prompt in enumerate(prompts):
@@ -103,7 +103,7 @@ def read_prompts(prompts: Iterable[str | Path]) -> list[str]:
 
 
 def read_text(source: str | Path, content: bytes) -> str:
-    """Return UTF-8 text without a newline at its end. Raise ValueError, which names the source, for other bytes."""
+    """Decode UTF-8 and remove one newline at the end. Raise ValueError, which names `source`, for invalid UTF-8."""
     try:
         return re.sub(r"\r?\n\Z", "", content.decode())
     except UnicodeDecodeError as error:
@@ -111,15 +111,15 @@ def read_text(source: str | Path, content: bytes) -> str:
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
-    """Options override what the checkpoint's generation_config.json says."""
+    """Return the sampling parameters. Options override the checkpoint's generation_config.json."""
     names = SamplingParams.__dataclass_fields__
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     return SamplingParams(**sampling_defaults(args.checkpoint) | given)
 
 
 def events_of(generator: Generator, prompts: list, params: SamplingParams) -> Iterator[TokenEvent]:
-    """Yield the events of a generation. On a terminal, prompts that take more than a second have a progress bar, which
-    is removed before the first event."""
+    """Yield the events of a generation. On a terminal, show a progress bar if prefill takes more than a second, and
+    remove it before the first event."""
     with tqdm(desc="Prefill", unit=" tokens", leave=False, disable=None, delay=1) as bar:
 
         def on_prefill(done: int, total: int) -> None:
@@ -133,8 +133,8 @@ def events_of(generator: Generator, prompts: list, params: SamplingParams) -> It
 
 
 def _print_texts(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str]) -> None:
-    """Print each prompt and the text that follows it. One sequence is printed token by token. Of several, each is
-    printed when it ends, with its number before each line: "[0] def f(x):"."""
+    """Print each prompt and its completion. Print a single sequence token by token. Print each of several sequences
+    when it ends, with its number before each line: "[0] def f(x):"."""
     n = len(completions) // len(prompts)
     shown_prompt = False
     for event in events:
@@ -151,7 +151,7 @@ def _print_texts(events: Iterator[TokenEvent], completions: list[Completion], pr
 
 
 def _print_events(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str]) -> None:
-    """Print an event "token" for each token and "completion" for each sequence that has ended."""
+    """Print a "token" event for each token, and a "completion" event when a sequence ends."""
     n = len(completions) // len(prompts)
     for event in events:
         completion = completions[event.sequence]
@@ -174,7 +174,7 @@ def _print_events(events: Iterator[TokenEvent], completions: list[Completion], p
 
 
 def chat(args: argparse.Namespace) -> int:
-    start_ranks(args)  # checks the memory; there is only one GPU
+    start_ranks(args)  # check that the GPU can hold the model; without --gpus no ranks are launched
     params = sampling(args)
     directory, _, tokenizer = read_files(args)
     check_stop_strings(params.stop, tokenizer)
@@ -184,7 +184,7 @@ def chat(args: argparse.Namespace) -> int:
     def prompt_after(question: dict[str, str]) -> str:
         return tokenizer.apply_chat_template([*messages, question], **dict(args.chat_option))
 
-    prompt_after({"role": "user", "content": "Hello"})  # a wrong --chat-option ends the program here
+    prompt_after({"role": "user", "content": "Hello"})  # raises for a wrong --chat-option before the weights are loaded
     generator = Generator(
         load(args, directory),
         tokenizer,
@@ -214,7 +214,8 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def assistant_message(reply: str) -> dict[str, str]:
-    """Return the message of a reply. Reasoning is what stands between marks before the answer."""
+    """Return the assistant's message for a reply. Text between <think> and </think> at the start of the reply becomes
+    `reasoning_content`."""
     begun = reply.lstrip()
     if not begun.startswith(BEGIN_REASONING):
         return {"role": "assistant", "content": reply}
@@ -223,8 +224,12 @@ def assistant_message(reply: str) -> dict[str, str]:
 
 
 def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
-    """Print the reply until it ends, or until Ctrl-C, and return it. Raise ValueError for logits that are not finite.
-    A reply whose reasoning the prompt has begun starts with the mark, if the tokenizer shows the mark of its end."""
+    """Generate and print a reply until it ends or the user presses Ctrl-C, and return it. Raise ValueError if the
+    generation fails, for example because logits are not finite.
+
+    If the prompt ends with <think> and the tokenizer decodes </think> as text, the reply begins with <think>. Reasoning
+    in the reply then has both marks.
+    """
     tokenizer, reply = generator.tokenizer, ""
     shows_end = tokenizer.decode(tokenizer.encode(END_REASONING, add_bos=False)) == END_REASONING
     if shows_end and prompt.rstrip().endswith(BEGIN_REASONING):
@@ -241,11 +246,11 @@ def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of the standard input that are not blank."""
+    """Yield the non-blank lines of the standard input, without surrounding spaces."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives input() a history and an editor
+            import readline  # noqa: F401  # the import adds history and line editing to input()
         say("/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply.")
     with contextlib.suppress(EOFError):
         while True:

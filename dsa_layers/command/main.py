@@ -1,4 +1,4 @@
-"""The `dsa` command: how it runs its subcommands, and how it reports their errors."""
+"""The entry point of the `dsa` command: it runs a subcommand and reports errors."""
 
 import argparse
 import contextlib
@@ -14,9 +14,10 @@ from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.parser import make_parser
 from dsa_layers.parallel.launch import note_failure
 
-# The exit codes that a shell reports for these signals.
+# Exit codes that a shell reports for a process that SIGINT or SIGPIPE ended.
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
-# Subcommand -> its module, if the names differ. The function in the module has the subcommand's name.
+# {subcommand: module}, for subcommands whose module has another name. The function in the module has the subcommand's
+# name.
 _MODULES = {
     "chat": "generate",
     "compare": "measure",
@@ -28,10 +29,11 @@ _MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. argv: None for the arguments of this process.
+    """Run the command and return its exit code. argv: the arguments; None: the arguments of this process.
 
-    The exit code is 0; 1 for a failure; 2 for a wrong call or input; 130 after Ctrl-C; 141 if the reader of the
-    standard output has left. With --json an error is also an event on the standard output.
+    The exit code is 0 for success, 1 for a failure, 2 for a wrong call or input, 130 after Ctrl-C, and 141 if the
+    reader of the standard output has closed the pipe. With --json an error is also printed as an event on the standard
+    output.
     """
     args = argparse.Namespace(argv=list(sys.argv[1:] if argv is None else argv), command="")
     logger, handler = logging.getLogger("dsa_layers"), logging.StreamHandler()
@@ -39,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.addHandler(handler)
     try:
         if argv is None:
-            sys.stdout.reconfigure(errors="replace")  # for characters that its encoding does not have
+            sys.stdout.reconfigure(errors="replace")  # print "?" for characters that the output's encoding lacks
         make_parser().parse_args(args.argv, args)
-        if "run" not in args:  # the subcommand's module imports torch, which `dsa --help` does not need
+        if "run" not in args:  # import the subcommand's module here: it imports torch, which `dsa --help` must avoid
             module = importlib.import_module(f"dsa_layers.command.{_MODULES.get(args.command, args.command)}")
             args.run = getattr(module, args.command)
         warnings.showwarning = lambda message, *_: say(f"Warning: {message}")
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.filename:
             problem = f"{error.filename}: {error.strerror}"
-        command = f"dsa {args.command}".rstrip()  # strips the space if the call names no subcommand
+        command = f"dsa {args.command}".rstrip()  # no trailing space if the call names no subcommand
         problem = f"{command}: {by_options(problem, args)}"
         code = 1 if isinstance(error, RuntimeError | MemoryError) else 2
         note_failure(problem)
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.removeHandler(handler)
         try:
             sys.stdout.flush()
-        except OSError:  # Python would try again when it ends, and print a traceback
+        except OSError:  # otherwise Python would flush again at exit and print a traceback
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`dsa compare` and `dsa verify`: measure a checkpoint on a text, and test its weights on this machine."""
+"""`dsa compare` and `dsa verify`: compare attention variants on a text, and test a checkpoint on this machine."""
 
 import argparse
 import contextlib
@@ -32,12 +32,12 @@ _PROMPTS = (
 )
 _NEW_TOKENS = 32
 _TEXT_TOKENS = 4096
-_REFERENCE_TOKENS = 256  # of the text, for the slow references
-_NUMBERS = 2**26  # that are converted to fp32 at a time
+_REFERENCE_TOKENS = 256  # tokens of the text for the references, which are slow
+_NUMBERS = 2**26  # elements that `not_finite` converts to fp32 at a time
 
 
 def compare(args: argparse.Namespace) -> int:
-    start_ranks(args)  # checks the memory; there is only one GPU
+    start_ranks(args)  # check that the GPU can hold the model; without --gpus no ranks are launched
     directory, config, tokenizer = read_files(args)
     sequences, length = pieces(args, config, tokenizer, read_text(f"--text {args.text}", args.text.read_bytes()))
     model, top_k, found = load(args, directory), config.index_topk, place(args)
@@ -58,7 +58,7 @@ def compare(args: argparse.Namespace) -> int:
     counts = {}
     for attention, (name, selection) in attentions.items():
         with selection:
-            if found["backend"] == "cute":  # kernels compile at their first call
+            if found["backend"] == "cute":  # warm up, because kernels compile at their first call
                 held_out_loss(model, sequences[:1], chunk=args.prefill_chunk)
             began = time.perf_counter()
             with KeysRead(model) as keys_read:
@@ -92,10 +92,10 @@ def compare(args: argparse.Namespace) -> int:
 def pieces(
     args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, text: str
 ) -> tuple[list[list[int]], int]:
-    """Return pieces of the text of equal length, in tokens, and that length. Each piece begins with the token that
-    begins a text."""
+    """Split the text into pieces of equal length. Return the pieces' tokens and the number of predicted tokens per
+    piece. Each piece begins with BOS if the tokenizer has a BOS token."""
     tokens = tokenizer.encode(text, add_bos=False)
-    # The first token is given, not predicted: the BOS token, or the text's own first token.
+    # The first token of a piece is not predicted. It is BOS, or without BOS the first token of the piece's text.
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = len(tokens) - 1 + len(begin)
     if room < 2:
@@ -115,7 +115,7 @@ def pieces(
 def verify(args: argparse.Namespace) -> int:
     options.check_output("--report", args.report)
     text = read_text(f"--text {args.text}", args.text.read_bytes())
-    # The drafter's tensors are checked too.
+    # Load the drafter if the checkpoint has one, so that its tensors are checked too.
     args.draft = min(1, read_config(checkpoint_directory(args.checkpoint, weights=False)).num_nextn_predict_layers)
     exit_code = start_ranks(args)
     if exit_code is not None:
@@ -157,7 +157,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def not_finite(model: Model) -> list[str]:
-    """Return the names of the parameters and buffers, of all ranks, that have NaN or infinity."""
+    """Return the names of all parameters and persistent buffers that contain NaN or infinity on any rank."""
     names = [
         name
         for name, x in model.state_dict().items()

@@ -1,11 +1,11 @@
-"""Messages on the standard error, and events in JSON on the standard output."""
+"""Print messages to the standard error, and JSON events to the standard output."""
 
 import argparse
 import json
 import re
 import sys
 
-# Parameters of the library whose option has another name.
+# {parameter of the library: option}, for options with another name than their parameter
 _OPTIONS = {"draft_tokens": "--draft", "drafter": "--draft"}
 _POSITIONAL = {"checkpoint", "directory", "op"}
 
@@ -15,13 +15,13 @@ def say(line: str) -> None:
 
 
 def say_json(event: str, **fields: object) -> None:
-    """Print an event as a JSON object on a line of its own."""
+    """Print an event as one line of JSON."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
 def by_options(problem: str, args: argparse.Namespace) -> str:
-    """Return an error message of the library with the command's options in place of the library's parameters:
-    "top_p: ..." becomes "--top-p: ...", and "... (cache_tokens)" becomes "... (--cache-tokens)"."""
+    """Replace parameter names in an error message of the library by the command's options. For example, "top_p: ..."
+    becomes "--top-p: ...", and "... (cache_tokens)" becomes "... (--cache-tokens)"."""
 
     def option(found: re.Match[str]) -> str:
         name = found[0]

@@ -1,4 +1,4 @@
-"""Load the model that the options ask for, on one GPU or as one of several ranks."""
+"""Load the model of a command's options, on one device or as one of several ranks."""
 
 import argparse
 import logging
@@ -26,12 +26,12 @@ from dsa_layers.parallel.process_group import join
 
 
 def start_ranks(args: argparse.Namespace) -> int | None:
-    """Launch this command as one rank per GPU, wait for it, and return the exit code. Return None if this process is to
-    run the command, because it is the only process or a rank. If args.device or args.dequantize is None, set it to the
-    default for this machine.
+    """Launch one process per rank if the command needs several GPUs, wait for all, and return the exit code.
 
-    Raise ValueError if the machine has fewer GPUs than ranks, or if the GPUs cannot hold the model. The model's weights
-    are not read.
+    Return None if this process must run the command itself: it is the only process, or it is a rank. If args.device or
+    args.dequantize is None, set it to the default for this machine.
+    Raise ValueError if the machine has fewer GPUs than ranks, or if the GPUs cannot hold the model. This check does not
+    read the weights.
     """
     started = started_ranks()
     if started is not None and args.gpus not in (None, started):
@@ -60,8 +60,8 @@ def start_ranks(args: argparse.Namespace) -> int | None:
 
 
 def join_ranks(args: argparse.Namespace) -> Ranks | None:
-    """Return this process's rank, None if it is alone. Set args.device to the rank's, and silence all ranks but the
-    first."""
+    """Join the group of ranks. Return this process's rank, or None if there is only one process. Set args.device to the
+    rank's device, and silence the output of all ranks except rank 0."""
     if started_ranks() in (None, 1):
         return None
     ranks, device = join(args.device)
@@ -74,17 +74,17 @@ def join_ranks(args: argparse.Namespace) -> Ranks | None:
 
 
 def read_files(args: argparse.Namespace) -> tuple[Path, ModelConfig, Tokenizer]:
-    """Return the checkpoint's directory, and what is read and checked before its weights. Raise ValueError, which names
-    the file, for what cannot be read."""
+    """Return the checkpoint's directory, configuration and tokenizer, which are checked before the weights are loaded.
+    Raise ValueError, which names the file, if a file cannot be used."""
     directory = checkpoint_directory(args.checkpoint)
     return directory, read_config(directory), Tokenizer(directory)
 
 
 def load(args: argparse.Namespace, directory: Path, ranks: Ranks | None = None) -> Model:
-    """Load the model, or with `ranks` this rank's part of it, and the drafter if args.draft is above 0. `start_ranks`
-    comes before."""
+    """Load the model, or with `ranks` this rank's part of the model. Load the drafter too if args.draft is above 0.
+    Call `start_ranks` first, because it sets args.device and args.dequantize."""
     if args.checkpoint == SHIPPED_MODEL and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # it is too small for several
+        torch.set_num_threads(1)  # the shipped model is too small to gain from several threads
     return load_model(
         directory,
         device=args.device,
@@ -96,13 +96,13 @@ def load(args: argparse.Namespace, directory: Path, ranks: Ranks | None = None) 
 
 
 def place(args: argparse.Namespace) -> dict[str, Any]:
-    """Return fields of the JSON events: the device and the backend of a loaded model, and whether it is dequantised."""
+    """Return fields for JSON events: the device and backend of the loaded model, and whether it is dequantised."""
     backend = backends.backend() if args.device.startswith("cuda") else "reference"
     return {"device": args.device, "backend": backend, "dequantized": args.dequantize}
 
 
 def precision_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `load_model` about precision."""
+    """Return the keyword arguments of `load_model` that determine the precision."""
     return {
         "dtype": args.dtype and getattr(torch, args.dtype),
         "dequantize": bool(args.dequantize),
@@ -114,8 +114,8 @@ def precision_options(args: argparse.Namespace) -> dict[str, Any]:
 def stored_model(args: argparse.Namespace) -> tuple[ModelConfig, Precision]:
     """Return the checkpoint's configuration and precision."""
     directory = checkpoint_directory(args.checkpoint, weights=False)
-    # The earliest checkpoints with FP4 experts say so in their files only. Files of the hub may not be here yet, and
-    # loading says what is wrong with others.
+    # The config.json of the earliest checkpoints with FP4 experts does not name the experts' dtype, so read it from the
+    # files' headers. Ignore errors here: a hub checkpoint may not be downloaded yet, and `load_model` reports others.
     try:
         files = Checkpoint(directory)
     except CheckpointError:
@@ -125,8 +125,8 @@ def stored_model(args: argparse.Namespace) -> tuple[ModelConfig, Precision]:
 
 
 def plan_of(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool) -> GpuPlan:
-    """Return the plan for so many GPUs. Raise ValueError, which names the accepted numbers, if they cannot share the
-    model evenly."""
+    """Return the plan for `gpus` GPUs. Raise ValueError, which lists the accepted numbers of GPUs, if `gpus` GPUs
+    cannot share the model evenly."""
     found = plans(config, precision, max(gpus, MOST_GPUS), drafter=drafter)
     if isinstance(found[gpus], DoesNotDivide):
         accepted = [str(n) for n, plan in found.items() if isinstance(plan, GpuPlan)]

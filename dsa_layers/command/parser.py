@@ -1,6 +1,6 @@
-"""The parser of the `dsa` command: all options of all its commands."""
+"""The argument parser of the `dsa` command with the options of all subcommands."""
 
-# Nothing here is slow to import, so that help is there at once.
+# Avoid slow imports such as torch in this module, so that --help responds at once.
 import argparse
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.models.registry import FAMILIES
 from dsa_layers.options import at_least, gigabytes, path, positive
 
-# Text that the model that comes with dsa was not trained on. Its license is LICENSE.python.txt in the same folder.
+# The shipped model was not trained on this text. The text's license is LICENSE.python.txt in the same folder.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
-COMPARED_TOKENS = 4096  # --max-tokens of `dsa compare`
-SELECTIONS = 16  # --length of `dsa compare`, in multiples of what a token selects
-MOST_GPUS = 16  # in lists of numbers of GPUs
+COMPARED_TOKENS = 4096  # default of `dsa compare --max-tokens`
+SELECTIONS = 16  # default of `dsa compare --length`, in multiples of index_topk, the keys that a token selects
+MOST_GPUS = 16  # `dsa plan` and error messages list up to this number of GPUs
 
 _Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -26,8 +26,8 @@ _CONFIG_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes only whole names of options, because an option that is added later then breaks no script, and
-    whose errors have one line."""
+    """A parser that rejects abbreviated options and reports errors in one line. With abbreviations, a new option could
+    make an abbreviation in an existing script ambiguous."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
@@ -62,7 +62,7 @@ def make_parser() -> Parser:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(gpus=1, draft=0, cache_tokens=None, json=False)  # of commands without these options
+    parser.set_defaults(gpus=1, draft=0, cache_tokens=None, json=False)  # for commands that lack these options
     parser.add_argument(
         "checkpoint",
         type=path,
@@ -83,7 +83,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) -> None:
-    """dequantized: the default of --dequantize, in words."""
+    """Add the options that determine a model's precision. dequantized: the default of --dequantize for the help text"""
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
@@ -110,7 +110,7 @@ def _add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str)
 
 
 def _add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
-    """does: what the option does, in words."""
+    """Add the option --draft. does: the help text without the default"""
     parser.add_argument(
         "--draft", type=int, choices=range(DRAFTS + 1), default=0, metavar="K", help=f"{does} (default: %(default)s)"
     )
@@ -128,7 +128,11 @@ def _add_gpus_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str) -> None:
-    """max_tokens: its default; each: "sequence" or "reply"."""
+    """Add the options of `SamplingParams` and the chat template.
+
+    max_tokens: the default of --max-tokens
+    each: "sequence" or "reply", the word for one output in the help texts
+    """
     parser.add_argument(
         "--chat-option",
         type=_named_value,
@@ -459,7 +463,7 @@ def _add_convert(commands: _Commands) -> None:
 
 def _add_tiny(commands: _Commands) -> None:
     parser = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
-    parser.add_argument("directory", type=path, help="new, empty, or of a tiny checkpoint, which is replaced")
+    parser.add_argument("directory", type=path, help="new or empty")
     parser.add_argument(
         "--model", choices=tuple(FAMILIES), default="deepseek_v32", help="its model_type (default: %(default)s)"
     )

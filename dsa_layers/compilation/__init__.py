@@ -1,1 +1,1 @@
-"""The kernels that a model runs on, compiled before it runs."""
+"""Compile the kernels of a model before the model runs."""

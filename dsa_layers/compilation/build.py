@@ -1,10 +1,11 @@
-"""Compile variants of kernels into the compile cache, and pack those that a wheel ships.
+"""Compile kernel variants into the compile cache, and pack the variants that a wheel ships into archives.
 
 usage: python -m dsa_layers.compilation.build FOLDER [MODULE...]        MODULE: dsa.kernels.FAMILY.NAME
 
-Compiles all shipped variants of all kernel modules, or of MODULE..., into the compile cache unless they are there, and
-writes FOLDER/MODULE.tar.xz (`dsa.runtime.compile_cache`). An archive that exists keeps its other objects, so that a run
-with another version of the DSL adds to it.
+The command compiles all shipped variants of the given modules, by default of all kernel modules, into the compile
+cache. It skips variants that the cache already contains. Then it writes FOLDER/MODULE.tar.xz for each module
+(`dsa.runtime.compile_cache`). An existing archive keeps its other objects, so runs with several versions of the DSL
+accumulate in one archive.
 """
 
 import importlib
@@ -22,11 +23,11 @@ from dsa.runtime.variants import Variant
 
 
 def build(variants: Iterable[Variant], directory: Path, jobs: int) -> Iterator[tuple[Variant, bool]]:
-    """Compile in several processes, because the DSL compiles in one thread. Yield each variant once the folder, as a
-    compile cache, holds it, and whether it had to be compiled.
+    """Compile variants into the compile cache `directory` in `jobs` processes, because the DSL compiles in one thread.
 
-    Raises RuntimeError, which names the variant, for one that does not compile or that the folder does not take.
-    Variants that were compiled before the error stay in the folder.
+    Yield (variant, whether it was compiled now) as soon as the cache contains the variant.
+    Raises RuntimeError, which names the variant, if a variant does not compile or cannot be written to `directory`.
+    Variants that were compiled before the error stay in the cache.
     """
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of this process's threads
     with ProcessPoolExecutor(jobs, context, _prepare_process, (directory,)) as pool:
@@ -35,7 +36,7 @@ def build(variants: Iterable[Variant], directory: Path, jobs: int) -> Iterator[t
             for future in as_completed(work):
                 variant = work[future]
                 yield variant, future.result()
-        except Exception as error:  # the compiler may raise anything
+        except Exception as error:  # the compiler may raise any exception
             call = f"{variant.function}({', '.join(map(repr, variant.arguments))})"
             raise RuntimeError(f"{call} does not compile: {type(error).__name__}: {error}") from error
         finally:
@@ -43,7 +44,7 @@ def build(variants: Iterable[Variant], directory: Path, jobs: int) -> Iterator[t
 
 
 def _prepare_process(directory: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that waits
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent process handles Ctrl-C
     os.environ["DSA_CACHE_DIR"] = str(directory)
 
 
@@ -55,13 +56,17 @@ def _compile(variant: Variant) -> bool:
 
 
 def kernel_modules() -> list[str]:
-    """Return the names of the modules that ship variants."""
+    """Return the sorted names of the kernel modules that have the function `shipped_variants`."""
     names = [name for _, name, _ in pkgutil.walk_packages(dsa.kernels.__path__, f"{dsa.kernels.__name__}.")]
     return sorted(name for name in names if hasattr(importlib.import_module(name), "shipped_variants"))
 
 
 def pack(folder: Path, modules: Sequence[str], jobs: int) -> Iterator[Path]:
-    """Yield each archive once it is written. Raises what `build` raises."""
+    """Compile the shipped variants of `modules` and write one archive per module to `folder`. Yield the path of each
+    archive once it is written.
+
+    Raises OSError if DSA_CACHE_DIR is empty, and RuntimeError if a variant does not compile (`build`).
+    """
     from dsa.runtime.compile_cache import archive_of, cache_dir, object_file, read_archive, stem_of, write_archive
 
     directory = cache_dir()

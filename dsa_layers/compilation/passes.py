@@ -1,7 +1,7 @@
-"""Which compiled variants of kernels the passes of a model ask for.
+"""List the compiled kernel variants that the passes of a model need.
 
-A generator's passes of all kinds, from one row to tens of thousands, run over a model on the meta device, and
-`asked_variants` notes what they ask for.
+This module runs all kinds of a generator's passes, from one row to tens of thousands, over a model on the meta device.
+`asked_variants` records the kernel variants that these passes request.
 """
 
 import importlib
@@ -29,15 +29,16 @@ from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.parallel.one_shot_sum import RANKS, compiled_sums
 from dsa_layers.parallel.ranks import Ranks
 
-MOST_ROWS = 32768  # new tokens per pass; passes of more use the same kernels
+MOST_ROWS = 32768  # new tokens per pass; larger passes use the same kernels
 MOST_SEQUENCES = 1024
-MOST_KEYS = 2**24  # of all sequences of a decoding pass, each as long as the longest
-# New tokens times earlier ones. Passes with more scores compute them in equal parts of at least FUSED_TOKENS tokens.
+MOST_KEYS = 2**24  # sequences times longest sequence in a decoding pass
+# Index scores of a pass: new tokens times earlier tokens. Passes with more scores compute them in equal parts of at
+# least FUSED_TOKENS tokens.
 MOST_SCORES = 2**29
 META = torch.device("meta")
 
-# {compile function whose work tile follows from the number of rows: position of the tile among its arguments}. All
-# tiles of a kernel that passes ask for are compiled.
+# {compile function: position of the tile among its arguments}, for kernels that choose the tile from the number of
+# rows. If a pass requests one of these kernels, all its tiles are compiled.
 TILES = {
     "compile_apply_rotary": 2,
     "compile_fp8_fp4_gemm": 1,
@@ -62,10 +63,12 @@ TILES = {
 
 
 def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0, gpus: int = 1) -> list[Variant]:
-    """Return the variants for sm_90 that a generator's passes over the model ask for, sorted.
+    """Return the sorted kernel variants for sm_90 that a generator's passes over the model request.
 
-    drafts: with the drafter's variants. gpus: the variants of one rank of so many, and of sums over the ranks. Raises
-    DoesNotDivide, a ValueError, if so many GPUs cannot share the model evenly.
+    drafts: the number of draft tokens; if it is above 0, the drafter's variants are included
+    gpus: the number of GPUs that share the model. The result is the variants of one rank, including the kernels that
+    sum over the ranks
+    Raises DoesNotDivide, a ValueError, if the GPUs cannot share the model evenly.
     """
     model, cache = without_memory(config, precision, drafter=drafts > 0, gpus=gpus)
     with asked_variants("sm_90") as asked:
@@ -76,7 +79,7 @@ def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0
 
 
 def with_all_tiles(variants: Iterable[Variant]) -> set[Variant]:
-    """Return these and those that differ from one of them only in a tile that follows from the number of rows."""
+    """Return the variants and all shipped variants that differ from one of them only in the tile (`TILES`)."""
     return {other for variant in variants for other in (variant, *_other_tiles(variant))}
 
 
@@ -88,7 +91,7 @@ def _other_tiles(variant: Variant) -> Iterator[Variant]:
     signature = inspect.signature(getattr(module, variant.function))
 
     def others(arguments: tuple) -> tuple:
-        """Return the arguments except the tile. Arguments that are not given have their defaults."""
+        """Return the arguments without the tile. Missing arguments are replaced by their defaults."""
         bound = signature.bind(*arguments)
         bound.apply_defaults()
         return bound.args[:place] + bound.args[place + 1 :]
@@ -100,7 +103,7 @@ def _other_tiles(variant: Variant) -> Iterator[Variant]:
 
 @dataclass(frozen=True)
 class SilentRanks(Ranks):
-    """Ranks that send nothing: tensors on the meta device have no content."""
+    """Ranks without communication. Tensors on the meta device have no content to send."""
 
     def all_gather(self, parts: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> None:
         pass
@@ -112,10 +115,12 @@ class SilentRanks(Ranks):
 def without_memory(
     config: ModelConfig, precision: Precision, *, drafter: bool = False, gpus: int = 1
 ) -> tuple[CheckpointModel, Cache]:
-    """Return the model on the meta device, as `load_model` makes it, and a cache for it.
+    """Return the model on the meta device, fused and split as by `load_model`, and a cache for the model.
 
-    Layers of the same kind as an earlier one return their input. gpus: return one rank's part of the model. Raises
-    DoesNotDivide if so many GPUs cannot share it evenly.
+    Layers of the same kind request the same kernels, so only the first layer of each kind computes. The other layers
+    return their input.
+    gpus: the number of GPUs that share the model; the result is one rank's part
+    Raises DoesNotDivide if the GPUs cannot share the model evenly.
     """
     model = unfilled_model(config, precision, drafter=drafter)
     fuse(model)
@@ -133,14 +138,15 @@ def without_memory(
 
 
 class _SameBlock(nn.Module):
-    """In place of a `DecoderBlock` that is like an earlier one."""
+    """A replacement for a `DecoderBlock` of the same kind as an earlier block. It returns x and its last argument."""
 
     def forward(self, x: torch.Tensor, *others: object) -> tuple[torch.Tensor, object]:
         return x, others[-1]
 
 
 class _SameStreams(nn.Module):
-    """In place of a `HyperDecoderBlock` that is like an earlier one."""
+    """A replacement for a `HyperDecoderBlock` of the same kind as an earlier block. It returns its input, but as the
+    last block it unwraps `MixedStreams`."""
 
     def __init__(self, is_last: bool) -> None:
         super().__init__()
@@ -151,14 +157,17 @@ class _SameStreams(nn.Module):
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """What layers have in common that ask for the same kernels."""
+    """Return a key that is equal for layers that request the same kernels."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return layer.is_last, modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
 
 
 def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
-    """Run passes of all kinds: prefill of one sequence and of several, with and without earlier tokens, and decoding.
-    Tokens read all keys at some lengths and select at others. With drafts, the drafter's passes follow each."""
+    """Run passes of all kinds: prefill of one and of several sequences, with and without earlier tokens, and decoding.
+
+    The lengths include contexts in which tokens read all keys and contexts in which tokens select keys. With a drafter,
+    each pass of the model is followed by passes of the drafter.
+    """
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
     for rows in growing(min(MOST_ROWS, context), 1.3):
@@ -175,7 +184,8 @@ def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
 
 
 def growing(most: int, factor: float) -> list[int]:
-    """Return 1, 2, 3, ... up to `most`, each at most `factor` times the one before if there is such a number."""
+    """Return increasing integers from 1 to `most`. Each number is the previous one times `factor`, rounded down, or the
+    previous one plus 1 if that is larger."""
     numbers = [1]
     while numbers[-1] < most:
         numbers.append(min(most, max(numbers[-1] + 1, int(numbers[-1] * factor))))
@@ -184,7 +194,10 @@ def growing(most: int, factor: float) -> list[int]:
 
 @torch.inference_mode()
 def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int]]) -> None:
-    """Run a pass over (new, earlier) tokens of each sequence. All have the same pages, which nothing writes to."""
+    """Run a prefill pass. sequences: (number of new tokens, number of earlier tokens) of each sequence
+
+    All sequences share the same pages, because nothing is written on the meta device.
+    """
     pages = range(-(-max(map(sum, sequences)) // cache.page_size))
     chunks = [Chunk(new, cached, pages, slot) for slot, (new, cached) in enumerate(sequences)]
     tokens = torch.zeros(sum(new for new, _ in sequences), dtype=torch.int64, device=META)
@@ -200,7 +213,8 @@ def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int
 
 @torch.inference_mode()
 def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts: int = 0) -> None:
-    """Run a pass over the last token of each of `count` sequences and its drafts. The longest sequence has `tokens`."""
+    """Run a decoding pass over the last token of each of `count` sequences and `drafts` draft tokens after it. tokens:
+    the length of the longest sequence"""
     pages, size = -(-tokens // cache.page_size), cache.page_size
     inputs = DecodeInputs(count, pages, size, META, 1 + drafts)
     if not drafts:
@@ -214,5 +228,5 @@ def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts
 
 
 def _drafters(model: CheckpointModel, cache: Cache) -> Cache:
-    """Return a cache of the drafter with as many pages."""
+    """Return a cache for the drafter with the number and size of pages of `cache`."""
     return model.drafter.make_cache(cache.allocator.num_pages, cache.page_size, META, state_slots=MOST_SEQUENCES)

@@ -1,1 +1,1 @@
-"""Reading config.json: each field by its name, with the values that it may have."""
+"""The parser of config.json, which checks the value of each field."""

@@ -1,6 +1,6 @@
-"""Dataclasses that declare which values of a JSON object they accept, and the objects that they are read from.
+"""Declarative parsing of JSON objects. A dataclass declares the values that each field accepts.
 
-Every field that is read is recorded, so that no field that changes results stays unread.
+`Fields` records which fields were read. It can therefore reject an unread field that would change results.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from dsa_layers.arguments import shown_json
 from dsa_layers.errors import ConfigError
 from dsa_layers.untrusted_files import read_json_object
 
-# Each number has its own limit, far beyond what models have, so that no tensor of a model can have 2^63 bytes or be
-# enumerated for long. The checkpoint's files limit the rest.
+# Upper limits of numbers in config.json, far above the values of real models. They keep every tensor below 2^63 bytes,
+# and keep loops over these numbers short. The sizes of the checkpoint's files impose further limits.
 MAX_DIMENSION = 2**20
 MAX_HEADS = 2**12
 MAX_EXPERTS = 2**13
@@ -23,7 +23,7 @@ MAX_TOKENS = 2**31 - 1  # positions are int32
 
 MAX_CONFIG_BYTES = 2**20
 
-# Fields with no influence on inference.
+# Fields that do not affect inference, grouped by reason.
 _NO_INFLUENCE = {
     "where the file came from": "_commit_hash _name_or_path architectures auto_map finetuning_task tokenizer_class "
     "transformers_version unsloth_fixed unsloth_version",
@@ -38,8 +38,8 @@ _NO_INFLUENCE = {
 }
 NO_INFLUENCE = frozenset(" ".join(_NO_INFLUENCE.values()).split())
 
-# Fields of other models that change what a layer computes, each with the values that change nothing. If a family reads
-# one of these fields, it checks the value itself.
+# Fields that change the results of other models. Each has a tuple of neutral values, which change nothing. A family
+# that reads one of these fields checks the value itself.
 _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -62,7 +62,7 @@ _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,),
     "use_sliding_window": (False,),
 }
-# Unknown fields with these prefixes change results too: they belong to layers of these families or their successors.
+# Unknown fields with these prefixes are rejected: they probably configure layers of a later model and change results.
 _PREFIXES = ("index", "compress", "dspark", "engram", "hc_", "rope_", "quantization")
 
 _REQUIRED = object()
@@ -71,16 +71,16 @@ _REQUIRED = object()
 class _Accepted(NamedTuple):
     """The values that a field accepts."""
 
-    listed: str  # as error messages list them
+    listed: str  # the accepted values, as error messages list them
     fits: Callable[[Any], bool]
-    default: Any  # of a field that is missing or null; _REQUIRED: there is none
-    convert: Callable[[Any], Any]  # accepted value -> what the configuration holds
+    default: Any  # value of a missing or null field; _REQUIRED if there is no default
+    convert: Callable[[Any], Any]  # accepted JSON value -> value in the configuration
 
 
 class Fields:
     """A JSON object that records which of its fields were read.
 
-    null counts as absent, because writers disagree on whether to write it.
+    A field with value null counts as absent, because some tools write null and others omit the field.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
@@ -103,8 +103,8 @@ class Fields:
         return shown_json(self._prefix + name)
 
     def read(self, name: str, declared: Any) -> Any:
-        """The value of a field. declared: the accepted values, from a function of this module. Raises ConfigError for
-        another value, and for a missing field without a default."""
+        """Return the value of a field. declared: the accepted values, from a function of this module such as `integer`.
+        Raise ConfigError if the value is not accepted, or if the field is missing and has no default."""
         accepted: _Accepted = declared.metadata["accepted"]
         self._read.add(name)
         value = self._values.get(name)
@@ -114,13 +114,13 @@ class Fields:
         return accepted.convert(value)
 
     def require(self, condition: bool, name: str, accepted: str) -> None:
-        """Raises ConfigError that says what the field holds, unless the condition is true."""
+        """Raise ConfigError with the field's value and the accepted values if `condition` is false."""
         if condition:
             return
         if name not in self._values:
             raise self.error(name, "is missing", accepted)
         value = self._values[name]
-        # A long list is shown in part.
+        # shown_json abbreviates a long list, so the message adds the number of items.
         count = f" ({len(value)} items)" if isinstance(value, list) and len(value) > 8 else ""
         raise self.error(name, f"is {shown_json(value)}{count}", accepted)
 
@@ -129,13 +129,15 @@ class Fields:
         return None if value is None else Fields(value, self._path, f"{self._prefix}{name}.")
 
     def reject_unread(self) -> None:
-        """For objects of which every field counts: ConfigError for one that was not read, unless it is null."""
+        """Raise ConfigError if a field that is not null was not read. This is for objects in which every field changes
+        results."""
         for name in self._unread():
             raise self._unsupported(name, "every field of this object changes what is computed")
 
     def warn_unread(self) -> None:
-        """For config.json itself, to which tools add fields of their own. Fields that are known to have no influence,
-        and null, are ignored; one warning names the others. ConfigError for a field that is known to change results."""
+        """Warn once about all unknown unread fields. This is for the top level of config.json, to which tools add
+        fields. Unread fields are ignored if they are null, do not affect inference, or have a neutral value. Raise
+        ConfigError if an unread field changes results."""
         unknown = []
         for name in self._unread():
             neutral = _CHANGES_RESULTS.get(name, () if name.startswith(_PREFIXES) else None)
@@ -158,21 +160,21 @@ class Fields:
 class Declared:
     """Base class of dataclasses that are read from a JSON object.
 
-    A subclass declares each field with a function of this module, under the JSON field's name. Fields are read in the
-    order of their declarations.
-    checked: declarations of JSON fields that are checked before all others and have no field in the dataclass
+    A subclass declares each field with a function of this module. The dataclass field has the name of the JSON field.
+    Fields are read in the order of their declarations.
+    checked: declarations of JSON fields that are checked first and have no field in the dataclass
     """
 
     checked: ClassVar[dict[str, Any]] = {}
 
     def check(self, fields: Fields) -> None:
-        """Raises ConfigError for fields that contradict each other. fields: the object that this was read from."""
+        """Raise ConfigError if fields contradict each other. fields: the JSON object from which `self` was read."""
 
     @classmethod
     def read(cls, fields: Fields, **given: Any) -> Self:
-        """The dataclass from `fields`. given: values of fields that are not read.
+        """Read an instance from `fields`. given: values of dataclass fields that are not read from `fields`.
 
-        Raises ConfigError that names the field, what it holds and what is accepted.
+        Raises ConfigError with the name of the field, its value and the accepted values.
         """
         for name, declared in cls.checked.items():
             fields.read(name, declared)
@@ -188,8 +190,8 @@ class Declared:
 
 
 def computed(compute: Callable[[Fields, SimpleNamespace], Any]) -> Any:
-    """Declare a field whose value `compute` returns. compute: (the JSON object, the fields of the dataclass that were
-    read before) -> value"""
+    """Declare a field with the value compute(fields, known). fields: the JSON object. known: a namespace of the fields
+    that were read before."""
     return dataclasses.field(metadata={"compute": compute})
 
 
@@ -199,17 +201,17 @@ def integer(minimum: int = 1, maximum: int = MAX_DIMENSION, default: Any = _REQU
 
 
 def number(minimum: float = 1e-9, maximum: float = 1e9, default: Any = _REQUIRED) -> Any:
-    """A float above 0."""
+    """Declare a field that holds a number from `minimum` to `maximum`. It is converted to float."""
 
     def fits(value: Any) -> bool:
-        # The comparison is exact: an integer that no float can hold is not converted, and NaN is in no range.
+        # Python compares int and float exactly, so an integer too large for a float is rejected. NaN is rejected too.
         return type(value) in (int, float) and minimum <= value <= maximum
 
     return _accepting(f"a finite number above 0, from {minimum:g} to {maximum:g}", fits, default, float)
 
 
 def epsilon() -> Any:
-    """An addend of a denominator. fp32 can hold it, and it is at most 1."""
+    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1, so that fp32 can represent it."""
     return number(minimum=1e-30, maximum=1.0)
 
 
@@ -218,18 +220,18 @@ def one_of(*choices: Any, default: Any = _REQUIRED) -> Any:
 
 
 def only(value: Any) -> Any:
-    """The one accepted value, and the default. Another value needs code that does not exist."""
+    """Declare a field with a single accepted value, which is also the default. No code supports other values."""
     return one_of(value, default=value)
 
 
 def refused(problem: str) -> Any:
-    """A field that must be missing or null."""
+    """Declare a field that must be missing or null. problem: the reason, for the error message."""
     return _accepting(f"null: {problem}", lambda value: False, None)
 
 
 def each_of(*choices: Any, counts: dict[int, str]) -> Any:
-    """A list of choices, a string of them as letters, or null. counts: accepted number of items -> what it follows
-    from"""
+    """Declare a field that holds a list of choices, a string of one-letter choices, or null. counts: each accepted
+    number of items, with the source of this number for error messages."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, list | str) or len(value) not in counts:
@@ -241,12 +243,12 @@ def each_of(*choices: Any, counts: dict[int, str]) -> Any:
 
 
 def anything() -> Any:
-    """A field that has no influence."""
+    """Declare a field that accepts any value and does not affect inference."""
     return _accepting("anything", lambda value: True, None)
 
 
 def token_ids(vocab_size: int) -> Any:
-    """The tuple of a token id, of a list of them, or of null."""
+    """Declare a field that holds a token id, a list of token ids, or null. It is converted to a tuple of ids."""
 
     def ids(value: Any) -> tuple:
         return tuple(value) if isinstance(value, list) else (value,)
@@ -268,5 +270,5 @@ def _listed(choices: tuple) -> str:
 
 
 def _is_one_of(value: Any, choices: tuple) -> bool:
-    """0 == False in Python, but not in a configuration."""
+    """Return whether `value` equals one of `choices`. Unlike in Python, 0 and False differ, and so do 1 and True."""
     return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices)

@@ -1,4 +1,4 @@
-"""The fields of config.json that all families have, and how rope and quantisation are read."""
+"""The fields of config.json that all model families have, and the parsing of rope and quantisation fields."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,16 +21,16 @@ from dsa_layers.config.fields import (
     token_ids,
 )
 
-# A base of frequencies. YaRN divides by its logarithm.
+# The base of rope frequencies. YaRN divides by its logarithm, so the minimum is above 1.
 THETA = number(minimum=2.0, maximum=1e30)
 
 
 @dataclass(frozen=True)
 class YarnConfig(Declared):
-    """YaRN's extension of the context from `original_max_position_embeddings` tokens to `factor` times as many.
+    """YaRN's extension of the context from n = `original_max_position_embeddings` tokens to `factor` * n tokens.
 
-    beta_fast and beta_slow are in rotations over the original context. The softmax scale is multiplied by
-    (0.1 * mscale_all_dim * ln(factor) + 1)^2; cos and sin by the ratio of that term's mscale and mscale_all_dim forms.
+    beta_fast and beta_slow are numbers of rotations within n tokens. With m(x) = 0.1 * x * ln(factor) + 1, the softmax
+    scale is multiplied by m(mscale_all_dim)^2, and cos and sin are multiplied by m(mscale) / m(mscale_all_dim).
     """
 
     factor: float = number(minimum=1, maximum=1e6)
@@ -46,14 +46,15 @@ class YarnConfig(Declared):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base `theta`, and YaRN when `yarn` is not None."""
+    """Rotary embedding with base `theta`. yarn: YaRN's parameters; None for plain rope."""
 
     theta: float
     yarn: YarnConfig | None
 
 
 def read_rope(fields: Fields, known: SimpleNamespace) -> RopeConfig:
-    """Published: rope_theta, and rope_scaling, an object or null. transformers 5: both in rope_parameters."""
+    """Read the rope fields. Published files have the fields rope_theta and rope_scaling, an object or null. Files of
+    transformers 5 have an object rope_parameters, which contains rope_theta and the scaling fields."""
     nested, scaling = fields.object("rope_parameters"), fields.object("rope_scaling")
     if nested is not None and scaling is not None:
         raise fields.error("rope_scaling", "and field 'rope_parameters' are both given", "one of them")
@@ -65,7 +66,7 @@ def read_rope(fields: Fields, known: SimpleNamespace) -> RopeConfig:
 def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:
     """Read the YaRN parameters of a JSON object; return None for plain rope.
 
-    given: values of `YarnConfig` fields that the object does not have
+    given: values of `YarnConfig` fields that are not in the object
     """
     if parameters is None:
         return None
@@ -80,10 +81,10 @@ def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:
 
 @dataclass(frozen=True)
 class QuantizationConfig(Declared):
-    """FP8 e4m3 weights with one fp32 scale per block of 128 x 128.
+    """The quantisation of FP8 checkpoints: e4m3 weights with one fp32 scale per 128 x 128 block.
 
-    scale_fmt: "ue8m0" if every scale, of weights and of activations, is a power of two; "float" if it is any fp32.
-    expert_dtype: "fp8" or "fp4", how routed experts are stored; None if the configuration does not say.
+    scale_fmt: "ue8m0" if all scales of weights and activations are powers of two; "float" for arbitrary fp32 scales.
+    expert_dtype: the storage of routed experts, "fp8" or "fp4"; None if the configuration does not specify it.
     """
 
     checked: ClassVar[dict[str, Any]] = {
@@ -93,7 +94,7 @@ class QuantizationConfig(Declared):
         "weight_block_size": one_of([128, 128]),
         "dequantize": only(False),
         "modules_to_convert": only([]),
-        # Loading finds a weight that is not quantised and should be.
+        # This list is not checked here, because loading detects a weight that should be quantised but is not.
         "modules_to_not_convert": anything(),
     }
 
@@ -102,7 +103,8 @@ class QuantizationConfig(Declared):
 
 
 def read_quantization(quantization: Fields | None, **given: Any) -> QuantizationConfig | None:
-    """quantization: the object quantization_config. given: values that the caller has read."""
+    """Read the JSON object quantization_config; return None if it is None. given: values of `QuantizationConfig` fields
+    that the caller has already read."""
     if quantization is None:
         return None
     config = QuantizationConfig.read(quantization, **given)
@@ -125,13 +127,15 @@ def read_bos(fields: Fields, known: SimpleNamespace) -> int | None:
 
 @dataclass(frozen=True)
 class ModelConfig(Declared):
-    """The fields of config.json that all families have. A family's configuration is a subclass with its own fields.
+    """The fields of config.json that all model families have. Each family has a subclass with additional fields.
 
-    Names are config.json's; dimensions are in elements.
-    model_type: the family's. eos_token_ids: every id that ends a sequence, () if there is none. bos_token_id: None if
-    there is none. dtype: of the tensors that are not quantised: "bfloat16", "float16" or "float32". quantization: None
-    if no tensor is quantised.
-    fp8_cache_sizes: field of config.json -> the size that it must have for latents to be cached in FP8
+    Fields have the names of config.json, except for eos_token_ids and quantization. Dimensions are in elements.
+    model_type       the family's value of model_type in config.json
+    eos_token_ids    token ids that end a sequence (eos_token_id); () if there are none
+    bos_token_id     token id that begins a sequence, or None
+    dtype            dtype of the tensors that are not quantised: "bfloat16", "float16" or "float32"
+    quantization     quantization_config; None if no tensor is quantised
+    fp8_cache_sizes  {field of config.json: the value that an FP8 cache of latents requires}
     """
 
     model_type: ClassVar[str]
@@ -153,7 +157,7 @@ class ModelConfig(Declared):
     q_lora_rank: int = integer()
     index_n_heads: int = integer(maximum=MAX_HEADS)
     index_head_dim: int = integer()
-    index_topk: int = integer(maximum=2**16)  # every token has a row of index_topk indices
+    index_topk: int = integer(maximum=2**16)  # limited, because every token has a row of index_topk indices
     moe_intermediate_size: int = integer()
     n_routed_experts: int = integer(maximum=MAX_EXPERTS)
     n_shared_experts: int = integer(maximum=2**10)
@@ -176,6 +180,6 @@ class ModelConfig(Declared):
         return self.quantization is not None and self.quantization.scale_fmt == "ue8m0"
 
     def fp8_widths(self) -> dict[str, int]:
-        """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128.
-        Of models that have experts, moe_intermediate_size is one."""
+        """Return {field of config.json: width}: the widths that FP8 divides into blocks of 128. Each width is computed
+        from the named field. For a model with experts, moe_intermediate_size is one of these fields."""
         raise NotImplementedError

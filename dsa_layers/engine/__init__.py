@@ -1,4 +1,4 @@
-"""Models for inference: what makes passes fast. `fuse` puts it in place once, after loading."""
+"""Faster versions of the layers, for inference. Call `fuse` once after loading to install them in a model."""
 
 from dsa_layers.engine.fuse import fuse, fused
 

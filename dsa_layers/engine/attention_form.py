@@ -1,31 +1,40 @@
-"""The choice between two forms of a prefill's attention to selected keys, which are equal up to rounding.
+"""The choice between the multi-head and the absorbed form of sparse attention in a prefill.
 
-The multi-head form reads every head's keys and values of all visible tokens, with a mask. The absorbed form reads the
-latents, which all heads share, of the selected keys. The multi-head form visits more keys, but needs 320 multiply-adds
-per query, key and head instead of 1088 (DeepSeek-V3.2). So it is faster while a sequence has at most a few times top_k
-keys. The choice depends on the lengths only.
+Both forms give the same result up to rounding. The multi-head form expands the latents to keys and values per head and
+attends to all visible tokens under a mask. The absorbed form attends to the latents of the selected keys only; all
+heads share these latents. The multi-head form visits more keys, but needs 320 multiply-adds per query, key and head,
+where the absorbed form needs 1088 (DeepSeek-V3.2). So the multi-head form is faster while a sequence has at most a few
+times top_k keys. The choice depends on the lengths only.
 
-Ranks with few heads each split the multi-head form by heads and the absorbed form by queries. A rank computes the same
-fraction of either form. But the split by heads exchanges queries, selections and results (`Communication`): for V3.2 on
-8 GPUs this takes 0.1 microseconds per token, and the whole absorbed form takes 0.13. So with many ranks the absorbed
-form is always faster.
+If each rank has few heads, the ranks split the multi-head form by heads and the absorbed form by queries. A rank
+computes the same fraction of either form. But the split by heads exchanges queries, selections and results
+(`Communication`). For V3.2 on 8 GPUs this exchange takes 0.1 microseconds per token, and the whole absorbed form takes
+0.13. So with many ranks the absorbed form is always faster.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Multiply-adds per microsecond, measured on an H200: masked multi-head attention, absorbed attention, the FP8 products
-# that expand latents to keys and values, and the 16-bit products that absorb the projections.
+# Multiply-adds per microsecond, measured on an H200. MULTI_HEAD: masked multi-head attention. ABSORBED: absorbed
+# attention. EXPANDING: the FP8 products that expand latents to keys and values. ABSORBING: the 16-bit products that
+# absorb the projections.
 MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
-# Collectives on two H200s with NVLink: microseconds for few bytes, and bytes per microsecond that a rank receives,
-# including the copies around them.
+# Collectives on two H200s with NVLink. LATENCY: microseconds of a collective with few bytes. BANDWIDTH: bytes that a
+# rank receives per microsecond, including the copies before and after the collective.
 LATENCY, BANDWIDTH = 20.0, 210e3
-EXPANDED_BYTES = 2 << 30  # limit for the keys and values of all heads in 16 bits; above it the form is absorbed
+EXPANDED_BYTES = 2 << 30  # limit for the keys and values of all heads in 16 bits; above it use the absorbed form
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """heads, and channels: of a head's keys without and with rope, of its values, and of a latent."""
+    """The sizes of an attention layer.
+
+    heads   the number of heads
+    nope    channels of a head's key without rope
+    rope    channels of a head's key with rope
+    value   channels of a head's value
+    latent  channels of a latent
+    """
 
     heads: int
     nope: int
@@ -36,11 +45,13 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class Communication:
-    """What ranks exchange for the multi-head form, split by heads, and not for the absorbed form, split by queries.
+    """The data that ranks exchange in the multi-head form but not in the absorbed form.
 
-    token_bytes  bytes of a new token's query latents and selected keys, which go to all ranks, and of its result, whose
-                 parts go to one rank. Of each a rank receives (processes - 1) / processes
-    collectives  their number
+    processes    the number of ranks
+    token_bytes  bytes of a new token's query latents, selected keys and result. All ranks receive the latents and the
+                 selected keys. One rank receives the partial results of the token. On average a rank receives
+                 (processes - 1) / processes of these bytes
+    collectives  the number of collectives in a pass
     """
 
     processes: int
@@ -48,7 +59,7 @@ class Communication:
     collectives: int
 
     def microseconds(self, tokens: int) -> float:
-        """The time in a pass over this many new tokens."""
+        """Return the time of the exchange in a pass over `tokens` new tokens."""
         from_others = tokens * self.token_bytes * (self.processes - 1) / self.processes
         return self.collectives * LATENCY + from_others / BANDWIDTH
 
@@ -60,10 +71,12 @@ def multi_head_is_faster(
     sizes: HeadSizes,
     communication: Communication | None = None,
 ) -> bool:
-    """Whether the multi-head form is faster and the keys and values of all heads have room in memory.
+    """Return whether the multi-head form is faster and its expanded keys and values fit in EXPANDED_BYTES.
 
-    query_lens, key_lens: new tokens of each sequence, and all its tokens. sizes: with the heads of one rank.
-    communication: None if both forms exchange the same.
+    query_lens     the number of new tokens of each sequence
+    key_lens       the number of all tokens of each sequence
+    sizes          the sizes of the layer, with the number of heads of one rank
+    communication  the exchange of the multi-head form; None if both forms exchange the same data
     """
     if 2 * sum(key_lens) * sizes.heads * (sizes.nope + sizes.value) > EXPANDED_BYTES:
         return False
@@ -78,12 +91,15 @@ def multi_head_is_faster(
 
 
 def visible_keys(new: int, total: int) -> int:
-    """The number of pairs of a new token and a key that it sees, for the last `new` of `total` tokens."""
+    """Return the number of (query, visible key) pairs if the last `new` of `total` tokens are the queries."""
     return new * (total - new) + new * (new + 1) // 2
 
 
 def _beyond(new: int, total: int, top_k: int) -> int:
-    """The number of these pairs that selection leaves out. The token at position p leaves out p + 1 - top_k keys."""
+    """Return how many of the pairs that `visible_keys` counts the selection leaves out.
+
+    The query at position p sees p + 1 keys, so the selection leaves out max(p + 1 - top_k, 0) of them.
+    """
     last = max(total - top_k, 0)
     first = max(total - new - top_k, 0)
     return last * (last + 1) // 2 - first * (first + 1) // 2

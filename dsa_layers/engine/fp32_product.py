@@ -1,4 +1,4 @@
-"""x W^T in fp32 for inference: router logits, index weights, compressors and the language model's logits."""
+"""The product x W^T in fp32. Inference uses it for router logits, index weights, compressors and vocabulary logits."""
 
 import torch
 from torch import nn
@@ -10,17 +10,18 @@ from dsa.runtime import backends
 from dsa_layers.engine.batch_invariance import has_any_rows
 from dsa_layers.layers.linear import HALVES
 
-# The kernel is used up to so many results. For more, PyTorch's product is faster: in the kernel each tile of tokens
-# reads the whole matrix.
+# Use the kernel for at most this number of results. For more results PyTorch's product is faster, because each token
+# tile of the kernel reads the whole matrix.
 MOST_RESULTS = 3 * 2**14
 
 
 @without_autocast
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
-    """y = x W^T, summed in fp32; the columns from `scaled_from` on are multiplied by `scale`.
+    """Return y = x W^T, accumulated in fp32, with the columns from `scaled_from` on multiplied by `scale`.
 
-    x [..., I], weight [O, I] -> fp32 [..., O], without gradients. On a GPU 16-bit operands of one dtype go through the
-    tensor cores, whose products are exact. Few of them are `dsa.linear_fp32`, and in batch-invariant passes all.
+    x [..., I], weight [O, I] -> fp32 [..., O], without gradients. On a GPU, tensor cores multiply 16-bit operands of
+    equal dtype; each such product is exact in fp32. `dsa.linear_fp32` computes small products, and all 16-bit products
+    of batch-invariant decoding passes.
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES
     if halves and has_any_rows():
@@ -39,7 +40,7 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, s
 
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel takes the operands, and is faster."""
+    """Return whether the kernel accepts the operands and is faster than PyTorch's product."""
     if x.dim() != 2 or x.shape[1] % CHANNEL_MULTIPLE:
         return False
     few = len(x) <= MAX_TOKENS and len(x) * len(weight) <= MOST_RESULTS
@@ -49,6 +50,6 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def has_aligned_rows(x: torch.Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes."""
+    """Return whether every row begins at a multiple of 16 bytes."""
     apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
     return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0

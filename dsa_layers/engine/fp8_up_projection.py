@@ -1,8 +1,9 @@
 """Decoding with W_UK and W_UV in FP8, as the checkpoint stores them in kv_b.
 
-With few tokens most of the time goes into reading the weights, and FP8 weights take half the bytes of bf16. The same
-kernels apply rope to the queries and cast the values for o_proj, and no dequantised copy is kept. A token's results do
-not depend on other tokens, so batch-invariant passes use these ops for any number of tokens.
+With few tokens, reading the weights takes most of the time, and FP8 weights have half the bytes of bf16 weights. The
+same kernels apply rope to the queries and cast the values for o_proj, and the layer keeps no dequantised copy of the
+weights. A token's results do not depend on other tokens, so batch-invariant decoding passes use these ops for any
+number of tokens.
 """
 
 import torch
@@ -12,13 +13,16 @@ from dsa_layers.engine.batch_invariance import has_any_rows
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 
-MOST_TOKENS = 16  # with 32 tokens, bf16 products by head are as fast
-NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32  # sizes that the kernels take; a head's rows are a multiple of ROWS
+MOST_TOKENS = 16  # with 32 tokens, one bf16 product per head is as fast
+NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32  # supported sizes; a head's rows are a multiple of ROWS
 
 
 def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """kv_b's weight and scales if a pass with queries q [T, heads, nope + rope] multiplies with them and casts the
-    values for o_proj: few tokens in bf16, on a GPU with the kernels. Else None."""
+    """Return the FP8 weight and the scales of kv_b if the kernels can use them for this pass, else None.
+
+    q [T, heads, nope + rope]: the queries of the pass. The kernels need few tokens or a batch-invariant decoding pass,
+    bf16 queries, a layer that `can_stay_stored` accepts, and a GPU that has the kernels.
+    """
     few = len(q) <= MOST_TOKENS or has_any_rows()
     if q.dtype != torch.bfloat16 or not few or not has_kernels(q) or not can_stay_stored(layer):
         return None
@@ -26,11 +30,11 @@ def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Te
 
 
 def can_stay_stored(layer: DSAAttention) -> bool:
-    """Whether the kernels can read this layer's kv_b as it is stored."""
+    """Return whether the kernels can read this layer's kv_b in FP8, as the checkpoint stores it."""
     kv_b = layer.kv_b_proj
     if any(type(linear) is not BlockFP8Linear for linear in (kv_b, layer.o_proj)):
         return False
-    # A part of the heads must begin and end at whole blocks, which share a scale.
+    # 128 x 128 weights share a scale, so a rank's heads must begin and end at a multiple of 128 rows.
     if kv_b.part_of is not None and len(kv_b.weight) % BLOCK:
         return False
     taken = layer.nope_dim in NOPE and layer.rope_dim == ROPE and layer.kv_lora_rank == LATENT

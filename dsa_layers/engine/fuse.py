@@ -1,4 +1,4 @@
-"""Modules in plain form become those of the engine, and back."""
+"""Replacement of a model's plain layers by the engine's faster layers, and back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     MoE: FusedMoE,
     SwiGLU: FusedSwiGLU,
 }
-# {class: {submodule: the classes that it must have}}. With another class there the module stays in plain form.
+# {class: {submodule: its accepted classes}}. If a submodule has another class, `fuse` does not replace the module.
 _PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
     CompressedAttention: {"compressor": (PagedCompressor, type(None))},
     CompressedIndexer: {"compressor": (PagedCompressor,)},
@@ -67,15 +67,16 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def fuse(module: Module) -> Module:
-    """Prepares a model or a layer for inference, in place, and returns it.
+    """Prepare a model or a layer for inference, in place, and return it.
 
-    Layers get other classes with the same parameters and submodules. Their passes take a cache and are faster. They
-    call few of their submodules, so hooks on linear layers inside of them may not run. Parameters take no gradient from
-    then on, and weights that read the same input lie in one tensor. Subclasses of the layers stay as they are, and so
-    do layers with other classes inside. Call it once the weights are on their device and before a CUDA graph is
-    captured. `load_model` has called it, unless the model is trainable.
+    `fuse` changes the class of each layer in FUSED. The new class has the same parameters and submodules, accepts a
+    cache and is faster. A fused layer may bypass its submodules, so hooks on linear layers inside it may not run.
+    All parameters then have requires_grad=False, and weights that multiply the same input become views of one tensor.
+    `fuse` does not replace subclasses of the layers, or layers whose submodules have unknown classes.
+    Call `fuse` after the weights are on their device and before a CUDA graph is captured. `load_model` calls `fuse`
+    unless the model is trainable.
     """
-    for part in reversed([*module.modules()]):  # parts before the modules that hold them
+    for part in reversed([*module.modules()]):  # submodules before the modules that contain them
         kind = FUSED.get(type(part))
         if kind is not None and all(
             type(getattr(part, name)) in accepted for name, accepted in _PARTS.get(type(part), {}).items()
@@ -93,8 +94,11 @@ def fuse(module: Module) -> Module:
 
 
 def prepare(module: nn.Module) -> None:
-    """Derive from the weights of a fused module what its passes read in addition, and lay joint weights side by side.
-    Call it after the weights are loaded or changed, on their device, and before a CUDA graph is captured."""
+    """Compute the tensors that a fused module derives from its weights, and make joint weights adjacent.
+
+    Call `prepare` after the weights are loaded or changed, with the weights on their device, and before a CUDA graph is
+    captured.
+    """
     join(module)
     for part in module.modules():
         if isinstance(part, FusedHyperConnection | FusedHyperHead):
@@ -104,7 +108,10 @@ def prepare(module: nn.Module) -> None:
 
 @contextmanager
 def fused(module: Module) -> Iterator[Module]:
-    """`fuse` for the time of a `with`: a model that is being trained generates text in it."""
+    """Fuse the module inside a `with` block, for example to generate text with a model during its training.
+
+    At the end of the block the layers have their plain classes again, and the parameters their requires_grad.
+    """
     plain = [(part, type(part)) for part in module.modules() if type(part) in FUSED]
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:

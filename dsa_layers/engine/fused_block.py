@@ -12,11 +12,14 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 
 
 class FusedDecoderBlock(DecoderBlock):
-    """`DecoderBlock` of a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`.
+    """`DecoderBlock` with a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`.
 
-    One kernel computes the sum with the residual stream, the norm and the FP8 cast of the norm's result.
-    ranks: the ranks that compute the model. If there are several, each block's input and output are this rank's local
-    rows (`placement_of`), except that the first block takes all rows and the last block returns all rows.
+    One kernel adds the residual, applies the norm and casts the result of the norm to FP8.
+
+    ranks     the ranks that compute the model. With several ranks, a block's input and output are this rank's local
+              rows (`placement_of`)
+    is_first  whether the block's input has all rows
+    is_last   whether the block's output has all rows
     """
 
     ranks: Ranks = ALONE

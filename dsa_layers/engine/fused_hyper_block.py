@@ -1,4 +1,4 @@
-"""Hyper-connections and their decoder block for inference."""
+"""`HyperConnection`, `HyperHead` and `HyperDecoderBlock` for inference."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -16,22 +16,28 @@ from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-Weights = tuple[torch.Tensor, torch.Tensor]  # post and comb
+Weights = tuple[torch.Tensor, torch.Tensor]  # (post, comb), as `HyperConnection.collapse` returns them
 
 
 class MixedStreams(NamedTuple):
-    """Streams X [T, n, D], and their projection mix fp32 [T, (2 + n) n] by the hyper-connection that collapses them.
-    mix is None if it has yet to be computed."""
+    """Residual streams and their projection.
+
+    streams  X [T, n, D]
+    mix      fp32 [T, (2 + n) n]: the projection of X that the next hyper-connection needs; None if not computed yet
+    """
 
     streams: torch.Tensor
     mix: torch.Tensor | None
 
 
 class _FusedMixing(StreamMixing):
-    """On a GPU the projection of bf16 streams is `dsa.hyper_mix`, whose tensor cores read fn as three bf16 parts.
+    """`StreamMixing` that projects bf16 streams on a GPU with `dsa.hyper_mix`.
 
-    fn_parts  bf16 [3, ...]: the parts, whose products with bf16 numbers are exact in fp32. They are made by `prepare`,
-              and again if fn is loaded or moved. After another change of fn, call `fuse` again
+    `dsa.hyper_mix` reads the fp32 weight fn as three bf16 parts, so that it can use tensor cores.
+
+    fn_parts  bf16 [3, ...]: three tensors that sum to fn. A product of a part and a bf16 number is exact in fp32.
+              `prepare` computes the parts. It runs again if fn is loaded or moved; after another change of fn, call
+              `fuse` again
     """
 
     fn_parts: torch.Tensor | None = None
@@ -39,7 +45,7 @@ class _FusedMixing(StreamMixing):
     @torch.inference_mode(False)
     @torch.no_grad()
     def prepare(self) -> None:
-        """Make the parts, in the same memory if there are some: captured CUDA graphs read them."""
+        """Compute `fn_parts`. Reuse the memory of existing parts, because captured CUDA graphs read this memory."""
         parts, held = split_in_bf16(self.fn), self.fn_parts
         same_memory = held is not None and held.shape == parts.shape and held.device == parts.device
         self.fn_parts = held.copy_(parts) if same_memory else parts
@@ -49,7 +55,7 @@ class _FusedMixing(StreamMixing):
         return super().project(x) if parts is None else dsa.hyper_mix(x, parts)
 
     def parts_for(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The parts of fn if the projection of streams like x is `dsa.hyper_mix`, else None."""
+        """Return the parts of fn if `dsa.hyper_mix` can project streams of x's dtype and device, else None."""
         exact = x.dtype == torch.bfloat16 and self.fn.dtype == torch.float32
         return self.fn_parts if exact and x.is_cuda else None
 
@@ -64,8 +70,10 @@ class _FusedMixing(StreamMixing):
 
 
 def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """fp32 -> bf16 [3, ...], whose sum is the weight to 2^-24 of each number. Numbers above 3.39e38 are not finite in
-    bf16."""
+    """Split an fp32 weight into bf16 [3, ...]: three tensors that sum to the weight with relative error 2^-24.
+
+    Weights above 3.39e38 become infinite in bf16.
+    """
     parts, rest = [], weight.detach().float()
     for _ in range(3):
         parts.append(rest.bfloat16())
@@ -74,19 +82,24 @@ def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
 
 
 class FusedHyperConnection(_FusedMixing, HyperConnection):
-    """`HyperConnection` for inference. A sublayer of the streams X is
+    """`HyperConnection` for inference. It applies a sublayer to the streams X as follows:
 
         x, cast, weights = enter(X, norm, readers)
         X = leave(sublayer(x, cast), X, weights, following)
 
-    with the bits of `collapse`, norm and `expand`. The collapse, the norm and its cast are one kernel where they can
-    be, and so are the expansion and the projection with which `following` begins, the next hyper-connection.
+    The results have the same bits as `collapse`, norm and `expand`. If the layer's sizes and dtypes allow it, `enter`
+    computes the collapse, the norm and the FP8 cast in one kernel. `leave` then computes the expansion and the
+    projection of `following` in one kernel; `following` is the next hyper-connection.
     """
 
     def enter(
         self, mixed: MixedStreams, norm: RMSNorm, readers: tuple[torch.nn.Module, ...]
     ) -> tuple[torch.Tensor, Cast | None, Weights]:
-        """-> (x = norm(collapse(X)) [T, D], the cast of it that `readers` share, post and comb)."""
+        """Return (x, cast, (post, comb)).
+
+        x     norm(collapse(X)), [T, D]
+        cast  x in FP8 with scales, for the layers `readers`; None if these layers share no cast
+        """
         x, mix = mixed
         use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], readers)
         if use_ue8m0 is None or x.dtype != torch.bfloat16:
@@ -102,7 +115,7 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
     def leave(
         self, y: torch.Tensor, mixed: MixedStreams, weights: Weights, following: "FusedHyperConnection | None"
     ) -> MixedStreams:
-        """The new streams. y [T, D]: the sublayer's output."""
+        """Return the new streams. y [T, D]: the output of the sublayer."""
         parts = None if following is None else following.parts_for(mixed.streams)
         if parts is None:
             return MixedStreams(self.expand(y, mixed.streams, *weights), None)
@@ -114,11 +127,11 @@ class FusedHyperHead(_FusedMixing, HyperHead):
 
 
 class FusedHyperBlock(HyperDecoderBlock):
-    """`HyperDecoderBlock` of a `PagedCompressedAttention` and a `FusedMoE`.
+    """`HyperDecoderBlock` with a `PagedCompressedAttention` and a `FusedMoE`.
 
-    following: the next block's first hyper-connection, in a tuple since it is no submodule. The block then returns
-    `MixedStreams`, which the next block takes.
-    ranks, is_first, is_last: as of `FusedDecoderBlock`.
+    following  a tuple with the first hyper-connection of the next block, or (). The tuple prevents its registration as
+               a submodule. With `following`, the block returns `MixedStreams`, which the next block accepts
+    ranks, is_first, is_last  the attributes of `FusedDecoderBlock`
     """
 
     following: tuple[FusedHyperConnection, ...] = ()

@@ -1,4 +1,4 @@
-"""`SwiGLU` and `MoE` for inference: joint products, one op for routing, shared and routed experts side by side."""
+"""`SwiGLU` and `MoE` for inference: joint products, one routing op, and shared experts concurrent with routing."""
 
 from typing import Self
 
@@ -17,11 +17,14 @@ from dsa_layers.parallel.ranks import Ranks
 
 
 class FusedSwiGLU(SwiGLU):
-    """forward(x [T, hidden], cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
+    """`SwiGLU` for inference.
 
-    cast: x in FP8 with scales, for `joint_layers` (`norm_and_cast`). placement: of the rows of x, its cast, the
-    residual and the result, if each of several ranks has a part of the channels.
-    part: this rank's channels, of a shared expert that has all of them (`rank_part`).
+    forward(x [T, hidden], cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
+
+    cast       x in FP8 with scales, for `joint_layers` (`norm_and_cast`)
+    placement  the placement of the rows of x, cast, residual and the result, if each rank has some channels
+    part       a copy of a shared expert with this rank's channels (`rank_part`), if the expert has all channels
+    part_of_ranks  the ranks that have such parts
     """
 
     part: Self | None = None
@@ -43,7 +46,7 @@ class FusedSwiGLU(SwiGLU):
         return y if residual is None else residual + y
 
     def product(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
-        """y of all rows that x has; with a cast only x's dtype matters."""
+        """Return y for all rows of x, or for all rows of `cast` if it is not None; then only the dtype of x matters."""
         gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
@@ -51,16 +54,21 @@ class FusedSwiGLU(SwiGLU):
         return self.down_proj(gated(gate.float(), up.float(), self.limit).to(x.dtype))
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """The layers whose products with x are one product."""
+        """Return the layers that share one product with x."""
         return self.gate_proj, self.up_proj
 
 
 class FusedMoE(MoE):
-    """forward(x, tokens=None, cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
+    """`MoE` for inference.
 
-    tokens: of all rows. cast, residual and placement: as in `FusedSwiGLU`. A rank has some of the routed experts. If x
-    is sharded, the outputs of routed experts are summed over the ranks while each rank computes the shared expert for
-    its local rows. Otherwise a rank computes some channels of the shared expert.
+    forward(x, tokens=None, cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
+
+    tokens  the tokens of all rows
+    cast, residual, placement  the arguments of `FusedSwiGLU`
+
+    Each rank has some of the routed experts. If x is sharded, each rank computes the shared expert for its local rows
+    while the ranks sum the outputs of the routed experts. Otherwise each rank computes some channels of the shared
+    expert for all rows.
     """
 
     def forward(
@@ -87,7 +95,7 @@ class FusedMoE(MoE):
         return y if residual is None else residual + y
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """The layers that read a cast of x: the shared expert's."""
+        """Return the shared expert's layers that read the cast of x; () without a shared expert."""
         return () if self.shared_experts is None else self.shared_experts.joint_layers()
 
     def _sharded(
@@ -98,8 +106,11 @@ class FusedMoE(MoE):
         residual: torch.Tensor | None,
         placement: Placement,
     ) -> torch.Tensor:
-        """`forward` if x is sharded. Routed experts read all rows, which the ranks exchange, as FP8 if there is a cast,
-        while the router chooses."""
+        """Compute `forward` for sharded x.
+
+        The routed experts need all rows. The ranks exchange these rows while the router runs, in FP8 if `cast` is not
+        None.
+        """
         gathering = placement.start_all_gather(*((x,) if cast is None else cast))
         choosing = placement.start_all_gather(
             *choose(self.gate, x, None if tokens is None else placement.local_cached(tokens))
@@ -115,11 +126,11 @@ class FusedMoE(MoE):
         return total(shared, residual)
 
     def _outputs(self, x: torch.Tensor, cast: Cast | None, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """`Experts.outputs`. cast: of x, if all experts are to read it."""
+        """Return `Experts.outputs`. cast: x in FP8 with scales if all experts read it, else None."""
         if cast is None or not self.experts.fp8:
             return self.experts.outputs(x, by_expert, top_k)
         order, _, ends = by_expert
         if len(cast[0]) == 1:
-            # All rows are copies of one token, so their order does not matter: the cast does not wait for the router.
+            # All rows are copies of one token, so no gather by `order` is needed.
             return self.experts.products(tuple(part.expand(len(order), -1) for part in cast), ends, x.dtype)
         return self.experts.products(cast, ends, x.dtype, order // top_k)

@@ -1,4 +1,4 @@
-"""A `GroupedLinear` and the projection after it. With FP8 weights, casts write rows where the next product reads."""
+"""A `GroupedLinear` and the projection after it. With FP8 weights, each cast writes the layout of the next product."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from dsa_layers.layers.linear import BlockFP8Linear
 
 
 def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch) -> torch.Tensor:
-    """then(grouped(x)): x [T, groups, I] -> [T, outputs of `then`]."""
+    """Return then(grouped(x)), [T, outputs of `then`]. x: [T, groups, I]."""
     layer = grouped.matrices
     if not isinstance(layer, BlockFP8Linear):
         return then(grouped(x).flatten(1))
@@ -23,7 +23,10 @@ def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, b
 def grouped_products_of_cast(
     activations: Cast, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same in `dtype` from x in FP8, [groups * T, I] with each group's rows together, and its scales."""
+    """Return `grouped_products` in `dtype` for an x that is already in FP8.
+
+    activations: x in FP8 [groups * T, I] with scales; the rows of a group are adjacent.
+    """
     layer, groups = grouped.matrices, grouped.groups
     tokens = len(activations[0]) // groups
     rows = batch.group_rows(groups, tokens)

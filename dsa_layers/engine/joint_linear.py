@@ -1,4 +1,4 @@
-"""Linear layers that read the same input: their weights as one matrix, and one FP8 cast of the input for all."""
+"""Linear layers that multiply the same input. They share one weight matrix and one FP8 cast of the input."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,20 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear
 from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
-MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # that the kernels of a norm with a cast take, whatever the dtype
-Cast = tuple[torch.Tensor, torch.Tensor]  # q e4m3 [..., I] and scales fp32 [..., I / 128], as `BlockFP8Linear.cast` has
+MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the fused norm and cast kernels for any dtype
+Cast = tuple[torch.Tensor, torch.Tensor]  # result of `BlockFP8Linear.cast`: e4m3 [..., I], scales fp32 [..., I / 128]
 
 
 def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> tuple[torch.Tensor, ...]:
-    """y_i = x W_i^T. x [..., I] -> y_i [..., O_i], which may be views of one tensor. cast: x in FP8 with scales, if the
-    caller has it.
+    """Return y_i = x W_i^T [..., O_i] for each layer. The results may be views of one tensor.
 
-    FP8 layers with the same scaling share a cast of x. Layers with adjacent weights (`join`) are one product: FP8
-    layers, and `FP32Linear`s of which only the last has a scale. For FP8 layers the bits are those of separate
-    products; for `FP32Linear`s the order of the sums may differ. Other layers are called one by one.
+    x     [..., I]
+    cast  x in FP8 with scales for FP8 layers; None if `multiply` must compute it
+
+    FP8 layers with equal use_ue8m0 share a cast of x. Two kinds of layers with adjacent weights (`join`) share one
+    product: FP8 layers, and `FP32Linear`s of which only the last has a scale other than 1. For FP8 layers the result
+    has the same bits as separate products. For `FP32Linear`s the order of the sums may differ. `multiply` calls all
+    other layers one by one.
     """
     if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
@@ -42,14 +45,17 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
 
 
 def multiply_as_one(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...] | None:
-    """`multiply` if it is a single product, else None."""
+    """Return `multiply(x, *layers)` if one product computes it, else None."""
     if not layers or not _are_alike(layers) or _whole(layers) is None:
         return None
     return multiply(x, *layers)
 
 
 def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placement: Placement) -> torch.Tensor:
-    """y [T, O] of all rows. placement: of the rows of x and its cast."""
+    """Gather the rows of x or of its cast from all ranks and return y [T, O] for all rows.
+
+    placement: the placement of the rows of x and its cast.
+    """
     if cast is None:
         (x,) = placement.all_gather(x)
         return layer(x)
@@ -57,17 +63,17 @@ def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placemen
 
 
 def cast_scaling(layers: Sequence[nn.Module]) -> bool | None:
-    """`use_ue8m0` of FP8 layers that share a cast of their input. None if they share none."""
+    """Return `use_ue8m0` if all layers are FP8 layers that can share a cast of their input, else None."""
     return layers[0].use_ue8m0 if layers and type(layers[0]) is BlockFP8Linear and _are_alike(layers) else None
 
 
 def norm_and_cast(
     norm: nn.Module, x: torch.Tensor, layers: Sequence[nn.Module], residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, Cast | None]:
-    """h = residual + x, or x without a residual -> (h, y = norm(h), the cast of y that `layers` share).
+    """Return (h, y, cast): h = residual + x, or h = x without a residual; y = norm(h); cast = y in FP8 with scales.
 
-    x, residual [T, D]. The cast is None if the layers share none (`cast_scaling`). With a cast, one kernel on
-    the GPU computes h, y and the cast; they have the same bits as the sum, the norm and the cast by themselves
+    x, residual: [T, D]. The cast is None if the layers share no cast, or no kernel computes it (`norm_cast_scaling`).
+    If there is a cast, one GPU kernel computes h, y and the cast, with the same bits as three separate ops
     (`dsa.rms_norm_cast_to_fp8`).
     """
     use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], layers)
@@ -83,16 +89,19 @@ def norm_and_cast(
 
 
 def norm_cast_scaling(norm: nn.Module, channels: int, layers: Sequence[nn.Module]) -> bool | None:
-    """`use_ue8m0` of the cast that `layers` share, if a kernel makes it together with the norm; else None."""
+    """Return `use_ue8m0` of the cast that `layers` share if a kernel can fuse this cast with the norm, else None."""
     return cast_scaling(layers) if type(norm) is RMSNorm and channels <= MOST_CHANNELS else None
 
 
 def join(model: nn.Module) -> None:
-    """Make the weights of layers that read the same input adjacent: the layers in a module's `joint_layers()` and
-    `joint_fp32_layers()`. Their parameters become views of one tensor, and nothing else changes. After `.to()` they may
-    be apart again, and the products are separate. Call this after the weights are loaded and before a CUDA graph is
-    captured."""
-    # A module comes before its parts, which may name some of its layers, too.
+    """Make the weights of layers that multiply the same input adjacent in memory.
+
+    These are the layers in each module's `joint_layers()` and `joint_fp32_layers()`. Their parameters become views of
+    one tensor; nothing else changes. After `.to()` the weights may no longer be adjacent; then each layer computes a
+    separate product. Call `join` after the weights are loaded and before a CUDA graph is captured.
+    """
+    # A submodule may list a subset of its parent's layers. `modules` yields the parent first, so the larger group is
+    # joined first.
     for module in model.modules():
         for name in ("joint_layers", "joint_fp32_layers"):
             if hasattr(module, name):
@@ -101,7 +110,7 @@ def join(model: nn.Module) -> None:
 
 @torch.no_grad()
 def join_layers(layers: Sequence[Layer]) -> None:
-    """Make the weights of these layers adjacent, if they can be joined and are not yet."""
+    """Make the weights of these layers adjacent, if the layers can be joined and are not joined yet."""
     if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
         for parameters in _parameters(layers):
             parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
@@ -110,7 +119,7 @@ def join_layers(layers: Sequence[Layer]) -> None:
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Whether they are of one kind that can be joined."""
+    """Return whether all layers have the same type and options, and this type can be joined."""
     first = layers[0]
     if any(type(layer) is not type(first) for layer in layers):
         return False
@@ -122,24 +131,24 @@ def _are_alike(layers: Sequence[nn.Module]) -> bool:
 
 
 def _blocks_fit(layers: Sequence[Layer]) -> bool:
-    """Whether no block of FP8 weights would lie across two layers."""
+    """Return whether every 128 x 128 block of the joined FP8 weights belongs to one layer."""
     return not isinstance(layers[0], BlockFP8Linear) or all(len(layer.weight) % BLOCK == 0 for layer in layers[:-1])
 
 
 def _parameters(layers: Sequence[Layer]) -> list[list[torch.Tensor]]:
-    """All weights and, of FP8 layers, all scales."""
+    """Return the list of all weights and, for FP8 layers, the list of all scales."""
     names = ("weight", "weight_scale_inv") if isinstance(layers[0], BlockFP8Linear) else ("weight",)
     return [[getattr(layer, name) for layer in layers] for name in names]
 
 
 def _whole(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
-    """The weight, and the scale of FP8 layers, that the layers' parameters are parts of; None if they are apart."""
+    """Return the joined weight and, for FP8 layers, the joined scales; None if the parameters are not adjacent."""
     whole = tuple(map(_side_by_side, _parameters(layers))) if _blocks_fit(layers) else (None,)
     return None if any(part is None for part in whole) else whole
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor of all rows, if each part begins where the one before ends."""
+    """Return one tensor with the rows of all parts if the parts are adjacent in memory, else None."""
     first = parts[0]
     width, memory, end = first.shape[1], first.untyped_storage().data_ptr(), first.storage_offset()
     for part in parts:

@@ -1,4 +1,4 @@
-"""The inputs of a fused layer in a pass, apart from x: tokens, rope angles, cache, and the placement of rows."""
+"""The inputs of a fused layer in a pass, except x: tokens, rope angles, cache, and the placement of rows."""
 
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -14,14 +14,14 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2
 
 @dataclass
 class LayerPass(Generic[Cache]):
-    """One layer's part of a pass over T new tokens.
+    """The inputs of one layer in a pass over T new tokens.
 
-    batch    the tokens of all ranks
-    angles   cos and sin of all T tokens
-    cache    the layer's cache, or None
-    placement  of the rows of x
-    queries  placement of the rows for which this call of the layer computes the result: `placement`, or all
-    in_pages whether attention reads keys where they are in the cache
+    batch      the tokens of all ranks
+    angles     cos and sin for all T tokens
+    cache      the layer's cache, or None
+    placement  the placement of the rows of x
+    queries    the placement of the query rows for which this rank computes attention: `placement`, or all rows
+    in_pages   whether attention reads keys directly from the pages of the cache
     """
 
     batch: TokenBatch
@@ -33,7 +33,7 @@ class LayerPass(Generic[Cache]):
 
     @property
     def decode(self) -> bool:
-        """Whether every sequence has one new token, or a few, and all earlier ones are in the cache."""
+        """Whether this is a decoding pass with a cache: every sequence has one or a few new tokens."""
         return self.cache is not None and self.batch.is_decode
 
     @property
@@ -44,16 +44,23 @@ class LayerPass(Generic[Cache]):
 
 @dataclass
 class EntryPass(LayerPass[Cache]):
-    """A pass of a layer with compressed entries. entry_angles: of the entries that the tokens may end; None without
-    entries."""
+    """A `LayerPass` of a layer with compressed entries.
+
+    entry_angles: cos and sin for the entries that the new tokens may complete; None if the layer has no entries.
+    """
 
     entry_angles: Angles | None = None
 
 
 class KeyCounter(Protocol):
-    """Interface to which a layer reports once per pass, while keys are counted, how many keys each token reads."""
+    """Interface that counts the keys that each token reads. While keys are counted, a layer calls it once per pass."""
 
     def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
-        """Integers [T] of the pass's new tokens. read: the keys that a token's attention reads; dense: those that dense
-        attention over the same cache would read; context: the tokens up to the token, itself included. A key is a row
-        of the cache, which stands for a token or, compressed, for several."""
+        """Add the counts of a pass. All arguments are integers [T], one number per new token.
+
+        read     the number of keys that the token's attention reads
+        dense    the number of keys that dense attention over the same cache would read
+        context  the number of tokens up to and including the token
+
+        A key is a row of the cache. It represents one token, or several tokens if it is a compressed entry.
+        """

@@ -1,4 +1,4 @@
-"""`DSAAttention` for inference: over a paged cache, with fused products, on one rank or several."""
+"""`DSAAttention` for inference, with a paged cache and fused products, on one or several ranks."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -28,31 +28,38 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
-# A sparse prefill first converts the latents in FP8 pages to 16 bits, if these take at most so many bytes (174762
-# keys). Otherwise it attends to the FP8 bytes. Measured with 64 heads: converting first takes 0.83 times as long with
-# 131072 keys, and 1.29 times with 262144.
+MOST_CHANNELS = 256  # channels of a head that `dsa.mha_varlen_fwd` supports on a GPU
+# A sparse prefill first converts the latents in FP8 pages to 16 bits, if the 16-bit latents take at most MOST_READ
+# bytes (174762 keys). Otherwise attention reads the FP8 pages directly. Measured with 64 heads: the prefill with
+# conversion takes 0.83 times as long as the prefill without it for 131072 keys, and 1.29 times for 262144 keys.
 MOST_READ = 192 << 20
 
 
 def most_read(heads: int) -> int:
-    """MOST_READ for a number of heads. It is twice as large for few heads, because the kernel for 16 bits then shares
-    keys between neighbouring queries. Derived from measured parts, not measured (docs/explanation/kernels.md, "Sparse
-    MLA, FP8 caches")."""
+    """Return MOST_READ for a number of heads.
+
+    With few heads the limit is twice as large, because the 16-bit kernel then shares keys between neighbouring queries.
+    The factor 2 is computed from measured parts; it is not measured as a whole (docs/explanation/kernels.md, "Sparse
+    MLA, FP8 caches").
+    """
     return 2 * MOST_READ if heads <= max(GROUP_SIZES) else MOST_READ
 
 
 @dataclass
 class AttentionPass(LayerPass[LayerCache]):
-    """A pass, and the form of attention that it takes. sparse: to selected keys; multi_head: with every head's keys
-    and values, and not to the latents."""
+    """A `LayerPass` with the form of attention.
+
+    sparse      whether queries attend to selected keys only
+    multi_head  whether attention uses the multi-head form, with expanded keys and values per head, or else the absorbed
+                form, with latents
+    """
 
     sparse: bool = False
     multi_head: bool = False
 
     @property
     def counted_in(self) -> CountedIn:
-        """What indices of selected keys count."""
+        """The unit of the indices of selected keys: cache slots, positions in the sequence, or packed rows."""
         if self.in_pages:
             return "slots"
         return "positions" if self.multi_head else "rows"
@@ -62,10 +69,10 @@ class Latents(NamedTuple):
     """Projections of x.
 
     queries        [T, q_lora_rank]: latents of the queries
-    cast           the same in FP8 with scales, for FP8 layers; else None
+    cast           `queries` in FP8 with scales, for FP8 layers; else None
     keys           [T, latent + rope]: latents and rope channels of the keys, before the norm
-    index_keys     wk(x) of the lightning indexer; None if the indexer computes its own
-    index_weights  its `head_weights`; None unless the index keys are already in the cache
+    index_keys     wk(x) of the lightning indexer; None if the indexer computes wk(x) itself or need not run
+    index_weights  `head_weights` of the indexer; None unless the index keys are already in the cache
     """
 
     queries: torch.Tensor
@@ -78,27 +85,32 @@ class Latents(NamedTuple):
 class PagedAttention(DSAAttention):
     """`DSAAttention` for inference.
 
-    A dense prefill takes the multi-head form, with k_h and v_h of every head. A sparse prefill takes this form if it is
-    faster (attention_form.py). One bit per key then marks the selected keys, and NaN in a value reaches all queries of
-    the sequence. Other sparse prefills and decoding take the absorbed form, in which all heads attend to the latents.
+    A dense prefill uses the multi-head form, with k_h and v_h per head. A sparse prefill uses the multi-head form if it
+    is faster (attention_form.py). In that case one bit per key marks the selected keys, and a NaN in a value reaches
+    all queries of the sequence. Other sparse prefills and decoding use the absorbed form, in which all heads attend to
+    the latents.
 
     forward(x, cos, sin, batch, cache=None, selected=None, cast=None) -> ([T, hidden], `Selected`), without gradients.
-    selected: what the layer before returned, for a layer without an indexer.
-    cast: x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has none.
-    With a cache, the layer first writes the latents and index keys of the new tokens to the pages. Attention reads the
-    keys from the pages, so FP8 pages round them.
 
-    ranks: the ranks that compute the layer. If there are several, x and the result are this rank's local rows
-    (`placement_of`). A rank computes its heads for all rows, and the ranks sum the results. With few heads and many
-    rows, a rank computes all heads for its local rows.
-    part: a copy of this layer with this rank's heads (`rank_part`), if this layer has all heads.
-    part_of_ranks: the ranks that have such parts.
+    selected  the `Selected` that the previous layer returned, for a layer without an indexer
+    cast      x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
+
+    With a cache, the layer first writes the latents and index keys of the new tokens to the pages. Attention then reads
+    the keys from the pages, so FP8 pages round the keys.
+
+    ranks          the ranks that compute the layer. With several ranks, x and the result are this rank's local rows
+                   (`placement_of`)
+    part           a copy of this layer with this rank's heads (`rank_part`), if this layer has all heads
+    part_of_ranks  the ranks that have such parts
+
+    A rank computes some heads for all rows, and the ranks sum the results. If this layer has a `part` and each rank has
+    some of the rows, the absorbed form instead computes all heads for the rank's local rows.
     """
 
     ranks: Ranks = ALONE
     part: Self | None = None
     part_of_ranks: Ranks | None = None
-    # `KeysRead` sets this while it counts the keys that each token reads.
+    # `KeysRead` sets `key_counter` while it counts the keys that each token reads.
     key_counter: KeyCounter | None = None
 
     def forward(
@@ -141,7 +153,7 @@ class PagedAttention(DSAAttention):
         return step.placement.reduce(y), selected
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """The layers whose products with x are one product. The last one may end within a block of 128 rows."""
+        """Return the layers that share one product with x. The last layer may end inside a block of 128 rows."""
         own = (self.indexer.wk,) if isinstance(self.indexer, PagedIndexer) else ()
         return *own, self.q_a_proj, self.kv_a_proj_with_mqa
 
@@ -150,19 +162,21 @@ class PagedAttention(DSAAttention):
         if self.indexer is None:
             step.sparse = selected.topk_indices is not None
         else:
-            # FP8 pages are attended to by index only. A batch-invariant pass does not ask how long others are.
+            # Decoding with FP8 pages supports only sparse attention. In a batch-invariant decoding pass, the choice
+            # must not depend on the lengths of other sequences.
             always = step.decode and (cache.latent_is_fp8 or is_batch_invariant())
             step.sparse = always or batch.max_key_len > self.indexer.top_k
         step.multi_head = not step.decode and (not step.sparse or self._takes_multi_head_form(x, step, selected))
-        # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
-        # would dequantise a key again for every query that selects it; unless all keys would take too much memory.
-        # Multi-head attention has all of them in a row.
+        # The absorbed form gathers the selected keys directly from the pages if the pages have x's dtype. From FP8
+        # pages, a prefill would dequantise a key again for every query that selects this key. So the prefill first
+        # converts all keys to x's dtype, unless the converted keys take too much memory. The multi-head form reads
+        # packed keys.
         step.in_pages = step.decode or (not step.multi_head and cache is not None and self._stay_in_pages(x, step))
 
     def _run(
         self, x: torch.Tensor, cast: Cast | None, step: AttentionPass, selected: Selected | None
     ) -> tuple[torch.Tensor, Selected]:
-        """The result for `step.queries`."""
+        """Return the result for the rows of `step.queries`, and the selected keys."""
         batch, cache, queries = step.batch, step.cache, step.queries
         latents = self._latents(x, cast, step)
         if cache is None:
@@ -174,7 +188,7 @@ class PagedAttention(DSAAttention):
             topk_indices = selected.indices(step.counted_in, batch, queries)
             bits = selected.bits.to(x.device) if step.sparse and step.multi_head else None
         else:
-            # Selection and the queries' projections depend on the same latents and not on each other.
+            # The selection and the queries' projections are independent, so they run on two streams.
             reads = latents.queries, *(latents.cast or ()), latents.index_keys, latents.index_weights
             with side_stream(x, *reads) as side:
                 topk_indices = self._pick(x, latents, step)
@@ -190,7 +204,7 @@ class PagedAttention(DSAAttention):
             w_uk, w_uv = self._up_projections(x.dtype)
             q = self._absorbed_queries(q_nope, q_pe, w_uk, step)
         side.join()
-        if kv is None:  # after the selection, because both take memory in a long context
+        if kv is None:  # after the selection, because both need much memory in a long context
             kv = self._stored_keys(step, x.dtype)
         if self.key_counter is not None:
             read = visible = batch.visible_keys
@@ -214,14 +228,18 @@ class PagedAttention(DSAAttention):
         return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2)), selected
 
     def _latents(self, x: torch.Tensor, cast: Cast | None, step: AttentionPass) -> Latents:
-        """Ranks exchange the keys' latents here, and the queries' latents in `_queries`."""
+        """Return the projections of x.
+
+        This method gathers the keys' latents from all ranks; `_queries` gathers the queries' latents.
+        """
         indexes = (step.sparse or step.cache is not None) and isinstance(self.indexer, PagedIndexer)
         weights = None
-        # Here the indexer's kernels run on a second stream during small kernels; later the queries' product occupies
-        # all multiprocessors. The selection is the last one on that stream, and its `join` waits for all.
+        # Launch the indexer's kernels on the second stream now, while the first stream runs small kernels. Later the
+        # product that computes the queries occupies all SMs. The selection is the last launch on the second stream, so
+        # its `join` also waits for these kernels.
         early = indexes and step.decode and step.sparse
         if early:
-            _ = step.batch.slots  # computed before the fork, because both streams read it
+            _ = step.batch.slots  # compute `slots` before the fork, because both streams read it
             with side_stream(x):
                 weights = self.indexer.head_weights(x)
         layers = self.joint_layers() if indexes else self.joint_layers()[-2:]
@@ -235,7 +253,7 @@ class PagedAttention(DSAAttention):
         return Latents(qr, cast, kv, keys[0] if keys else None, weights)
 
     def _queries(self, latents: Latents, step: AttentionPass) -> torch.Tensor:
-        """q [T, heads, nope + rope] of `step.queries` before rope."""
+        """Return q [T, heads, nope + rope] for the rows of `step.queries`, before rope."""
         if step.placement.sharded and not step.queries.sharded:
             q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, step.placement)
         else:
@@ -243,8 +261,11 @@ class PagedAttention(DSAAttention):
         return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
 
     def _pick(self, x: torch.Tensor, latents: Latents, step: AttentionPass) -> torch.Tensor | None:
-        """The keys that `step.queries` attend to, as `step.counted_in` says; None if the pass is not sparse. Writes the
-        new tokens' index keys to the cache in both cases."""
+        """Return the indices of the keys that `step.queries` attend to, in the unit `step.counted_in`.
+
+        Return None if the pass is not sparse. If there is a cache, also write the index keys of the new tokens to it,
+        unless `_latents` has already written them.
+        """
         if not step.sparse and step.cache is None:
             return None
         batch, qr = step.batch, latents.queries
@@ -274,11 +295,14 @@ class PagedAttention(DSAAttention):
         return packing.packed_rows(topk_indices, step.queries.local_cached(batch.key_starts), len(batch.key_lens))
 
     def _store(self, kv: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
-        """Writes the new tokens' kv [T, latent + rope], as projected, to the pages. Returns what these hold of all
-        keys, [sum(key_lens), latent + rope] in kv's dtype, if it is at hand and attention reads it."""
+        """Norm and rotate the new tokens' projected kv [T, latent + rope], and write it to the pages.
+
+        Return all keys as the pages store them, [sum(key_lens), latent + rope] in kv's dtype, if all keys are new and
+        attention reads packed keys. Otherwise return None.
+        """
         batch, cache, norm = step.batch, step.cache, self.kv_a_layernorm
-        # Where every key is new, what the pages hold need not be read back: `out` gets it, unless they are of another
-        # float dtype.
+        # If all keys are new, the op also writes the stored values to `out`, so that nothing reads the pages back. The
+        # op cannot do so if the pages have another float dtype than kv.
         as_stored = cache.latent_is_fp8 or cache.latent.dtype == kv.dtype
         keep = not step.in_pages and as_stored and batch.query_lens == batch.key_lens
         rows = torch.empty_like(kv) if keep else None
@@ -287,8 +311,11 @@ class PagedAttention(DSAAttention):
         return rows
 
     def _stay_in_pages(self, x: torch.Tensor, step: AttentionPass) -> bool:
-        """Whether a sparse prefill attends to keys where they are: those of x's dtype, and bytes where all keys of x's
-        dtype would take more than `most_read` says."""
+        """Return whether a sparse prefill reads keys directly from the pages.
+
+        It does so if the pages have x's dtype, or if they are FP8 and all keys in x's dtype would take more than
+        `most_read` bytes.
+        """
         if step.cache.latent.dtype == x.dtype:
             return True
         read = sum(step.batch.key_lens) * (self.kv_lora_rank + self.rope_dim) * x.itemsize
@@ -296,23 +323,26 @@ class PagedAttention(DSAAttention):
         return step.cache.latent_is_fp8 and read > most_read(heads)
 
     def _stored_keys(self, step: AttentionPass, dtype: torch.dtype) -> torch.Tensor:
-        """The pages, a row a slot, if attention reads these; else what they hold of all keys, [sum(key_lens), latent +
-        rope]."""
+        """Return the keys that attention reads.
+
+        These are the pages as a view with one row per slot if `step.in_pages`. Otherwise they are all keys packed and
+        converted to `dtype`, [sum(key_lens), latent + rope].
+        """
         latent = step.cache.latent
         if step.in_pages:
             return latent.view(-1, latent.shape[-1])
         return dsa.read_kv_cache(latent, step.batch.key_slots, dtype=dtype)
 
     def _counts(self, topk_indices: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
-        """How many columns of topk_indices count, for each of `step.queries`; None if all do."""
+        """Return the number of valid columns of topk_indices per row; None if all columns of all rows are valid."""
         counts = step.batch.selected_counts(topk_indices.shape[1])
         return None if counts is None else step.queries.local_cached(counts)
 
     def _absorbed_queries(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor, step: AttentionPass
     ) -> torch.Tensor:
-        """[T, heads, latent + rope]: the queries of the latents and rope keys."""
-        # Both parts are written where they belong.
+        """Return [T, heads, latent + rope]: q_nope W_UK, and q_pe after rope."""
+        # The two ops write their results directly into slices of q, which avoids a concatenation.
         q = q_nope.new_empty(*q_nope.shape[:2], self.kv_lora_rank + self.rope_dim)
         _by_head(q_nope, w_uk, q[..., : self.kv_lora_rank])
         dsa.apply_rotary(q_pe, *step.query_angles, interleaved=True, out=q[..., self.kv_lora_rank :])
@@ -320,7 +350,7 @@ class PagedAttention(DSAAttention):
 
     def _decode(self, q: torch.Tensor, topk_indices: torch.Tensor | None, step: AttentionPass) -> torch.Tensor:
         batch, cache = step.batch, step.cache
-        # On a GPU, FP8 pages are attended to in bf16, whatever the model's dtype: e4m3 has only 4 significant bits.
+        # On a GPU, attention to FP8 pages computes in bf16 for any model dtype: e4m3 has only 4 significant bits.
         dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
         by_sequence = (-1, batch.next_n)
         options = {"softmax_scale": self.softmax_scale, "is_fp8_kvcache": cache.latent_is_fp8}
@@ -335,7 +365,10 @@ class PagedAttention(DSAAttention):
         return out.flatten(0, 1).to(q.dtype)
 
     def _attend_to_bytes(self, q: torch.Tensor, topk_indices: torch.Tensor, step: AttentionPass) -> torch.Tensor:
-        """[T, heads, latent]: a prefill's queries, as if each were a sequence's only one, to slots of FP8 pages."""
+        """Return [T, heads, latent]: attention of a prefill's queries to selected slots of FP8 pages.
+
+        Each query is a sequence of one token for the decoding op.
+        """
         dtype = torch.bfloat16 if q.is_cuda else q.dtype
         counts = self._counts(topk_indices, step)
         options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
@@ -345,8 +378,10 @@ class PagedAttention(DSAAttention):
         return out.squeeze(1).to(q.dtype)
 
     def _takes_multi_head_form(self, x: torch.Tensor, step: AttentionPass, selected: Selected | None) -> bool:
-        """Of a sparse pass. Layers without an indexer take it where the layer that selected took it and this pass has
-        the kernel."""
+        """Return whether a sparse prefill uses the multi-head form.
+
+        A layer without an indexer uses this form if the layer that selected the keys used it and a kernel exists.
+        """
         if self.indexer is None:
             return selected.bits is not None and self._has_multi_head_kernel(x)
         heads = (self.part or self).n_heads
@@ -357,20 +392,23 @@ class PagedAttention(DSAAttention):
         )
 
     def _communication(self, x: torch.Tensor, step: AttentionPass) -> Communication | None:
-        """What ranks exchange in the multi-head form beyond the absorbed one: queries' latents and results, and what is
-        selected, unless the indexer selects for all rows in either form. Layers without an indexer follow this choice:
-        what they exchange is counted as if it were the same."""
+        """Return the data that ranks exchange in the multi-head form but not in the absorbed form.
+
+        These data are the latents of the queries, the results, and the indices of the selected keys. A plain indexer
+        selects for all rows in both forms, so its indices do not count. Layers without an indexer follow the choice of
+        this layer; the estimate assumes that they exchange equal amounts of data.
+        """
         if self.part is None or not step.placement.sharded:
             return None
         latents = self.q_lora_rank * x.element_size()
         if isinstance(self.q_b_proj, BlockFP8Linear):
-            latents = self.q_lora_rank + 4 * (self.q_lora_rank // BLOCK)  # and scales
+            latents = self.q_lora_rank + 4 * (self.q_lora_rank // BLOCK)  # FP8 bytes, and fp32 scales
         picks = 4 * self.indexer.top_k if isinstance(self.indexer, PagedIndexer) else 0
         result = x.shape[1] * x.element_size()
         return Communication(self.ranks.size, latents + picks + result, 3 if picks else 2)
 
     def _has_multi_head_kernel(self, x: torch.Tensor) -> bool:
-        """Whether one kernel computes the multi-head form for all lengths. Otherwise PyTorch computes it."""
+        """Return whether one kernel computes the multi-head form. Otherwise PyTorch computes this form."""
         channels = max(self.nope_dim + self.rope_dim, self.v_dim)
         taken = x.dtype in (torch.bfloat16, torch.float16) and channels <= MOST_CHANNELS
         return taken and backends.runs_kernel("mha_varlen_fwd", x)
@@ -378,8 +416,13 @@ class PagedAttention(DSAAttention):
     def _multi_head(
         self, q: torch.Tensor, kv: torch.Tensor, step: AttentionPass, bits: torch.Tensor | None
     ) -> torch.Tensor:
-        """q [T, heads, nope + rope] before rope, which is overwritten, kv [sum(key_lens), latent + rope] -> [T, heads,
-        v_dim], causal per sequence; bits: of the keys that are selected."""
+        """Return causal attention per sequence in the multi-head form, [T, heads, v_dim].
+
+        q     [T, heads, nope + rope], before rope; this method may overwrite it
+        kv    [sum(key_lens), latent + rope]
+        bits  a mask with one bit per key, set for selected keys (`dsa.selection_bits`); None to attend to all visible
+              keys
+        """
         batch = step.batch
         if bits is None and not self._has_multi_head_kernel(q):
             q = self._rotate(q, step.angles)
@@ -390,7 +433,8 @@ class PagedAttention(DSAAttention):
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
         k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
         sequences = batch.cu_query_lens, batch.cu_key_lens, batch.max_key_len
-        # A layer without an indexer reads the bits of all queries, which are those of all keys where they are few.
+        # Queries with at most dense_keys visible keys skip the bits and attend to all visible keys. A layer without an
+        # indexer does not know top_k, so it reads the bits of all queries; the result is the same.
         dense_keys = 0 if self.indexer is None else self.indexer.top_k
         options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys}
         out, _ = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
@@ -398,7 +442,7 @@ class PagedAttention(DSAAttention):
 
 
 def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, heads, I] times weights [heads, I, O] -> [T, heads, O], by head; into `out`, if given."""
+    """Multiply x [T, heads, I] by weights [heads, I, O] per head and return [T, heads, O]; write to `out` if given."""
     if out is None:
         out = x.new_empty(*x.shape[:2], weights.shape[-1])
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

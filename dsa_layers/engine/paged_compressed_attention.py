@@ -1,4 +1,4 @@
-"""`CompressedAttention` for inference: over a paged cache, with fused products, on one rank or several."""
+"""`CompressedAttention` for inference, with a paged cache and fused products, on one or several ranks."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Self
@@ -25,14 +25,19 @@ from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-MOST_CHANNELS, VECTOR = 512, 8  # of a head, for rope in one kernel with the norm or the cast; channels at a time
-FEW_HEADS = 32  # up to this many heads, attention runs another kernel, which cannot cast its results to FP8
+# Limits of the kernels that fuse rope with the norm or the cast: the channels of a head, and their vector width.
+MOST_CHANNELS, VECTOR = 512, 8
+FEW_HEADS = 32  # for at most FEW_HEADS heads, attention uses another kernel, which cannot cast its results to FP8
 
 Pass = EntryPass[CompressedLayerCache]
 
 
 class QueryLatents(NamedTuple):
-    """values [T, q_lora_rank]: the latents of the queries; the same in FP8 with scales, for FP8 layers, else None."""
+    """The latents of the queries.
+
+    values  [T, q_lora_rank]
+    cast    `values` in FP8 with scales, for FP8 layers; else None
+    """
 
     values: torch.Tensor
     cast: Cast | None
@@ -44,8 +49,9 @@ class Projections(NamedTuple):
     latents        latents of the queries, for this rank's rows
     keys           [T, dim]: keys of the tokens, before the norm
     entries        products of the compressor; None without a compressor
-    index_entries  products of the lightning indexer's compressor; None if the indexer computes them itself
-    index_weights  the indexer's `head_weights`, if the same product computes them; else None
+    index_entries  products of the lightning indexer's compressor; None if the indexer computes them itself or the
+                   pass does not need them
+    index_weights  the indexer's `head_weights`, if the joint product with x computes them; else None
     """
 
     latents: QueryLatents
@@ -62,15 +68,19 @@ class Projections(NamedTuple):
 class PagedCompressedAttention(CompressedAttention):
     """`CompressedAttention` for inference.
 
-    forward(x, rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden], without gradients. rope: as `RopeAngles`
-    if other layers rotate by the same angles. cast: x in FP8 with scales (`norm_and_cast`), for `joint_layers`.
-    ranks, part: as in `PagedAttention`; a rank attends with all heads for its own rows in every prompt of many rows.
+    forward(x, rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden], without gradients.
+
+    rope  cos and sin; pass a `RopeAngles` if several layers rotate by the same angles
+    cast  x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
+
+    ranks, part, part_of_ranks  the attributes of `PagedAttention`. If this layer has a `part` and each rank has some of
+                                the rows, a rank computes all heads for its local rows
     """
 
     ranks: Ranks = ALONE
     part: Self | None = None
     part_of_ranks: Ranks | None = None
-    # `KeysRead` sets this while it counts the keys that each token reads.
+    # `KeysRead` sets `key_counter` while it counts the keys that each token reads.
     key_counter: KeyCounter | None = None
 
     def forward(
@@ -105,32 +115,35 @@ class PagedCompressedAttention(CompressedAttention):
             return step.placement.reduce((self.part or self)._run(x, cast, step))
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """The layers whose products with x are one product."""
+        """Return the layers that share one product with x."""
         return self.wq_a, self.wkv
 
     def joint_fp32_layers(self) -> tuple[FP32Linear, ...]:
-        """The layers of both compressors whose products with x are one product. The indexer's weights are among them if
-        the rows of all results still lie at multiples of 16 bytes, as the compressors' kernels need."""
+        """Return the fp32 layers of both compressors, which share one product with x.
+
+        The list includes the indexer's `weights_proj` if n_heads is a multiple of 4. Then the rows of all results begin
+        at multiples of 16 bytes, as the compressors' kernels require.
+        """
         if not isinstance(self.indexer, PagedCompressedIndexer) or not isinstance(self.compressor, PagedCompressor):
             return ()
         keys = *self.compressor.joint_layers(), *self.indexer.compressor.joint_layers()
         return keys if self.indexer.n_heads % 4 else (*keys, self.indexer.weights_proj)
 
     def _run(self, x: torch.Tensor, cast: Cast | None, step: Pass) -> torch.Tensor:
-        """y of `step.queries`."""
+        """Return y for the rows of `step.queries`."""
         if step.decode:
             return self._decode(x, cast, step)
         latents, projecting = self._begin_projections(x, cast, step)
-        q = self._queries(latents, step)  # while other ranks' rows are on their way
+        q = self._queries(latents, step)  # overlaps with the exchange of rows between ranks
         projected = projecting()
-        del latents, projecting  # with this rank's rows
+        del latents, projecting  # free the memory of this rank's rows
         keys = self._token_keys(projected.keys, step)
         entries = self._entries(x, projected, step)
-        del projected  # of all rows in fp32, which attention has no need of
+        del projected  # free the fp32 products of all rows, which attention does not need
         return self._prefill(q, keys, *entries, step)
 
     def _selects(self, batch: TokenBatch) -> bool:
-        """Whether a sequence has more entries than its tokens attend to."""
+        """Return whether the layer has an indexer and some sequence has more than top_k entries."""
         return self.indexer is not None and self.selectable(batch).max_key_len > self.indexer.top_k
 
     @property
@@ -141,11 +154,14 @@ class PagedCompressedAttention(CompressedAttention):
     def _begin_projections(
         self, x: torch.Tensor, cast: Cast | None, step: Pass
     ) -> tuple[QueryLatents, Callable[[], Projections]]:
-        """The queries' latents, and the function that gives all projections. Ranks that share rows exchange keys, the
-        compressors' products, and the queries' latents if a rank has not all heads (`_queries`)."""
+        """Return the queries' latents, and a function that returns all projections.
+
+        If x is sharded, the ranks exchange the keys and the compressors' products; the function waits for this
+        exchange. If a rank has only some heads, `_queries` also exchanges the queries' latents.
+        """
         selects = self._selects(step.batch)
         latents, kv = self._latents(x, cast, selects and self._shares_products)
-        # If nothing is selected the indexer makes its keys for the cache alone.
+        # If the pass selects nothing, the indexer still writes its keys to the cache.
         indexes = self._shares_products and (selects or step.cache is not None)
         entries, of_index, weights = self._products(x, indexes, selects and self._shares_products)
         gathering = step.placement.start_joint_all_gather(kv, *(entries or ()), *(of_index or ()))
@@ -157,7 +173,7 @@ class PagedCompressedAttention(CompressedAttention):
         return latents, end
 
     def _latents(self, x: torch.Tensor, cast: Cast | None, selects: bool) -> tuple[QueryLatents, torch.Tensor]:
-        """The queries' latents, cast for the indexer's queries too if it `selects`, and wkv x."""
+        """Return the queries' latents and wkv(x). If `selects`, the indexer must be able to share the cast."""
         qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         readers = (self.wq_b, self.indexer.wq_b) if selects else (self.wq_b,)
         _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
@@ -166,8 +182,11 @@ class PagedCompressedAttention(CompressedAttention):
     def _products(
         self, x: torch.Tensor, indexes: bool, weighs: bool
     ) -> tuple[Products | None, Products | None, torch.Tensor | None]:
-        """The compressor's products with x. With `indexes`, those of the indexer's compressor, too. With `weighs`, the
-        indexer's weights, if they are part of the same product."""
+        """Return (entries, index_entries, index_weights) of `Projections`.
+
+        indexes  whether to compute the products of the indexer's compressor
+        weighs   whether to compute the indexer's weights, if they are part of the same product
+        """
         if self.compressor is None:
             return None, None, None
         if not indexes:
@@ -179,7 +198,7 @@ class PagedCompressedAttention(CompressedAttention):
         return found[:2], found[2:4], found[4] if len(found) > 4 else None
 
     def _queries(self, latents: QueryLatents, step: Pass) -> torch.Tensor:
-        """q [T, heads, dim] of `step.queries`, normed and rotated."""
+        """Return q [T, heads, dim] for the rows of `step.queries`, after the norm and rope."""
         if step.placement.sharded and not step.queries.sharded:
             q = joint_linear.multiply_gathered(latents.values, self.wq_b, latents.cast, step.placement)
         else:
@@ -190,8 +209,10 @@ class PagedCompressedAttention(CompressedAttention):
         return _rotate_in_place(dsa.rms_norm(q, None, self.eps), step.query_angles)
 
     def _pick(self, x: torch.Tensor, projected: Projections, step: Pass) -> torch.Tensor:
-        """What the indexer selects for `step.queries`. Its keys are in the cache, if there is one and it shares
-        products."""
+        """Return the keys that the indexer selects for `step.queries`.
+
+        If there is a cache and `_shares_products`, the caller has already written the index keys to the cache.
+        """
         cache, latents, indexer = step.cache, projected.latents, self.indexer
         if self._shares_products:
             (q,) = joint_linear.multiply(latents.values, indexer.wq_b, cast=latents.cast)
@@ -217,11 +238,16 @@ class PagedCompressedAttention(CompressedAttention):
         rows: torch.Tensor | None,
         step: Pass,
     ) -> torch.Tensor:
-        """y of the queries q: attention to the keys of the tokens that they see, and to their rows of all entries."""
+        """Return y for the queries q. A query attends to the keys in its window and to some compressed entries.
+
+        keys        the keys of all tokens in the windows, as `_token_keys` returns them
+        compressed  all entries, packed [N, dim]; None without a compressor
+        rows        int32 [T, K]: the rows of `compressed` to which each query attends; None without a compressor
+        """
         batch, queries, angles = step.batch, step.queries, step.query_angles
         windows = self._windows(step)
-        # Which keys a query sees, row by row: for this rank's queries, which are not the last ones of their sequences,
-        # the bounds do not say it.
+        # The visible keys of each query as a list. The op cannot derive them from the sequence bounds, because this
+        # rank's queries may not be the last tokens of their sequences.
         near = queries.local_cached(windows.indices)
         packed = (q, keys[:, None], queries.local_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
         if compressed is None or len(compressed) == 0:
@@ -251,16 +277,22 @@ class PagedCompressedAttention(CompressedAttention):
         return self._project(out, angles, batch)
 
     def _casts_results(self, rope: Angles) -> bool:
-        """Whether a prompt's attention casts its results for wo_a: FP8 weights, of sizes for which that is faster."""
+        """Return whether a prefill's attention casts its results to FP8 for wo_a.
+
+        It does so if wo_a has FP8 weights, and for the sizes for which this fusion is faster.
+        """
         takes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
         return takes and type(self.wo_a.matrices) is BlockFP8Linear
 
     def _joins_rope(self, rope: Angles) -> bool:
-        """Whether heads have a size whose rope is one kernel with the norm before it and the cast after it."""
+        """Return whether the size of a head allows one kernel for the norm and rope, and one for rope and the cast."""
         return self.dim <= MOST_CHANNELS and self.dim % VECTOR == 0 and 2 * rope[0].shape[1] % VECTOR == 0
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
-        """y of attention's results [T, heads, dim]. rope: the queries' angles."""
+        """Apply the inverse rope and the output projections to attention's results `out` [T, heads, dim].
+
+        rope: cos and sin for the queries.
+        """
         back, matrices = RopeAngles.of(rope).back, self.wo_a.matrices
         if self.dim % BLOCK == 0 and self._joins_rope(rope) and type(matrices) is BlockFP8Linear:
             cast = dsa.rotary_cast_to_fp8(out, *back, self.o_groups, matrices.use_ue8m0)
@@ -272,8 +304,10 @@ class PagedCompressedAttention(CompressedAttention):
         return step.batch.windows(self.window, self.window if step.cache is None else step.cache.window.shape[1])
 
     def _token_keys(self, kv: torch.Tensor, step: Pass) -> torch.Tensor:
-        """Keys of the tokens that the new ones see, in the order of `WindowView.order`. Writes the keys of the new
-        tokens, whose wkv(x) is kv, to the ring."""
+        """Return the keys of all tokens that the new tokens see, in the order of `WindowView.order`.
+
+        kv: wkv(x) of the new tokens. If there is a cache, also write the keys of the new tokens to the ring.
+        """
         cache = step.cache
         if cache is None:
             return _rotate_in_place(self.kv_norm(kv), step.angles)
@@ -281,7 +315,8 @@ class PagedCompressedAttention(CompressedAttention):
         earlier = None
         if any(windows.earlier_lens):
             earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
-        # If the ring has bytes, the rows are rounded like those that are read from it: all queries see the same keys.
+        # If the ring is FP8, the op also rounds `rows` to FP8. So all queries see the same value of a key, whether it
+        # comes from the ring or from this pass.
         rows = torch.empty_like(kv)
         dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows)
         if earlier is None:
@@ -292,8 +327,14 @@ class PagedCompressedAttention(CompressedAttention):
     def _entries(
         self, x: torch.Tensor, projected: Projections, step: Pass
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(all entries packed [N, dim], the rows int32 [T, K] of those that each of `step.queries` attends to, `counts`
-        of them or up to the first -1)."""
+        """Return (entries, rows), or (None, None) without a compressor.
+
+        entries  [N, dim]: all compressed entries of all sequences, packed
+        rows     int32 [T, K]: the rows of `entries` to which each of `step.queries` attends. The list of a query ends
+                 after its count (`selected_counts`), or at the first -1
+
+        If there is a cache, also write the new entries and index entries to it.
+        """
         if self.compressor is None:
             return None, None
         batch, cache = step.batch, step.cache
@@ -308,7 +349,7 @@ class PagedCompressedAttention(CompressedAttention):
                 (x_all,) = step.placement.all_gather(x)
                 self.indexer.store(x_all, step.entry_angles, batch, cache)
         topk_indices = self._pick(x, projected, step) if selects else None
-        if cache is not None:  # after the selection, because both take memory in a long context
+        if cache is not None:  # after the selection, because both need much memory in a long context
             compressed = dsa.read_kv_cache(cache.entries.pages, entries.key_slots, dtype=x.dtype)
         if topk_indices is None:
             return compressed, step.queries.local_cached(entries.rows)
@@ -316,8 +357,11 @@ class PagedCompressedAttention(CompressedAttention):
         return compressed, packing.packed_rows(topk_indices, starts, len(batch.key_lens))
 
     def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Placement = WHOLE) -> None:
-        """entries int32 [T, K], or [B, next_n, K] of a decoding pass: those that each of `queries` reads in addition to
-        its window, -1 if there are fewer."""
+        """Report to `key_counter`, if it is set, how many keys each token reads.
+
+        entries: int32 [T, K], or [B, next_n, K] in a decoding pass: the entries that each of `queries` reads in
+        addition to its window, padded with -1; None if the queries read no entries.
+        """
         if self.key_counter is None:
             return
         context = batch.visible_keys
@@ -332,8 +376,9 @@ class PagedCompressedAttention(CompressedAttention):
         windows, norm, shares = self._windows(step), self.kv_norm, self._shares_products
         slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots
         entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
-        # The compressors' products run at the same time as the latents': after these the queries' product occupies all
-        # multiprocessors. The selection comes last on the second stream, and its `join` waits for this, too.
+        # Run the compressors' products on the second stream while the first stream computes the latents. After the
+        # latents, the product that computes the queries occupies all SMs. The selection is the last launch on the
+        # second stream, so its `join` also waits for the compressors.
         with side_stream(x):
             products, of_index, weights = self._products(x, shares, shares)
             if self.compressor is not None:
@@ -355,10 +400,11 @@ class PagedCompressedAttention(CompressedAttention):
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
         self._count_keys(batch, slots)
-        # On a GPU, FP8 pages are attended to in bf16, whatever the model's dtype: e4m3 has only 4 significant bits.
+        # On a GPU, attention to FP8 pages computes in bf16 for any model dtype: e4m3 has only 4 significant bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
-        # If the lengths of a sequence's last token count for its others, the place of the second list, which decides in
-        # what order it is summed, depends on how many tokens there are.
+        # With topk_length, the length of a sequence's last token applies to all of its new tokens. The position of the
+        # second list, and so the order of the sum, then depends on the number of new tokens. Batch-invariant passes
+        # therefore pass no lengths.
         lengths = None if is_batch_invariant() else batch.most_selected(self.window)
         out, _ = dsa.flash_mla_with_kvcache(
             *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),
@@ -374,19 +420,22 @@ class PagedCompressedAttention(CompressedAttention):
 
 
 def _check_entries(name: str, entries: EntryCache | None, ratio: int, batch: TokenBatch) -> None:
-    """Raise ValueError unless the batch has pages like these of a layer's entries, one for every `ratio` tokens."""
+    """Raise ValueError unless the cache has `entries` and their page size matches the page size of the batch.
+
+    ratio: tokens per entry.
+    """
     if entries is None:
         raise ValueError(f"cache: must have {name} where the layer compresses tokens, got None")
     check_pages(batch, entries.pages.shape[1] * ratio)
 
 
 def _rotate_in_place(x: torch.Tensor, rope: Angles) -> torch.Tensor:
-    """x with its last channels rotated."""
+    """Apply rope to the last channels of x in place, and return x."""
     return dsa.apply_rotary(x, *rope, interleaved=True, dims="last", out=x)
 
 
 def _listed(rows: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor | None:
-    """rows [T, K] with -1 after the first `counts` [T] of each token."""
+    """Return rows [T, K] with -1 after the first `counts` [T] columns of each token."""
     if rows is None or counts is None:
         return rows
     columns = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's compressor and indexer for inference: over compressed entries in a paged cache."""
+"""DeepSeek-V4's compressor and indexer for inference, with compressed entries in a paged cache."""
 
 import torch
 
@@ -14,11 +14,11 @@ from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.linear import FP32Linear
 
-Products = tuple[torch.Tensor, torch.Tensor]  # KV, and Z without ape, fp32 [T, c]
+Products = tuple[torch.Tensor, torch.Tensor]  # fp32 [T, c]: KV = wkv(x), and Z = wgate(x) before ape is added
 
 
 class PagedCompressor(Compressor):
-    """`Compressor` for inference, whose products with x come first, in one product with others that read x."""
+    """`Compressor` for inference. It computes wkv(x) and wgate(x) as one product, before it compresses them."""
 
     def project(self, x: torch.Tensor) -> Products:
         return joint_linear.multiply(x, *self.joint_layers())
@@ -31,7 +31,7 @@ class PagedCompressor(Compressor):
         return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
 
     def store(self, products: Products, step: EntryPass, cache: EntryCache) -> None:
-        """Write to the cache the entries that the new tokens complete, and the state of unfinished blocks."""
+        """Write the entries that the new tokens complete, and the state of incomplete blocks, to the cache."""
         batch = step.batch
         dsa.write_compressed_kv(
             *(*products, self.ape, self.norm.weight.float(), *step.entry_angles, cache.pages),
@@ -42,15 +42,15 @@ class PagedCompressor(Compressor):
         )
 
     def joint_layers(self) -> tuple[FP32Linear, FP32Linear]:
-        """The layers whose products with x are one product."""
+        """Return the layers that share one product with x."""
         return self.wkv, self.wgate
 
 
 class PagedCompressedIndexer(PagedSelection[Products], CompressedIndexer):
     """`CompressedIndexer` for inference, with a cache.
 
-    `PagedCompressedAttention` multiplies x and qr itself, in products that it shares, stores keys by the compressor's
-    `store`, and calls `pick`.
+    `PagedCompressedAttention` computes the indexer's projections of x and qr itself, so that they can share products
+    with its other projections. It writes the keys to the cache with `PagedCompressor.store` and then calls `pick`.
     """
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class PagedCompressedIndexer(PagedSelection[Products], CompressedIndexer):
         return self.pick(self.wq_b(qr), self.compressor.project(x), self.head_weights(x), step, step.placement)
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """w fp32 [T, n_heads]."""
+        """Return the weights of the index heads, fp32 [T, n_heads]."""
         return fp32_product(x, self.weights_proj.weight, self.weight_scale)
 
     def selectable(self, batch: TokenBatch) -> EntryView:

@@ -1,4 +1,4 @@
-"""`LightningIndexer` for inference: over index keys in a paged cache."""
+"""`LightningIndexer` for inference, with index keys in a paged cache."""
 
 from typing import Generic, TypeVar
 
@@ -13,11 +13,11 @@ from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.layer_pass import Angles, LayerPass
 from dsa_layers.layers.indexer import Keys, KeySelection, LightningIndexer, quantized_keys
 
-Projected = TypeVar("Projected")  # of x, from which keys are made
+Projected = TypeVar("Projected")  # projections of x from which the index keys are computed
 
 
 class PagedSelection(KeySelection, Generic[Projected]):
-    """Selection among keys of a cache. Subclasses have the attributes of `LightningIndexer`."""
+    """Selection of keys from a paged cache. Subclasses have the attributes of `LightningIndexer`."""
 
     def pick(
         self,
@@ -27,10 +27,13 @@ class PagedSelection(KeySelection, Generic[Projected]):
         step: LayerPass,
         placement: Placement,
     ) -> torch.Tensor:
-        """int32 [T, top_k]: what `select` returns for the local rows of `placement`; slots if `step.in_pages`.
+        """Return int32 [T, top_k]: the selected keys for the local rows of `placement`.
 
-        queries wq_b(qr) and weights `head_weights` of these rows. projected: of all rows; with a cache, the keys that
-        are made of it have been stored.
+        The result has positions in the sequence, or cache slots if `step.in_pages`.
+
+        queries    wq_b(qr) for the local rows
+        projected  the projections of all rows. With a cache, the caller has already written their keys to the cache
+        weights    `head_weights` for the local rows
         """
         view = self.selectable(step.batch)
         q = queries.unflatten(-1, (self.n_heads, self.head_dim))
@@ -52,19 +55,19 @@ class PagedSelection(KeySelection, Generic[Projected]):
         return self.select_packed(q, keys, weights, ranges, key_lens, paging)
 
     def selectable(self, batch: TokenBatch) -> SelectableKeys:
-        """The keys among which the indexer selects."""
+        """Return the keys among which the indexer selects."""
         raise NotImplementedError
 
     def pages(self, step: LayerPass) -> torch.Tensor:
-        """The pages of the index keys."""
+        """Return the pages of the index keys."""
         raise NotImplementedError
 
     def make_keys(self, projected: Projected, step: LayerPass, dtype: torch.dtype) -> torch.Tensor:
-        """All keys of a pass without a cache in `dtype`, not quantised."""
+        """Compute all keys of a pass without a cache, in `dtype`, not quantised."""
         raise NotImplementedError
 
     def _all_keys(self, projected: Projected, step: LayerPass, dtype: torch.dtype) -> Keys:
-        """All keys of the sequences packed in a row, with their scales if `quantize`."""
+        """Return all keys of all sequences, packed; if `quantize`, in e4m3 with scales."""
         if step.cache is not None:
             read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
             return read(self.pages(step), self.selectable(step.batch).key_slots)
@@ -74,7 +77,7 @@ class PagedSelection(KeySelection, Generic[Projected]):
     def _select_in_pages(
         self, q: torch.Tensor, weights: torch.Tensor, view: SelectableKeys, step: LayerPass
     ) -> torch.Tensor:
-        """Select for the last tokens of sequences among FP8 keys where they are in the pages."""
+        """Select keys for the new tokens of a decoding pass. The scoring op reads FP8 keys directly from the pages."""
         lengths, most = view.visible_by_sequence, max(view.max_key_len, 1)
         q = q.unflatten(0, (len(lengths), -1))
         keys = self.pages(step), weights, lengths, view.block_table, view.index_schedule, most
@@ -90,7 +93,8 @@ class PagedSelection(KeySelection, Generic[Projected]):
 class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
     """`LightningIndexer` for inference, with a cache.
 
-    `PagedAttention` multiplies x and qr itself, in products that it shares, and calls `write` and `pick`.
+    `PagedAttention` computes the indexer's projections of x and qr itself, so that they can share products with its
+    other projections. It then calls `write` and `pick`.
     """
 
     @torch.no_grad()
@@ -106,7 +110,7 @@ class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
         self.write(self.wk(x), LayerPass(batch, rope, cache))
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """w fp32 [T, n_heads]."""
+        """Return the weights of the index heads, fp32 [T, n_heads]."""
         return fp32_product(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
     def write(self, projected: torch.Tensor, step: LayerPass[LayerCache]) -> None:

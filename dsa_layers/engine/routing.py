@@ -1,4 +1,4 @@
-"""Routing for inference. For few tokens one op computes the logits, the gate and the order of entries by expert."""
+"""Routing for inference. For few tokens, one op computes the logits, the gate and the sort by expert."""
 
 import torch
 
@@ -16,7 +16,7 @@ Router = GroupedSigmoidRouter | SqrtSoftplusRouter
 
 
 def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(experts, weights), as the router's `forward` gives them."""
+    """Return (experts, weights) like the router's `forward`."""
     logits = fp32_product(x, gate.weight)
     table = _table(gate)
     if table is None:
@@ -28,7 +28,7 @@ def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[
 def route(
     gate: Router, experts: Experts, x: torch.Tensor, tokens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, ByExpert]:
-    """Return (chosen experts, weights) like `choose`, and the entries sorted by expert like `Experts.sort`."""
+    """Return (experts, weights, by_expert): the results of `choose`, and the result of `Experts.sort`."""
     table = _table(gate)
     own = {"first_expert": experts.first, "count": experts.count}
     if table is None and _takes("route_to_experts", x, gate.weight):
@@ -51,8 +51,8 @@ def _bias(gate: Router) -> torch.Tensor:
 
 
 def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the op takes these operands, and is faster."""
-    if has_any_rows():  # for more tokens logits are `fp32_product`'s, summed in another order
+    """Return whether the op accepts these operands and is faster than separate ops."""
+    if has_any_rows():  # this op sums logits in another order than `fp32_product`, which larger batches use
         return False
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return False

@@ -1,4 +1,4 @@
-"""Kernels that a CUDA graph runs on a second stream, at the same time as those of the first."""
+"""Concurrent kernels in a CUDA graph, on a second stream."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ import torch
 
 
 class SideStream:
-    """What `side_stream` yields. join(): later launches may read what was computed inside."""
+    """The value that `side_stream` yields. After `join`, launches may read the results of the `with` block."""
 
     def join(self) -> None:
-        """Do nothing: all launches are in one order."""
+        """Do nothing, because all launches are on one stream."""
 
 
 class _Forked(SideStream):
@@ -25,19 +25,20 @@ class _Forked(SideStream):
 
 @contextmanager
 def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
-    """While a CUDA graph is captured, launch what is inside on a second stream. Otherwise launch it in order.
+    """Launch the kernels of a `with` block on a second stream during CUDA graph capture, else on the current stream.
 
-    What is inside waits for all earlier launches. Later launches do not wait for it before `join` of the result, so a
-    replayed graph runs both at the same time. To join the last of several joins all. Outside of a graph a second stream
-    would only add work on the host.
+    The kernels in the block wait for all earlier launches. Later launches do not wait for these kernels until the
+    caller calls `join` on the yielded value. So a replayed graph runs both at the same time. If several blocks are
+    open, `join` of the last block waits for all of them. Without a graph, a second stream would only add host overhead.
 
-    reads: tensors that are read inside and that the caller may drop before `join`. Their memory is not reused before.
-    The first one decides the device.
+    reads: the tensors that the block reads and that the caller may drop before `join`. `side_stream` holds references
+    to them until `join`, so that their memory is not reused. The first tensor determines the device.
 
-    Between the beginning and `join`, neither side may write what the other reads or writes, or read what the other
-    computes. Compute a view of the batch that both read before (`cached_property`). Memory that is allocated inside
-    belongs to the second stream: if it is dropped after `join`, only a later `side_stream` reuses it, and that one
-    waits for all earlier launches. With an allocator that frees by stream (cudaMallocAsync), launches stay in order.
+    Until `join`, the two streams must not write a tensor that the other stream reads or writes. If both streams read
+    a `cached_property` of the batch, compute the property before the block. Memory that the block allocates belongs to
+    the second stream. If the caller frees this memory after `join`, only a later `side_stream` block can reuse it, and
+    that block waits for all earlier launches. With the cudaMallocAsync allocator, which frees memory in stream order,
+    all launches stay on the current stream.
     """
     x = reads[0]
     if not x.is_cuda or not _captures():
@@ -56,5 +57,5 @@ def _captures() -> bool:
 
 @cache
 def _second_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Return the second stream that is paired with `stream`: the same one at every call."""
+    """Return the second stream for `stream`. Every call with the same `stream` returns the same second stream."""
     return torch.cuda.Stream(stream.device)

@@ -1,7 +1,7 @@
-"""Tensor parallelism: a model on the meta device becomes one rank's part of it.
+"""Tensor parallelism: conversion of a whole model on the meta device to the part of one rank.
 
-A sharded parameter is cut into as many equal parts as there are ranks, and rank r has the r-th. A layer that is cut
-along dimension 1 follows one that is cut along dimension 0, and gives a partial sum of the result.
+`split` cuts a sharded parameter into equal parts, one per rank; rank r has part r. A layer cut along dimension 1
+follows a layer cut along dimension 0, and returns a partial sum of the result.
 """
 
 import copy
@@ -22,22 +22,24 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Embedding, LanguageM
 from dsa_layers.layers.moe import SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 
-# The kernels of attention over selected keys take this many heads as one tile. Fewer heads cost about as much, since
-# each query gathers its keys once for all of them.
+# The tile of the sparse attention kernels has 64 heads. Fewer heads take about the same time, because a query gathers
+# its keys once for all heads of the tile.
 TILE_OF_HEADS = 64
 SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How the ranks share a layer.
+    """The rules by which ranks divide a layer.
 
-    dim0, dim1  the parameters that are cut along dimension 0 or 1: their names, or the name of a submodule for all
-                below it, "" for all of the layer. Every rank has all other parameters whole
-    counts      attributes that count what is cut: {"n_heads": "attention heads"}
-    blocks      whether FP8 checkpoints store the matrices in blocks of 128 x 128, which are not cut
-    replicated  whether each rank has the whole layer, and computes it for its local rows in prompts of many tokens. In
-                other passes it computes its part (`rank_part`)
+    dim0, dim1  the parameters to cut along dimension 0 or 1. An item is the name of a parameter, the name of a
+                submodule for all its parameters, or "" for all parameters of the layer. Every rank has all other
+                parameters whole
+    counts      {attribute: the noun in error messages}, such as {"n_heads": "attention heads"}, for the attributes that
+                `split` divides by the number of ranks
+    blocks      whether FP8 checkpoints store the matrices in blocks of 128 x 128, which `split` must not cut
+    replicated  whether each rank has the whole layer. In prefills of many tokens a rank then computes the whole layer
+                for its local rows. In other passes it computes its part (`rank_part`)
     """
 
     dim0: tuple[str, ...] = ()
@@ -63,7 +65,12 @@ PLANS: dict[type[nn.Module], ShardingPlan] = {
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter of which each rank has `size` numbers of the dimension `dim`. whole: its shape on one rank."""
+    """The cut of one parameter.
+
+    dim    the dimension along which the parameter is cut
+    whole  the shape of the whole parameter
+    size   the size of a rank's part along `dim`
+    """
 
     dim: int
     whole: tuple[int, ...]
@@ -81,18 +88,21 @@ class Cut:
 
 
 class DoesNotDivide(ValueError):
-    """The model cannot be cut into this many equal parts. The message names the number of ranks, and what does
-    not divide by it."""
+    """Error for a model that cannot be cut into equal parts, one per rank.
+
+    The message names the number of ranks and the size that this number does not divide.
+    """
 
 
 def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
-    """Turn a fused model, on the meta device and whole, into this rank's part. Return what was cut and how.
-    blocks: as of `cuts_of`.
+    """Convert a whole fused model on the meta device to this rank's part, in place. Return {parameter's name: its cut}.
 
-    Attention and MLPs give partial sums (`Placement`), and the head joins the ranks' columns of logits. Replicated
-    layers are not cut. So activations between layers, and selected keys, have the same bits on all ranks that have
+    blocks: the argument of `cuts_of`.
+
+    Attention and MLPs return partial sums (`Placement`), and the head joins the ranks' columns of logits. `split` does
+    not cut replicated layers. Activations between layers, and selected keys, have the same bits on all ranks that hold
     them.
-    Raises ValueError, with the model unchanged, for one that cannot be cut evenly.
+    Raise DoesNotDivide (a ValueError) and leave the model unchanged if the model cannot be cut evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
     if ranks.size == 1:
@@ -113,22 +123,25 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
             module.first = ranks.rank * module.count
         if type(module) is Embedding:
             module.__class__ = SplitEmbedding
-    model.ranks = ranks  # for the engine
+    model.ranks = ranks  # `Scheduler` in generation/engine.py reads `model.ranks`
     for module in model.modules():
         if hasattr(module, "ranks"):
             module.ranks = ranks
         if isinstance(module, nn.ModuleList) and module and isinstance(module[0], FusedDecoderBlock | FusedHyperBlock):
             module[0].is_first = True
-            module[-1].is_last = isinstance(module[-1], FusedDecoderBlock)  # `SplitDeepseekV4` gathers one stream
+            # The last `FusedHyperBlock` does not gather all streams; `SplitDeepseekV4` gathers one stream later.
+            module[-1].is_last = isinstance(module[-1], FusedDecoderBlock)
         elif isinstance(block := getattr(module, "block", None), FusedDecoderBlock | FusedHyperBlock):
             block.is_first = block.is_last = True
     return cuts
 
 
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
-    """{parameter's name: its cut} of a whole model. blocks: projections are stored in FP8, whose blocks of 128 x 128
-    share a scale and are not cut. Raises DoesNotDivide for a model that cannot be cut evenly, including the parts of
-    replicated layers."""
+    """Return {parameter's name: its cut} for a whole model.
+
+    blocks: whether the checkpoint stores projections in FP8. Then a 128 x 128 block shares a scale and must not be cut.
+    Raise DoesNotDivide if the model, including the parts of replicated layers, cannot be cut evenly.
+    """
     if ranks == 1:
         return {}
     planned = [*planned_layers(model, ranks)]
@@ -141,7 +154,7 @@ def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     for prefix, module, plan in planned:
         for name, parameter, dim in _planned_parameters(module, plan):
             whole, full_name = tuple(parameter.shape), f"{prefix}.{name}".lstrip(".")
-            if not name.endswith(SCALES):  # scales divide if their weight does
+            if not name.endswith(SCALES):  # if a weight divides evenly, so do its scales
                 kind = "columns" if dim else "rows"
                 if whole[dim] % ranks:
                     raise _does_not_divide(ranks, f"{whole[dim]} {kind}", full_name)
@@ -154,9 +167,9 @@ def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
 
 
 def planned_layers(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, ShardingPlan]]:
-    """(name, module, plan) of all layers that this many ranks share.
+    """Yield (name, module, plan) for every layer that has a plan.
 
-    Shared experts are replicated, and so is attention that would have fewer heads per rank than a tile of its kernels.
+    The plan replicates shared experts. It also replicates attention with fewer than TILE_OF_HEADS heads per rank.
     """
     for name, module in model.named_modules():
         plan = plan_of(module)
@@ -166,12 +179,12 @@ def planned_layers(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Modul
 
 
 def plan_of(module: nn.Module) -> ShardingPlan | None:
-    """How ranks share a module; None if every rank has it whole."""
+    """Return the sharding plan of a module; None if every rank has the whole module."""
     return next((PLANS[kind] for kind in type(module).__mro__ if kind in PLANS), None)
 
 
 def _planned_parameters(module: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """(name, parameter, dim) of the module's parameters that are cut."""
+    """Yield (name, parameter, dim) for each parameter of the module that the plan cuts."""
     for dim, places in enumerate((plan.dim0, plan.dim1)):
         for name, parameter in module.named_parameters():
             if any(not place or name == place or name.startswith(f"{place}.") for place in places):
@@ -183,21 +196,25 @@ def _does_not_divide(ranks: int, what: str, name: str) -> DoesNotDivide:
 
 
 def make_parts(model: nn.Module) -> None:
-    """Give every replicated layer its `part`. Call it after the weights are loaded and on their device, and before a
-    CUDA graph is captured; call it again after they are loaded or moved again."""
+    """Set the `part` of every replicated layer.
+
+    Call `make_parts` after the weights are loaded and on their device, and before a CUDA graph is captured. Call it
+    again after the weights are loaded or moved again.
+    """
     for layer in model.modules():
         ranks = getattr(layer, "part_of_ranks", None)
         if ranks is not None:
-            # Not as a submodule, whose parameters the model would have twice.
+            # A registered submodule would list its parameters twice in the model, so set a plain attribute.
             vars(layer)["part"] = rank_part(layer, ranks.rank, ranks.size)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
-    """The layer with one rank's part of the parameters. It computes a partial sum.
+    """Return a copy of the layer with one rank's part of the parameters. The copy computes a partial sum.
 
-    The parameters are views of the layer's, except those of FP8 layers that lie side by side for one product.
+    The parameters are views of the layer's parameters. Exception: if `join_layers` makes cut FP8 weights adjacent for
+    one product, these weights are copies.
     """
     part, plan = copy.copy(layer), plan_of(layer)
     part._modules, part._parameters = dict(layer._modules), dict(layer._parameters)
@@ -214,7 +231,10 @@ def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
 
 
 def copied(part: nn.Module) -> list[torch.Tensor]:
-    """The parameters of a part that are no views of the layer's, given that a part of the joint layers is cut."""
+    """Return the parameters of a `part` that are copies, not views of the layer's parameters.
+
+    These are the parameters of its cut FP8 layers in `joint_layers()`.
+    """
     layers = [layer for layer in part.joint_layers() if type(layer) is BlockFP8Linear and layer.part_of is not None]
     return [parameter for layer in layers for parameter in layer._parameters.values()]
 

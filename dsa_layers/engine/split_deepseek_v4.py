@@ -10,7 +10,11 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 
 
 class SplitDeepseekV4(DeepseekV4ForCausalLM):
-    """The layers pass on the streams of this rank's rows. Ranks exchange one stream at the end, and not all."""
+    """`DeepseekV4ForCausalLM` on several ranks.
+
+    In a sharded pass, each layer returns the residual streams of this rank's rows only. `forward` collapses the streams
+    to one before the ranks gather all rows.
+    """
 
     ranks: Ranks = ALONE
 

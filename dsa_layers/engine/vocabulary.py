@@ -1,4 +1,4 @@
-"""The embedding and the head of a model for inference, on one rank or several."""
+"""The embedding and the language model's head for inference, on one or several ranks."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 
 
 class SplitEmbedding(Embedding):
-    """`Embedding` of which each rank has some tokens: those from number rank * len(weight) on."""
+    """`Embedding` split over ranks. Rank r has the len(weight) tokens from r * len(weight) on."""
 
     ranks: Ranks = ALONE
 
@@ -20,11 +20,11 @@ class SplitEmbedding(Embedding):
         return self.ranks.sum(self._own(tokens - self.ranks.rank * len(self.weight)))
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        """The embedding of this rank's tokens, 0 for others."""
+        """Return the embeddings of rows in [0, len(weight)), which this rank has; 0 for all other rows."""
         count, channels = self.weight.shape
         known = str(self.weight.dtype).removeprefix("torch.") in COMBINE_DTYPES
         if known and channels % CHANNEL_MULTIPLE == 0 and backends.runs_kernel("combine_experts", self.weight):
-            # One kernel, which counts rows outside of the weight as zero. Its reference would copy the weight.
+            # One kernel, which returns 0 for rows outside the weight. The op's reference would copy the weight.
             return dsa.combine_experts(self.weight, rows.reshape(-1, 1)).view(*rows.shape, channels)
         own = (rows >= 0) & (rows < count)
         y = nn.functional.embedding(rows.clamp(0, count - 1), self.weight)
@@ -32,7 +32,7 @@ class SplitEmbedding(Embedding):
 
 
 class FusedHead(LanguageModelHead):
-    """`LanguageModelHead` without gradients. Each rank has the logits of some tokens; the result has all."""
+    """`LanguageModelHead` without gradients. Each rank computes some columns of the logits; the result has all."""
 
     ranks: Ranks = ALONE
 

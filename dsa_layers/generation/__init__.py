@@ -1,1 +1,1 @@
-"""From prompts to text: tokenizer and chat template, passes over a cache, sampling."""
+"""Text generation: requests, passes of a model over a cache, and sampling."""

@@ -1,4 +1,4 @@
-"""Generation for requests that join and leave while others run."""
+"""Text generation for requests that start and end while other requests run."""
 
 import contextlib
 import hashlib
@@ -35,25 +35,27 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 
 _LOGGER = logging.getLogger(__name__)
 GREEDY = SamplingParams()
-Prompt = tuple[str, list[int], SamplingParams]  # name in errors, tokens, how it is continued
+Prompt = tuple[str, list[int], SamplingParams]  # its name in errors, its tokens, and how to continue it
 
 
 class Scheduler:
-    """Passes of a model for requests that come and go: what `Engine` and `Generator` have in common.
+    """Base class of `Engine` and `Generator`: it schedules requests and runs a model's passes for them.
 
-    model      on the device to run on: what load_model returns, or another Model
-    tokenizer  for text prompts, text in events and stop strings; None: token ids only
+    model      a `Model`, such as load_model returns, on the device that runs it
+    tokenizer  a tokenizer for text prompts, text in events and stop strings; None: token ids only
     options    fields of `EngineOptions`
 
-    Sequences start first come first served. A sequence starts if there is room for its prompt and all its new tokens,
-    so none is ever evicted. Passes over chunks of prompts alternate with passes that extend all other sequences.
+    Sequences start first come first served. A sequence starts if the cache has room for its prompt and all its new
+    tokens, so no sequence is ever evicted. Passes over chunks of prompts (prefill) alternate with passes that extend
+    all other sequences (decode).
 
-    Any thread may call these methods at any time. Passes run one at a time. An exception of a pass ends the requests
-    that the pass computed: `step` raises it, and so do their streams.
+    Any thread may call these methods at any time. Passes run one at a time. If a pass raises an exception, the requests
+    that it computes end. `step` raises the exception, and the streams of these requests raise it too.
 
-    If a model is split over ranks (load_model's mesh), one thread of each rank makes the same calls in the same order,
-    and closes streams instead of dropping them. Other requests are refused. Seeds that are not given are the first
-    rank's. If a pass fails on one rank, the other ranks wait for it, and the launcher must end them.
+    If a model is split over ranks (load_model's mesh), one thread of each rank must make the same calls in the same
+    order, and must close streams instead of dropping them. Requests that differ between ranks are refused. Rank 0
+    chooses the seeds that callers do not set. If a pass fails on one rank, the other ranks wait for that rank, and the
+    launcher must end them.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
@@ -75,7 +77,7 @@ class Scheduler:
         with raise_on_all_ranks(self.ranks):
             self.capacity = Capacity(model, self.options, self.device)
         self.capacity.pages = least(self.ranks, self.capacity.pages)
-        # Callers may write to the cache outside of inference mode.
+        # Create the cache outside of inference mode, because callers may write to it outside of inference mode.
         with raise_on_all_ranks(self.ranks), torch.inference_mode(False):
             self.cache: Cache = self.capacity.make_cache(model, self.device)
             self.passes = Passes(model, self.cache, self.options)
@@ -85,14 +87,14 @@ class Scheduler:
         self.throughput = Throughput()
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
-        self._ended: deque[Request] = deque(maxlen=self.options.max_sequences)  # for `Engine.stream`
+        self._ended: deque[Request] = deque(maxlen=self.options.max_sequences)  # `Engine.stream` accepts them
         self._numbers = 0
-        self._full = False  # whether the first waiting sequence had no room, and no memory was released since
+        self._full = False  # the first waiting sequence found no room, and no memory was released since then
         self._extends_next = False
-        # Guards the fields above and the requests' events. While a thread runs a pass, other threads change no list,
-        # except that they append to `_waiting`.
+        # Guards the fields above and the requests' events. While one thread runs a pass, other threads change none of
+        # the lists, except that they may append to `_waiting`.
         self._changed = threading.Condition()
-        self._worker: int | None = None  # the thread that runs a pass
+        self._worker: int | None = None  # the identifier of the thread that runs a pass
 
     @property
     def unfinished(self) -> int:
@@ -100,18 +102,19 @@ class Scheduler:
         return len({s for s in [*self._waiting, *self._running] if not s.ended})
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> int:
-        """Return the number of a new request, which is also `TokenEvent.sequence` of its first sequence. If `params.n`
-        is above 1, the other sequences have the numbers that follow. With a seed, the k-th one uses seed + k.
+        """Add a request and return its number, which is also `TokenEvent.sequence` of its first sequence. If
+        `params.n` is above 1, the other sequences have the numbers that follow. With a seed, sequence k of the request
+        uses seed + k.
 
-        Raises TypeError or ValueError for a prompt or params of another kind, an empty prompt, a token outside the
-        vocabulary, text that is not Unicode, and a prompt that leaves no room for a token in the model's context.
-        Raises OutOfPages for a sequence that the whole cache cannot hold.
+        Raise TypeError or ValueError if the prompt or `params` has a wrong type, if the prompt is empty, if a token is
+        outside the vocabulary, if a text is not Unicode, or if the prompt fills the model's context. Raise OutOfPages
+        if the whole cache cannot hold a sequence.
         """
         return self._submit(lambda: [self._checked(prompt, params)]).number
 
     def abort(self, request: int) -> None:
-        """End a request. It has no further events, not even one with a finish_reason. Its memory is free as soon as no
-        pass is running. Nothing happens if the request has ended."""
+        """End a request. It has no further events, not even one with a finish_reason. The engine frees its memory as
+        soon as no pass is running. Do nothing if the request has already ended."""
         with self._changed:
             found = self._known_request(request)
             if found is not None:
@@ -124,18 +127,23 @@ class Scheduler:
     def step(self) -> list[TokenEvent]:
         """Run a pass and return its events, in the order in which the sequences started; [] if nothing is unfinished.
 
-        A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
+        If the logits of a sequence are not finite, it ends with finish_reason "error", and the other sequences
+        continue.
         """
         with self._turn():
             return self._step()
 
     def warm_up(self, max_tokens: int | None = None) -> None:
-        """Capture the CUDA graphs of decoding passes before requests come. Otherwise the first pass of each size is
+        """Capture the CUDA graphs of decoding passes before requests arrive. Otherwise the first pass of each size is
         captured while its sequences wait.
 
-        There is a graph for each power of two of sequences, up to max_sequences, and of pages, up to those of
-        `max_tokens` tokens; None: the model's context, or what the cache holds if that is less. Does nothing if passes
-        are not captured. Raises TypeError or ValueError for max_tokens, and RuntimeError if a request is unfinished.
+        There is one graph per pair of powers of two: a number of sequences, up to max_sequences, and a number of pages
+        per sequence. Do nothing if passes are not captured.
+
+        max_tokens  the most tokens of a sequence, which bounds the number of pages. None: the model's context, or the
+                    number of tokens that the cache holds if that is less
+
+        Raise TypeError or ValueError if max_tokens is wrong, and RuntimeError if a request is unfinished.
         """
         room = self.capacity.pages * self.options.page_size - self.options.draft_tokens
         tokens = min(self.capacity.context, room)
@@ -144,7 +152,7 @@ class Scheduler:
         with self._turn():
             if self.unfinished:
                 raise RuntimeError(f"warm_up: must be called while no request runs, got {self.unfinished} unfinished")
-            # The largest first: the others fit into its memory.
+            # Capture the largest graph first, because the other graphs fit into its memory.
             for pages in powers_of_two(self.capacity.of(tokens)):
                 for count in powers_of_two(self.capacity.sequences):
                     self.passes.warm_up(count, pages)
@@ -152,7 +160,7 @@ class Scheduler:
     # Requests.
 
     def _known_request(self, number: int) -> Request | None:
-        """Return a request that is unfinished or among the last ones that have ended."""
+        """Return the request with this number, if it is unfinished or has ended recently; None otherwise."""
         unfinished = [s.request for s in [*self._waiting, *self._running]]
         return next((request for request in [*unfinished, *self._ended] if request.number == number), None)
 
@@ -162,9 +170,9 @@ class Scheduler:
         return "prompt", encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size), params
 
     def _submit(self, make: Callable[[], Iterable[Prompt]]) -> Request:
-        """Add the sequences of one or more prompts as one request.
+        """Add the sequences of one or more prompts as one request, and return the request.
 
-        make: returns the prompts. If it raises on one rank, all ranks raise
+        make  a function that returns the prompts. If it raises on one rank, all ranks raise
         """
         with raise_on_all_ranks(self.ranks) as facts:
             sequences = [s for i, prompt in enumerate(make()) for s in self._sequences(i, *prompt)]
@@ -184,7 +192,7 @@ class Scheduler:
         return request
 
     def _sequences(self, index: int, name: str, tokens: list[int], params: SamplingParams) -> Iterator[RunningSequence]:
-        """Yield the `params.n` sequences of a prompt. Raises ValueError or OutOfPages as `add_request` does."""
+        """Yield the `params.n` sequences of a prompt. Raise ValueError or OutOfPages as `add_request` does."""
         vocab_size, capacity = self.model.config.vocab_size, self.capacity
         if len(tokens) >= capacity.context:
             raise ValueError(f"{name}: has {len(tokens)} tokens; the model's context holds {capacity.context}")
@@ -206,14 +214,14 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _turn(self, request: Request | None = None) -> Iterator[bool]:
-        """Wait until no other thread runs a pass, and give True. With a request, give False as soon as it needs no
-        pass, because its stream has an event or it has ended."""
+        """Wait until no other thread runs a pass. Then yield True: the caller may run a pass inside the context. With a
+        request, yield False as soon as the request needs no pass, because it has an event to return or has ended."""
 
         def needs_a_pass() -> bool:
             return request is None or not (request.events or request.ended)
 
         with self._changed:
-            if self._worker == threading.get_ident():  # it would wait for itself
+            if self._worker == threading.get_ident():  # waiting would be a deadlock
                 raise RuntimeError("step: was called by the pass of another step, as a hook may do")
             self._changed.wait_for(lambda: self._worker is None or not needs_a_pass())
             mine = needs_a_pass()
@@ -239,13 +247,13 @@ class Scheduler:
         self._extends_next = bool(work)
         try:
             events = self._prefill(work) if work else self._extend(ready)
-        except BaseException as error:  # the pass may have taken tokens, whose events are lost
+        except BaseException as error:  # the pass may have added tokens to sequences, and their events are lost
             self._fail({s.request for s in [s for s, _ in work] or ready}, error)
             raise
         return self._delivered(events)
 
     def _start_waiting(self) -> None:
-        """Start waiting sequences, first come first served, while there is room for them."""
+        """Start waiting sequences, first come first served, as long as there is room for the next sequence."""
         while self._waiting and not self._full:
             first = self._waiting[0]
             if not first.ended:
@@ -272,9 +280,9 @@ class Scheduler:
         events = self.passes.prefill(work)
         for s, _ in work:
             self.memory.computed(s)
-        self._full = False  # a waiting sequence may share these pages
+        self._full = False  # a waiting sequence may be able to share the new pages
         if self.device.type == "cuda" and not all(s.prefilling for s in self._running):
-            # Otherwise the decoding pass would wait, and its time would include this pass.
+            # Without this synchronisation, the next decoding pass would wait for this pass and count its time.
             torch.cuda.current_stream(self.device).synchronize()
         self.throughput.prefill_tokens += sum(n for _, n in work)
         self.throughput.prefill_seconds += time.perf_counter() - started
@@ -290,7 +298,7 @@ class Scheduler:
         return events
 
     def _delivered(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Return the events of requests that were not aborted meanwhile, and add them to their streams."""
+        """Add events to the streams of their requests, and return them. Drop the events of aborted requests."""
         kept, by_index = [], {s.index: s for s in self._running}
         with self._changed:
             for event in events:
@@ -302,7 +310,7 @@ class Scheduler:
         return kept
 
     def _fail(self, requests: set[Request], error: BaseException) -> None:
-        """End the requests that a pass has computed; their streams raise its error."""
+        """End the requests that a failed pass has computed. Their streams raise the error of the pass."""
         with self._changed:
             for request in requests:
                 request.end()
@@ -310,7 +318,7 @@ class Scheduler:
                     request.events.append(error)
 
     def _release_ended(self) -> None:
-        """Release the memory of sequences that have ended. No pass runs."""
+        """Release the memory of sequences that have ended. No pass may be running."""
         for s in [s for s in self._running if s.ended]:
             self._running.remove(s)
             self.memory.release(s)
@@ -320,7 +328,7 @@ class Scheduler:
 
 
 class Engine(Scheduler):
-    """Generate text for requests that come and go.
+    """Generate text for requests that start and end while other requests run.
 
         engine = Engine(load_model(checkpoint), Tokenizer(checkpoint))
         first = engine.add_request("def merge(left, right):", SamplingParams(max_tokens=64))
@@ -328,14 +336,14 @@ class Engine(Scheduler):
             for event in engine.step():
                 print(event.sequence == first, event.text)
 
-    `Scheduler` says what the arguments are and how requests share passes.
+    `Scheduler` documents the arguments and how requests share passes.
     """
 
     def stream(self, request: int) -> "EventStream":
-        """Return the stream of a request, with all its events. A request has one stream at most.
+        """Return the stream of a request, with all its events. Create at most one stream per request.
 
-        The request is unfinished, or one of the last `max_sequences` that have ended, because another thread may run it
-        to its end before this call. Raises ValueError for any other.
+        The request must be unfinished or one of the last `max_sequences` requests that have ended. Ended requests are
+        accepted because another thread may finish a request before this call. Raise ValueError for other requests.
         """
         with self._changed:
             found = self._known_request(request)
@@ -345,8 +353,8 @@ class Engine(Scheduler):
 
 
 class EventStream(Iterator[TokenEvent]):
-    """The events of a request in the order in which their tokens are computed. Reading runs passes, which serve all
-    requests of the engine. Any thread may read or close it.
+    """The events of a request, in the order in which their tokens are computed. Reading an event runs passes, and these
+    serve all requests of the engine. Any thread may read or close the stream.
 
     request  the number of the request
     """
@@ -354,7 +362,10 @@ class EventStream(Iterator[TokenEvent]):
     def __init__(
         self, engine: Scheduler, request: Request, before_pass: Callable[[], None] | None = None, first: int = 0
     ) -> None:
-        """before_pass: called before each pass that this stream runs; first: subtracted from the events' numbers."""
+        """
+        before_pass  a function that this stream calls before each pass that it runs
+        first        a number that is subtracted from each event's `sequence`
+        """
         self._engine, self._request, self._before_pass, self._first = engine, request, before_pass, first
         self.request = request.number
 
@@ -383,12 +394,12 @@ class EventStream(Iterator[TokenEvent]):
                 _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
 
     def close(self) -> None:
-        """End the request. Dropping the last reference to the stream also ends it; the engine then releases its memory
-        before its next pass."""
+        """End the request. Dropping the last reference to the stream also ends the request. In that case, the engine
+        releases the request's memory before the next pass."""
         self._engine.abort(self.request)
 
     def __del__(self) -> None:
-        # The garbage collector may call this at any point, so it takes no lock.
+        # This method takes no lock, because the garbage collector may call it at any point.
         self._request.end()
 
 

@@ -1,4 +1,4 @@
-"""The options of an engine: their meaning, defaults and limits, and the models that they accept."""
+"""The options of an engine: their meaning, defaults and limits, and the models that support them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,27 +21,32 @@ from dsa_layers.models.protocols import Model
 class EngineOptions:
     """Options of `Engine` and `Generator`.
 
-    cache_tokens   tokens that the paged cache holds. A sequence waits until there is room for it; one that can never
-                   fit is refused. None: on a GPU the memory that is free after loading, minus a tenth of the GPU's
-                   memory for activations, and at most the model's context for each of max_sequences. The size is
-                   logged, and all ranks take the smallest. On a CPU 65536, or the model's context if that is more and
-                   the memory has room
-    page_size      tokens per page; None: the model's own choice
-    max_sequences  sequences that run at a time; others wait (64)
-    prefill_chunk  prompt tokens per pass, over all sequences, and so between two tokens of a sequence (2048)
-    cuda_graphs    on a GPU, capture and replay decoding passes. There is one graph per power of two of sequences and of
-                   pages of the longest one (True)
-    draft_tokens   tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True) drafts
-                   after each sequence. The next pass computes the model's tokens after each of them. A draft that the
-                   model chooses itself saves a pass. Tokens are those without drafts, except where rounding decides
-                   because a pass has more rows (0)
-    prefix_cache   keep the full pages of prompts in the cache until their room is needed. A later prompt that begins
-                   with the same tokens uses these pages instead of computing them. Tokens are those without a prefix
-                   cache, except for rounding. The model's weights must not change. If a cache stores a state per
-                   sequence, as DeepSeek-V4's does, it gets up to max_sequences more of them (False)
-    batch_invariant  the tokens of a sequence, also sampled ones with a seed, depend neither on other sequences nor on
-                   drafts, bit for bit. A pass over prompts then has one prompt. Takes models with FP8 weights in
-                   bfloat16 on GPUs, without a prefix_cache; slower (False)
+    The default is in parentheses at the end of an entry.
+
+    cache_tokens   number of tokens that the paged cache holds. A sequence waits until there is room for it. A sequence
+                   that can never fit is refused. None, the default, depends on the device. On a GPU, the cache uses the
+                   memory that is free after loading, minus a tenth of the GPU's memory for activations. It holds at
+                   most max_sequences times the model's context. The size is logged. All ranks use the smallest
+                   size that fits on a rank. On a CPU, the cache holds 65536 tokens, or the model's context if that is
+                   more and there is enough memory
+    page_size      number of tokens per page; None, the default: the model's page size
+    max_sequences  largest number of sequences that run at a time; other sequences wait (64)
+    prefill_chunk  largest number of prompt tokens per pass, over all sequences. It bounds how long a running sequence
+                   waits between two tokens (2048)
+    cuda_graphs    whether decoding passes on a GPU are captured and replayed. There is one graph per pair of powers of
+                   two: the number of sequences, and the number of pages of the longest sequence (True)
+    draft_tokens   number of tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True)
+                   drafts after each sequence. The next pass computes the model's token after each draft. Each draft
+                   that equals the model's choice saves a pass. Output matches runs without drafts up to rounding: a
+                   pass with drafts has more rows (0)
+    prefix_cache   whether full pages of prompts stay in the cache until their memory is needed. A later prompt that
+                   begins with the same tokens reuses these pages, so that no pass computes them again. Output matches
+                   runs without a prefix cache up to rounding. The model's weights must not change. If the cache stores
+                   a state per sequence, as DeepSeek-V4's does, it has up to max_sequences additional states (False)
+    batch_invariant  whether a sequence's tokens, including tokens sampled with a seed, are independent of other
+                   sequences and of drafts, bit for bit. If so, a prefill pass computes one prompt only, which is
+                   slower. The model must have FP8 weights, compute in bfloat16 and be on a GPU, and prefix_cache must
+                   be False (False)
     """
 
     cache_tokens: int | None = None
@@ -55,7 +60,8 @@ class EngineOptions:
 
 
 def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
-    """Return all options, with the model's page size. Raise TypeError or ValueError that names the option."""
+    """Return all options. Use the model's page size if none is given. Raise TypeError or ValueError that names the
+    option, if an option is wrong or the model does not support it."""
     options = EngineOptions(**given)
     if options.page_size is None:
         options.page_size = model.page_size
@@ -74,15 +80,18 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
         )
     if options.batch_invariant:
         check_invariant(model)
-        if options.prefix_cache:  # other sequences' prompts would decide where a prompt is cut
+        if options.prefix_cache:  # the prompts of other sequences would decide where a prompt is split
             raise ValueError("prefix_cache: must be False with batch_invariant=True, got True")
     return options
 
 
 def check_invariant(model: Model) -> None:
-    """Raise ValueError for a model whose passes would depend on their number of tokens: one that is not on a GPU with
-    kernels, or that has no FP8 weights and activations in bfloat16. Several GPUs add their parts in the order of the
-    ranks, whichever way the parts take (`Ranks.sum`), and in decoding each GPU has all rows (`rows_of`)."""
+    """Raise ValueError if a model does not support batch_invariant=True: its results depend on the number of tokens in
+    a pass. A supported model is on a GPU that runs the kernels, has FP8 weights, FP8 indexers and bfloat16 activations,
+    and is not compiled. Kernels can read the kv_b projection of its attention as it is stored.
+
+    A model on several GPUs is supported too. `Ranks.sum` adds the ranks' parts in the order of the ranks for every size
+    and transport, and each GPU has all rows in decoding (`placement_of`)."""
     weight, precision = next(model.parameters()), getattr(model, "precision", None)
     if not backends.runs_kernel("linear_fp32", weight):
         where = "the references" if weight.is_cuda else f"a model on {weight.device}"

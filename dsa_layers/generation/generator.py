@@ -12,17 +12,17 @@ Prompts = str | Sequence[str | Sequence[int]]
 
 
 class Generator(Scheduler):
-    """Continue lists of prompts with a model. `generate` returns the completions; `stream` returns an iterator over
+    """Continue lists of prompts with a model. `generate` returns the completions. `stream` returns an iterator over
     events.
 
-    model       on the device to run on: what load_model returns, or another Model
-    tokenizer   for text prompts, streamed text and stop strings; None: token ids only
+    model       a `Model`, such as load_model returns, on the device that runs it
+    tokenizer   a tokenizer for text prompts, streamed text and stop strings; None: token ids only
     options     fields of `EngineOptions`
-    throughput  of all passes since the last call of `generate` or `stream`
+    throughput  the `Throughput` of all passes since the last call of `generate` or `stream`
 
-    Passes are shared between calls of several threads, and between a call and streams that are open.
+    A pass serves the calls of all threads and all open streams together.
 
-    If a model is split over ranks (load_model's mesh), all ranks make the same calls (`Scheduler`).
+    If a model is split over ranks (load_model's mesh), all ranks must make the same calls (`Scheduler`).
     """
 
     def generate(
@@ -32,8 +32,11 @@ class Generator(Scheduler):
         *,
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
-        """Return the completions of all prompts in their order, SamplingParams.n for each. prompts, params: as for
-        `stream`."""
+        """Return the completions of all prompts, in the order of the prompts. Each prompt has SamplingParams.n
+        completions. `stream` documents `prompts` and `params`.
+
+        on_event  a function that is called with each event as soon as its token is computed
+        """
         request = self._call(prompts, params)
         completions = [Completion(s.prompt_len, prompt=s.prompt) for s in request.sequences]
         with contextlib.closing(EventStream(self, request, first=request.number)) as events:
@@ -50,16 +53,18 @@ class Generator(Scheduler):
         *,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> EventStream:
-        """Return an iterator over events as tokens come.
+        """Return an iterator over events, which yields each event as soon as its token is computed.
 
-        prompts     a text, or a list of texts or of lists, arrays or tensors of token ids
-        params      for all prompts, or a list with one per prompt. With a seed for all, sequence i uses seed + i, so
-                    equal prompts get different texts. With a seed for one prompt, its k-th sequence uses seed + k
-        on_prefill  on_prefill(done, total) is called before each pass until all prompts are computed. done: prompt
-                    tokens in the cache; total: all prompt tokens
+        prompts     a text or a list of prompts. A prompt in a list is a text, or a list, an array or a tensor of token
+                    ids
+        params      one SamplingParams for all prompts, or a list with one per prompt. With one for all, sequence i of
+                    the call uses seed + i, so equal prompts get different texts. With one per prompt, sequence k of the
+                    prompt uses seed + k
+        on_prefill  a function that is called as on_prefill(done, total) before each pass, until all prompts are
+                    computed. done: the number of prompt tokens in the cache; total: the number of all prompt tokens
 
-        A sequence whose logits are not finite ends with finish_reason "error"; the others go on. Raises what
-        `Engine.add_request` raises for any of the prompts, before the iterator is returned.
+        If the logits of a sequence are not finite, it ends with finish_reason "error", and the other sequences
+        continue. Raise the errors of `Engine.add_request` for all prompts before returning the iterator.
         """
         request = self._call(prompts, params)
         total = sum(s.prompt_len for s in request.sequences)

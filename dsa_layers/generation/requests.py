@@ -1,4 +1,4 @@
-"""Requests and their results: prompts, sequences while they are generated, events of tokens, and throughput."""
+"""Requests and their results: prompts, running sequences, token events, completions, and throughput."""
 
 from collections import deque
 from collections.abc import Sequence, Set
@@ -14,8 +14,11 @@ FinishReason = Literal["eos", "stop", "length", "error"]
 
 
 class Logprob(NamedTuple):
-    """logprob: natural logarithm of a token's probability by the model's logits, before penalties and temperature.
-    rank: the number of tokens that are at least as likely, 1 for the likeliest."""
+    """The log-probability of a token.
+
+    logprob  natural logarithm of the token's probability, from the model's logits before penalties and temperature
+    rank     the number of tokens that are at least as likely as this token; the likeliest token has rank 1
+    """
 
     logprob: float
     rank: int
@@ -25,13 +28,15 @@ class Logprob(NamedTuple):
 class TokenEvent:
     """One new token of one sequence.
 
-    sequence       counts the sequences of the call, n per prompt one after another; in an engine, of all requests
-    token          None if finish_reason is "error"
-    text           text that is complete by now; the last tokens may have none yet. The texts of all events are the text
-                   of the sequence
-    finish_reason  in the last event of a sequence, else None
-    error          the reason of finish_reason "error"
-    logprobs       with SamplingParams.logprobs those of the token and of the likeliest tokens in order, by token id
+    sequence       the number of the sequence. In a `Generator`, numbers start at 0 in each call, and a prompt has n
+                   consecutive numbers. An `Engine` numbers the sequences of all requests
+    token          the token id; None if finish_reason is "error"
+    text           text that has become complete with this token. It may be empty, because the text of the last tokens
+                   may be held back. The texts of all events, joined, are the text of the sequence
+    finish_reason  why the sequence ended, in its last event; None in other events
+    error          the message, if finish_reason is "error"
+    logprobs       a dictionary from token id to `Logprob`, if SamplingParams.logprobs is set. It contains this token
+                   and then the likeliest tokens in order
     """
 
     sequence: int
@@ -46,14 +51,14 @@ class TokenEvent:
 class Completion:
     """A finished sequence.
 
-    prompt_tokens  the number of tokens of its prompt
-    tokens         the new ones, with the end-of-sequence token if that ended it
-    text           of the new tokens
-    finish_reason  "eos", "stop" (a stop string), "length" (max_tokens or the model's context), or "error" if its logits
-                   were not finite; tokens and text are then those from before the error
-    error          the reason of finish_reason "error"
-    prompt         the index of its prompt in the call
-    logprobs       with SamplingParams.logprobs those of each token
+    prompt_tokens  the number of tokens of the prompt
+    tokens         the new tokens, including the end-of-sequence token if it ended the sequence
+    text           the text of the new tokens
+    finish_reason  "eos", "stop" (a stop string), "length" (max_tokens or the model's context), or "error" if logits of
+                   the sequence were not finite. With "error", tokens and text end before the error
+    error          the message, if finish_reason is "error"
+    prompt         the index of the prompt in the call
+    logprobs       `TokenEvent.logprobs` of each token, if SamplingParams.logprobs is set
     """
 
     prompt_tokens: int
@@ -77,11 +82,12 @@ class Completion:
 
 @dataclass
 class Throughput:
-    """Tokens and seconds of passes over prompts, and of passes that extend sequences.
+    """Tokens and seconds of passes over prompts (prefill), and of passes that extend sequences (decode).
 
-    drafted        draft tokens
-    taken          those of them that the model chose too
-    reused_tokens  prompt tokens that earlier prompts had put into the cache, so that no pass computed them
+    drafted        the number of draft tokens
+    taken          the number of draft tokens that the model accepted
+    reused_tokens  the number of prompt tokens whose cache entries come from earlier prompts, so that no pass computed
+                   them again
     """
 
     prefill_tokens: int = 0
@@ -106,11 +112,11 @@ class Throughput:
 def encode_prompts(
     prompts: str | Sequence[str | Sequence[int]], tokenizer: Tokenizer | None, vocab_size: int
 ) -> list[list[int]]:
-    """Return the token ids of each prompt: a text, which `tokenizer` encodes, or a list, an array or a tensor of ids. A
-    text that is not in a list is one prompt.
+    """Return the token ids of each prompt. A prompt is a text, which `tokenizer` encodes, or a list, an array or a
+    tensor of ids. A text that is not in a list is one prompt.
 
-    Raises TypeError or ValueError, which name the prompt and the token, for anything else, for empty prompts, ids
-    outside [0, vocab_size), and texts that are not Unicode (lone surrogates).
+    Raise TypeError or ValueError if a prompt has another type or is empty, if an id is outside [0, vocab_size), or if a
+    text is not Unicode because it has lone surrogates. The error names the prompt and the token.
     """
     listed = [prompts] if isinstance(prompts, str) else _listed(prompts)
     if listed is None:
@@ -119,7 +125,7 @@ def encode_prompts(
 
 
 def encode_prompt(name: str, prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """Return the token ids of one prompt. Raises as `encode_prompts` does, with this name."""
+    """Return the token ids of one prompt. Raise the errors of `encode_prompts`, with `name` as the prompt's name."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{name}: must be token ids for a generator without a tokenizer, got a string")
@@ -144,15 +150,15 @@ def encode_prompt(name: str, prompt: str | Sequence[int], tokenizer: Tokenizer |
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """Return the items of a sequence, an array or a tensor; None for anything else."""
+    """Return the items of a sequence, an array or a tensor. Return None for other types, and for a text or bytes."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray) else None
 
 
 def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None:
-    """Raise ValueError for stop strings without a tokenizer, and for the name of a special token: no text shows it, so
-    it would end nothing."""
+    """Raise ValueError if there are stop strings without a tokenizer, or if a stop string is the name of a special
+    token. Generated text contains no special tokens, so such a stop string would never match."""
     if stop and tokenizer is None:
         raise ValueError("params: stop strings need a tokenizer")
     for text in stop:
@@ -161,18 +167,21 @@ def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None
 
 
 class StopStrings:
-    """Convert tokens to text, up to the first stop string. The last characters, in which a stop string may begin, are
-    held back until later text decides it.
+    """Convert tokens to text, up to the first stop string. The last characters may be the beginning of a stop
+    string, so they are held back until later text shows whether they are.
 
-    decoder  None without a tokenizer: the text is then empty
+    decoder  the decoder of a tokenizer; None without a tokenizer: the text is then empty
     """
 
     def __init__(self, decoder: StreamDecoder | None, stop: Sequence[str]) -> None:
         self._decoder, self._stop, self._held = decoder, tuple(stop), ""
 
     def push(self, token: int | None, *, last: bool) -> tuple[str, bool]:
-        """Return (the text that can be shown, whether there is a stop string after it). token: the next one, if there
-        is one. last: no token follows, so that no text is held back."""
+        """Add a token. Return (the text that can be shown now, whether a stop string follows that text).
+
+        token  the next token, or None to add none
+        last   whether no token follows, so that no text is held back
+        """
         if self._decoder is None:
             return "", False
         if token is not None:
@@ -190,8 +199,9 @@ class StopStrings:
 class Request:
     """The sequences that one call has added to an engine.
 
-    number  that of the first sequence; the others have the numbers that follow
-    events  those that its stream has not returned yet; the last one may be the error of the pass that ended the request
+    number  the number of the first sequence; the other sequences have the numbers that follow
+    events  the events that the request's stream has not returned yet. The last item may be an exception: the error of
+            the pass that ended the request
     """
 
     number: int
@@ -200,7 +210,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return all(s.ended for s in reversed(self.sequences))  # the last ones end last
+        return all(s.ended for s in reversed(self.sequences))  # later sequences usually end last
 
     def end(self) -> None:
         for s in self.sequences:
@@ -211,18 +221,20 @@ class Request:
 class RunningSequence:
     """A sequence of a request.
 
-    index       its number: `TokenEvent.sequence`
-    name        of its prompt, for errors
-    prompt      the index of its prompt in the request
-    tokens      of the prompt, then the generated ones
-    limit       the most tokens that it can have
-    eos         tokens that end it
-    seed        of its random numbers
-    drafts      guesses of the tokens that follow
-    pages, state_slot   its places in the cache. `SequenceMemory` shares the first `shared` pages with other sequences
-    cached      the number of its tokens that are in the cache
-    stops       numbers of prompt tokens at which a pass has to end
-    ended       whether it has no further events; its memory is then released before the next pass
+    index       the number of the sequence: `TokenEvent.sequence`
+    name        the name of the prompt in errors
+    prompt      the index of the prompt in the request
+    tokens      the tokens of the prompt, followed by the generated tokens
+    limit       the largest number of tokens, including the prompt
+    text        the converter from generated tokens to text
+    eos         the tokens that end the sequence
+    seed        the seed of the sequence's random numbers
+    drafts      guesses of the next tokens
+    pages       the cache pages of the sequence. The first `shared` pages may be shared with other sequences
+    state_slot  the state slot of the sequence in the cache
+    cached      the number of tokens that are in the cache
+    stops       numbers of prompt tokens after which a pass must end
+    ended       whether the sequence has no further events. Its memory is then released before the next pass
     """
 
     name: str
@@ -251,8 +263,11 @@ class RunningSequence:
         return self.cached < self.prompt_len
 
     def take(self, tokens: Sequence[int | None], logprobs: Sequence[dict[int, Logprob]]) -> list[TokenEvent]:
-        """Return the events of the next tokens, up to the end of the sequence. A token is None if none could be chosen.
-        logprobs: of each token, or an empty list."""
+        """Add the next tokens to the sequence, up to its end, and return their events.
+
+        tokens    the next tokens. The last one is None if no token could be chosen
+        logprobs  the log-probabilities of each token, or an empty list
+        """
         events = []
         for token, own in zip_longest(tokens, logprobs):
             events.append(self._failed() if token is None else self._extended(token, own))

@@ -1,8 +1,8 @@
 """Choose the next tokens of sequences from logits.
 
-Tokens are drawn on the device of the logits. Probabilities are rounded down to integers, of which the largest is 2^45
-for a vocabulary of 129280. Sums of integers are exact in any order, so on one device a row's token does not depend on
-the other rows. Another device may round an exponential differently, which almost never changes a token.
+Tokens are sampled on the device of the logits. Probabilities are scaled and rounded down to integers; the largest one
+is 2^45 for a vocabulary of 129280. Sums of integers are exact in any order, so on one device a row's token does not
+depend on the other rows. Another device may round an exponential differently, which almost never changes a token.
 """
 
 import random
@@ -14,21 +14,23 @@ import torch
 from dsa_layers.batch import packing
 from dsa_layers.generation.requests import Logprob, RunningSequence
 
-# Sequences on a GPU: a draw takes ten times the memory of their logits. On a CPU one sequence fits into the caches.
+# The most sequences that a GPU samples at once, because sampling takes ten times the memory of their logits. A CPU
+# samples one sequence at a time, so that the data fit into its caches.
 _AT_ONCE = 8
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[list[int | None]]:
-    """Return the next tokens of each of B sequences, as far as the logits reach.
+    """Return the next 1 to n tokens of each of B sequences. Each sequence has n - 1 drafts.
 
-    logits  fp32 [B, n, vocab_size]: after each sequence, and after its first 1 to n - 1 drafts. Each has n - 1 drafts
+    logits  fp32 [B, n, vocab_size]: row i of a sequence has the logits after its tokens and its first i drafts
 
-    The tokens of a sequence end with the first one that is not its draft, because no logits follow it. So tokens are
-    those without drafts, also sampled ones, and a draft is accepted with the probability that the model gives it.
-    They also end with None for a row from which no token can be chosen: it holds NaN or infinity, or only minus
-    infinity. Other rows are chosen as without it. There is one transfer from the device, of token ids.
+    A sequence's tokens end with the first token that differs from its draft, because no logits follow that token. So
+    the tokens, including sampled ones, equal the tokens without drafts, and a draft is accepted with the probability
+    that the model gives it. A sequence's tokens end with None at a row from which no token can be chosen: its maximum
+    is NaN, infinity or minus infinity. Such a row does not change the tokens of other rows. Only the token ids are
+    copied to the host, in one transfer.
     """
-    largest, best = logits.max(-1)  # the maximum of a row that holds NaN is NaN
+    largest, best = logits.max(-1)  # the maximum of a row that contains NaN is NaN
     for rows in _groups(sequences, _AT_ONCE if logits.is_cuda else 1):
         index = packing.to_device(rows, torch.int64, logits.device)
         best[index] = _draw(logits[index], largest[index], [sequences[row] for row in rows])
@@ -40,8 +42,8 @@ def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[l
 
 
 def _groups(sequences: Sequence[RunningSequence], most: int) -> Iterator[list[int]]:
-    """Yield the rows of sequences that are not greedy, up to `most` at a time. Either all of them or none choose among
-    the likeliest tokens only."""
+    """Yield groups of up to `most` indices of sequences that are not greedy. `SamplingParams.of_likeliest` is equal for
+    all sequences of a group."""
     for likeliest in (False, True):
         params = [s.params for s in sequences]
         rows = [row for row, one in enumerate(params) if one.temperature > 0 and one.of_likeliest == likeliest]
@@ -49,14 +51,14 @@ def _groups(sequences: Sequence[RunningSequence], most: int) -> Iterator[list[in
 
 
 def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
-    """Return int64 [B, n]: drawn tokens of logits [B, n, vocab_size], whose largest values are [B, n]."""
+    """Return int64 [B, n]: a sampled token for each row of logits [B, n, vocab_size]. largest [B, n]: row maxima."""
     _, n, vocab_size = logits.shape
     settings, most = [], 0
     for s in sequences:
         top_k = min(s.params.top_k or vocab_size, vocab_size)
         most = max(most, top_k)
         for position in range(len(s.tokens), len(s.tokens) + n):
-            # Made on the host, so that all devices draw by the same numbers.
+            # Compute random numbers on the host, so that all devices use the same numbers.
             drawn = random.Random((s.seed << 40) + position).random()
             settings.append((drawn, s.params.temperature, top_k, s.params.top_p, s.params.min_p))
     drawn, temperature, k, p, min_p = packing.to_device(list(zip(*settings)), torch.float64, logits.device)[..., None]
@@ -69,10 +71,12 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[Runni
 
 
 def draw(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B, 1]: a token of each row of logits [B, vocab_size], fp32.
+    """Return int64 [B, 1]: a token for each row, sampled from its logits.
 
-    largest, temperature and numbers in [0, 1): [B, 1]; the latter two float64. The token of a row that is not finite is
-    undefined.
+    logits       fp32 [B, vocab_size]
+    largest      fp32 [B, 1]: the maximum of each row. If it is not finite, the row's token is undefined
+    temperature  float64 [B, 1]
+    numbers      float64 [B, 1]: a random number in [0, 1) for each row
     """
     sums = _weights(logits, largest, temperature, logits.shape[-1]).cumsum_(-1)
     return _first_beyond(sums, sums[:, -1:], numbers)
@@ -88,10 +92,17 @@ def draw_of_likeliest(
     min_p: torch.Tensor,
     most: int,
 ) -> torch.Tensor:
-    """Return `draw` among the top_k likeliest tokens that have at least min_p of the largest probability, and of these
-    among the fewest that reach top_p of their probability. Of equal tokens the lowest ids count as likelier.
+    """Return int64 [B, 1]: a token for each row, sampled from the likeliest tokens only. `draw` documents the first
+    four parameters.
 
-    top_k int64, top_p and min_p float64, all [B, 1]; most: the largest top_k
+    A token is kept if it is among the top_k likeliest tokens, and if its probability is at least min_p times the
+    largest probability. The kept tokens are then reduced to the fewest likeliest ones whose probabilities reach top_p
+    times the sum of the kept probabilities. Of tokens with equal logits, the token with the lower id ranks first.
+
+    top_k  int64 [B, 1]
+    top_p  float64 [B, 1]
+    min_p  float64 [B, 1]
+    most   the maximum of top_k
     """
     values = _in_order(logits, most)
     weights = _weights(values, largest, temperature, logits.shape[-1])
@@ -101,37 +112,37 @@ def draw_of_likeliest(
     of_all = sums.gather(1, top_k - 1)
     count = torch.minimum(top_k, 1 + torch.searchsorted(sums, (top_p * of_all).ceil().long()))
     rank = _first_beyond(sums, sums.gather(1, count - 1), numbers)
-    value = values.gather(1, torch.minimum(rank, count - 1))  # a row that is not finite has any rank
-    nth = (rank - torch.searchsorted(-values, -value)).int()  # among equal values
+    value = values.gather(1, torch.minimum(rank, count - 1))  # the rank may be out of range if the row is not finite
+    nth = (rank - torch.searchsorted(-values, -value)).int()  # its index among tokens with equal logits
     return torch.searchsorted((logits == value).cumsum(-1, dtype=torch.int32), nth, right=True)
 
 
 def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return int64 numbers in proportion to probabilities. The sum of vocab_size of them is below 2^62."""
-    # Relative to the largest, so that a tiny temperature does not overflow.
+    """Return int64 weights in proportion to probabilities. The sum of vocab_size weights is below 2^62."""
+    # Subtract the maximum first, so that a tiny temperature does not overflow.
     exact = logits.double().sub_(largest).div_(temperature).exp_()
     return exact.mul_(2.0 ** (62 - vocab_size.bit_length())).long()
 
 
 def _first_beyond(sums: torch.Tensor, total: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the first index whose sum is above this fraction of the total. The product may be rounded up to the
-    total."""
+    """Return int64 [B, 1]: in each row, the first index at which the cumulative sum exceeds numbers * total. This
+    product may be rounded up to the total, so it is limited to total - 1."""
     return torch.searchsorted(sums, torch.minimum((numbers * total).long(), total - 1), right=True)
 
 
 def _in_order(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return [B, count]: the largest of each row in descending order."""
-    if not logits.is_cuda:  # numpy sorts a vocabulary in less than a millisecond, torch in 20
+    """Return [B, count]: the largest logits of each row in descending order."""
+    if not logits.is_cuda:  # numpy sorts a vocabulary in less than 1 ms, torch in 20 ms
         return torch.from_numpy(numpy.sort(logits.numpy())).flip(-1)[:, :count]
     return (logits.topk(count) if count < logits.shape[-1] else logits.sort(descending=True)).values
 
 
 def penalised(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
-    """Return logits [B, n, vocab_size], fp32, with the penalties of each sequence's SamplingParams. Without penalties
-    it is the same tensor.
+    """Return fp32 logits [B, n, vocab_size] after the penalties of each sequence's SamplingParams. If no sequence has
+    penalties, return the same tensor.
 
-    Row i of a sequence follows i of its drafts, which count as generated there: the row is used only if all of these
-    drafts are accepted.
+    Row i of a sequence has the logits after its first i drafts. These drafts count as generated tokens in row i,
+    because the row is used only if all of them are accepted.
     """
     rows = [row for row, s in enumerate(sequences) if s.params.penalises]
     if rows:
@@ -148,14 +159,15 @@ def penalised(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> tor
 
 
 def _counts(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """Return int64 [vocab_size]: how often each token occurs."""
+    """Return int64 [vocab_size]: the number of occurrences of each token id in `tokens`."""
     return packing.to_device(tokens, torch.int64, logits.device).bincount(minlength=logits.shape[-1])
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-    """Return the log-probabilities of each chosen token of a sequence: its own, and those of the `count` likeliest.
+    """Return a dictionary from token id to `Logprob` for each chosen token of a sequence. A dictionary contains the
+    chosen token and the `count` likeliest tokens of its row.
 
-    logits  fp32 [n, vocab_size]: the model's, before penalties and temperature; n is at least the number of tokens
+    logits  fp32 [n, vocab_size]: the model's logits, before penalties and temperature. n is at least len(tokens)
     """
     values = logits[: len(tokens)].log_softmax(-1)
     own = values.gather(1, packing.to_device(tokens, torch.int64, logits.device)[:, None])

@@ -1,4 +1,4 @@
-"""How a sequence is continued, and what a checkpoint's generation_config.json says of it."""
+"""Sampling parameters of a sequence, and their defaults in a checkpoint's generation_config.json."""
 
 import math
 import os
@@ -12,51 +12,53 @@ from dsa_layers.errors import ConfigError
 from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object
 
-# Parameter -> (its check, whether a value is accepted, what is accepted)
+# Parameter name -> (type check, function that tells whether a value is accepted, description of accepted values)
 _PARAMETERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], str]] = {
     "max_tokens": (integer, lambda n: n >= 1, "at least 1"),
     "temperature": (number, lambda t: 0 <= t < math.inf, "a finite number of at least 0"),
     "top_k": (integer, lambda k: k >= 0, "at least 0 (0 keeps all tokens)"),
     "top_p": (number, lambda p: 0 < p <= 1, "above 0 and at most 1"),
     "seed": (integer, lambda seed: 0 <= seed < 2**63, "at least 0 and below 2^63"),
-    "n": (integer, lambda n: 1 <= n <= 16384, "at least 1 and at most 16384"),  # as in vLLM
+    "n": (integer, lambda n: 1 <= n <= 16384, "at least 1 and at most 16384"),  # vLLM's limit
     "min_p": (number, lambda p: 0 <= p <= 1, "at least 0 and at most 1"),
-    # A far smaller one would make logits infinite.
+    # A much smaller penalty would make logits infinite.
     "repetition_penalty": (number, lambda p: 0.001 <= p <= 1000, "above 0, from 0.001 to 1000"),
     "presence_penalty": (number, lambda p: -2 <= p <= 2, "at least -2 and at most 2"),
     "frequency_penalty": (number, lambda p: -2 <= p <= 2, "at least -2 and at most 2"),
     "logprobs": (integer, lambda n: n >= 0, "at least 0"),
 }
-_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of generation_config.json
 _MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is continued.
+    """The parameters that control how a sequence is continued.
 
-    max_tokens      new tokens at most, the end-of-sequence token included
-    temperature     divides the logits; 0 is greedy: the largest logit, ties to the lowest token id
-    top_k           sample among the k likeliest tokens; 0 keeps all
-    top_p           sample among the fewest tokens whose probabilities reach top_p; 1 keeps all. Applied after top_k
-    seed            of the sequence's own random numbers: the tokens do not depend on other sequences of the batch. With
-                    one SamplingParams for many prompts, prompt i uses seed + i. None: a fresh one
+    max_tokens      the largest number of new tokens, including the end-of-sequence token
+    temperature     the divisor of the logits. 0 is greedy decoding: the largest logit, ties to the lowest token id
+    top_k           the number of likeliest tokens to sample from; 0 keeps all tokens
+    top_p           the probability that the kept tokens must reach: sampling uses the fewest likeliest tokens that
+                    reach it. It applies after top_k; 1 keeps all tokens
+    seed            the seed of the sequence's random numbers, which do not depend on other sequences of the batch. With
+                    one SamplingParams for several prompts, sequence i of the call uses seed + i. None: a random seed
     stop            strings that end the sequence and are not part of its text. Special tokens have no text, so their
-                    names never match. A string that is not in a list is one stop string. None: no strings
-    n               sequences that continue each prompt; the k-th one uses seed + k. With prefix_cache they share the
-                    prompt's pages. Above 1 it needs a temperature above 0
-    min_p           drop tokens less likely than min_p times the likeliest one; 0 keeps all
-    repetition_penalty  divides positive logits of tokens in the prompt or generated before, and multiplies negative
-                    ones; above 0, and 1 changes nothing
-    frequency_penalty   is subtracted from a token's logit once per time that it was generated; from -2 to 2
-    presence_penalty    is subtracted once from the logit of each generated token; from -2 to 2
-    logprobs        return log-probabilities of each generated token and of this many of the likeliest ones; None: of no
-                    token. They follow from the model's logits, before penalties and temperature
+                    names are refused. A string that is not in a list is one stop string. None: no stop strings
+    n               the number of sequences per prompt; sequence k uses seed + k. With prefix_cache they share the
+                    prompt's pages. n > 1 requires a temperature above 0
+    min_p           the smallest probability of kept tokens, as a fraction of the largest probability; 0 keeps all
+    repetition_penalty  the divisor of positive logits, and the factor of negative logits, of tokens that occur in the
+                    prompt or the generated text; above 0. 1 changes nothing
+    frequency_penalty   a number that is subtracted from a token's logit once per generated occurrence; from -2 to 2
+    presence_penalty    a number that is subtracted once from the logit of each generated token; from -2 to 2
+    logprobs        the number of likeliest tokens whose log-probabilities are returned for each generated token, in
+                    addition to that token's. They are from the model's logits, before penalties and temperature. None:
+                    no log-probabilities
 
-    Names and meanings are vLLM's. Penalties come first, also in greedy decoding, then temperature, min_p, top_k and
-    top_p.
+    Names and meanings are vLLM's. Penalties apply first, in greedy decoding too. Then temperature, min_p, top_k and
+    top_p apply in this order.
 
-    Raises TypeError or ValueError that names the parameter. Numbers may be numpy's; a bool is not a number.
+    Raise TypeError or ValueError that names a wrong parameter. numpy numbers are accepted; a bool is not a number.
     """
 
     max_tokens: int = 256
@@ -87,17 +89,17 @@ class SamplingParams:
 
     @property
     def of_likeliest(self) -> bool:
-        """Whether some tokens may be left out."""
+        """Whether top_k, top_p or min_p may exclude tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalises(self) -> bool:
-        """Whether logits are changed before a token is chosen."""
+        """Whether a penalty changes the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def with_seed(params: SamplingParams, plus: int) -> SamplingParams:
-    """Return the parameters with their seed plus a number, if they have a seed."""
+    """Return `params` with `plus` added to the seed, modulo 2^63. Without a seed, return `params`."""
     return params if params.seed is None or not plus else replace(params, seed=(params.seed + plus) % 2**63)
 
 
@@ -111,12 +113,14 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
-    """Return the SamplingParams that generation_config.json sets, of a checkpoint's directory or hub id: some of
-    temperature, top_k, top_p, min_p and repetition_penalty.
+    """Return the fields of SamplingParams that a checkpoint's generation_config.json sets, among temperature, top_k,
+    top_p, min_p and repetition_penalty.
 
-    "do_sample": false is temperature 0, and true without a temperature is 1, as in transformers. The result is empty,
-    which means greedy, if there is no such file or it does not mention sampling.
-    Raises ConfigError (a ValueError) that names the file, the field, its value and what is accepted.
+    directory  the checkpoint's directory or hub id
+
+    "do_sample": false sets temperature to 0. "do_sample": true without a temperature sets it to 1, as in transformers.
+    The result is empty, which means greedy decoding, if the file does not exist or sets none of these fields.
+    Raise ConfigError (a ValueError) that names the file, the field, its value and the accepted values.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
     if not os.path.lexists(path):

@@ -19,12 +19,13 @@ CPU_CACHE_TOKENS = 65536
 class Capacity:
     """The sizes of an engine's cache.
 
-    context  tokens of the model's context
-    pages    pages for sequences. Without cache_tokens they are what the free memory of a GPU allows, at most the
-             context for each of max_sequences. On a CPU, which only commits pages that are written, they hold at least
-             one sequence of the whole context, if there is memory for it
+    context  the number of tokens in the model's context
+    pages    the number of pages for sequences. cache_tokens sets it. Without cache_tokens, it depends on the device. On
+             a GPU, the pages fill the free memory, up to max_sequences sequences of the whole context. On a CPU, the
+             pages hold at least CPU_CACHE_TOKENS tokens and, if there is enough memory, one sequence of the whole
+             context. A CPU commits memory only for pages that are written
 
-    The cache has further pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). Raises
+    The cache has additional pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). Raise
     ValueError if a GPU has no room for a cache.
     """
 
@@ -34,16 +35,16 @@ class Capacity:
         self.pages = -(-(options.cache_tokens or 0) // options.page_size) or self._default_pages(model, device)
 
     def of(self, tokens: int) -> int:
-        """Return the pages of a sequence with this many tokens and its drafts."""
+        """Return the number of pages that a sequence of `tokens` tokens and its drafts needs."""
         return -(-(tokens + self._options.draft_tokens) // self._options.page_size)
 
     @property
     def sequences(self) -> int:
-        """The most sequences that run at a time. Each has at least one page."""
+        """The largest number of sequences that run at a time. Each sequence needs at least one page."""
         return min(self._options.max_sequences, self.pages)
 
     def make_cache(self, model: Model, device: torch.device) -> Cache:
-        """Return the model's cache. With a prefix cache it has a state slot per sequence for copies."""
+        """Create the model's cache. With prefix_cache it has a second state slot per sequence, for copies of states."""
         state_slots = self.sequences * (1 + self._options.prefix_cache) + 1
         pages = self.pages + self.of(1)
         return model.make_cache(pages, page_size=self._options.page_size, device=device, state_slots=state_slots)
@@ -67,18 +68,19 @@ class Capacity:
 
 
 class SequenceMemory:
-    """A sequence gets its memory when it starts: pages for its prompt, all its new tokens and the drafts after them,
-    and a state slot. So no running sequence is ever evicted.
+    """The pages and state slots of running sequences. `start` allocates a sequence's memory: a state slot, and pages
+    for its prompt, all its new tokens and the drafts after them. So no running sequence is ever evicted.
 
-    With a prefix cache, the first pages of a sequence are those of an earlier prompt that begins with the same tokens.
-    Only full pages of prompts are shared, and the last token of a prompt is always computed. So a sequence writes only
-    to pages of its own. A sequence waits while another one computes further pages that both have in common.
+    With a prefix cache, a sequence shares its first pages with an earlier prompt that begins with the same tokens. Only
+    full pages of prompts are shared, and the last token of a prompt is always computed. So a sequence never writes to a
+    shared page. A sequence waits to start while another sequence computes pages that both can share.
 
-    If the caches store a state per sequence, a prefix can be shared if there is a copy of the state at its end. A copy
-    is made at the end of a prompt's last full page, and where another prompt has the same pages up to there and no
-    further. What a drafter stores for a position depends on the next token, so with drafts that token is compared too.
+    If the caches store a state per sequence, a prefix can be shared only if there is a copy of the state at its end.
+    Copies are made at two places: at the end of a prompt's last full page, and at the end of the pages that two prompts
+    have in common. A drafter's cache entry for a position depends on the next token. So with drafts, two pages are
+    equal only if the tokens after them are equal too.
 
-    caches  the model's, and the drafter's if there is one; they have the same pages and state slots
+    caches  the model's cache, and the drafter's cache if there is one. Both have the same pages and state slots
     """
 
     def __init__(self, caches: Sequence[Cache], capacity: Capacity, options: EngineOptions) -> None:
@@ -90,7 +92,10 @@ class SequenceMemory:
         self._copies = StateCopies(tensors, slots) if slots and tensors else None
 
     def start(self, s: RunningSequence, running: Sequence[RunningSequence]) -> bool:
-        """Give a sequence its memory, in addition to the running ones. Return False if it has to wait."""
+        """Allocate the memory of a sequence and return True. Return False if the sequence has to wait.
+
+        running  the sequences that have started and not ended
+        """
         if not self._cache.state_slots.free:
             return False
         found = self._prefixes.find(s.tokens) if self._shares else []
@@ -116,7 +121,7 @@ class SequenceMemory:
         return True
 
     def _more_is_computed(self, s: RunningSequence, have: int, running: Sequence[RunningSequence]) -> bool:
-        """Return whether another sequence is computing a page that this one could share, beyond the first `have`."""
+        """Return whether a running sequence is computing pages that `s` could share, after its first `have` pages."""
         for other in running:
             if not other.prefilling:
                 continue
@@ -129,12 +134,12 @@ class SequenceMemory:
         return False
 
     def next_stop(self, s: RunningSequence) -> int:
-        """Return the most tokens of a prompt that may be in the cache after the next pass."""
+        """Return the largest number of prompt tokens that may be in the cache after the next pass."""
         return min((n for n in s.stops if n > s.cached), default=s.prompt_len)
 
     def computed(self, s: RunningSequence) -> None:
-        """Share the full pages of a prompt after a pass over it. If another sequence has computed the same page in the
-        meantime, use that page instead."""
+        """Make the full pages of a prompt available to other sequences after a pass over it. If another sequence has
+        computed the same page in the meantime, use that sequence's page and release this one."""
         if not self._shares:
             return
         for i in range(s.shared, min(s.cached // self._cache.page_size, self._prefixes.full_pages(s.prompt_len))):
@@ -146,7 +151,7 @@ class SequenceMemory:
             self._copies.keep(s.pages[s.shared - 1], s.state_slot)
 
     def release(self, s: RunningSequence) -> None:
-        """Take back the memory of a sequence that has started."""
+        """Release the memory of a sequence that has started."""
         self._prefixes.release(s.pages[: s.shared])
         self._cache.allocator.release(s.pages[s.shared :])
         self._cache.state_slots.release([s.state_slot])

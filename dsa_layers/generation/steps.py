@@ -1,5 +1,5 @@
-"""The passes of an engine, over chunks of prompts and over running sequences. On a GPU the latter are captured as CUDA
-graphs, one per size."""
+"""The passes of an engine: prefill passes over chunks of prompts, and decoding passes over running sequences. On a GPU,
+decoding passes are captured as CUDA graphs, one graph per size."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -22,12 +22,13 @@ Inputs = TypeVar("Inputs", bound=DecodeInputs)
 
 
 class CapturedStep(Generic[Inputs]):
-    """A pass over running sequences. Its size, the numbers of sequences and of pages of the longest one, is rounded up
-    to powers of two. On a GPU the first pass of a size is captured as a CUDA graph, which later passes replay: one
-    launch instead of thousands. The first pass runs twice, which changes nothing, because it writes the same numbers to
-    the same places. The next step overwrites the results.
+    """A pass over running sequences, captured as a CUDA graph on a GPU. The size of a pass is the number of sequences
+    and the number of pages of the longest sequence, each rounded up to a power of two. The first pass of a size is
+    captured, and later passes replay the graph: one launch instead of thousands. The first pass runs twice. This is
+    correct because it writes the same values to the same addresses both times. The next pass overwrites the results.
 
-    A subclass has `_inputs(count, pages)`, which makes the input tensors of a size, and `_run(inputs)`, the pass.
+    A subclass has two methods: `_inputs(count, pages)` creates the input tensors of a size, and `_run(inputs)` runs the
+    pass.
     """
 
     def __init__(self, device: torch.device, captures: bool) -> None:
@@ -35,7 +36,10 @@ class CapturedStep(Generic[Inputs]):
         self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}
 
     def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
-        """Return the results of a pass of at least this size. fill: writes to the input tensors."""
+        """Run a pass of at least this size and return its results.
+
+        fill  a function that writes to the input tensors
+        """
         if not self.captures:
             inputs = self._inputs(count, pages)
             fill(inputs)
@@ -46,21 +50,21 @@ class CapturedStep(Generic[Inputs]):
             fill(inputs)
             self._graphs[size] = (inputs, *self._capture(inputs))
         inputs, graph, results = self._graphs[size]
-        check_ranks()  # a replay calls no sum that could raise
+        check_ranks()  # a replay does not run the Python code of sums, so it cannot raise their error
         fill(inputs)
         graph.replay()
         return results
 
     def _capture(self, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Return the pass as a graph, and its results. The pass runs once before: then kernels compile and libraries
-        initialise."""
+        """Capture the pass. Return its graph and its results. The pass runs once before the capture, so that kernels
+        are compiled and libraries initialised."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             self._run(inputs)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # One pool for all graphs: only one runs at a time, and its results are read before the next one runs.
+        # All graphs share one pool: one graph runs at a time, and its results are read before the next graph runs.
         pool = next((g.pool() for _, g, _ in self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=pool):
             results = self._run(inputs)
@@ -73,12 +77,13 @@ def power_of_two(n: int) -> int:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return the powers of two up to `power_of_two(most)`, the largest first."""
+    """Return the powers of two from `power_of_two(most)` down to 1."""
     return [1 << i for i in reversed(range((most - 1).bit_length() + 1))]
 
 
 class Padding:
-    """A sequence of one token, and drafts, that pads a batch. It has pages and a state slot of its own."""
+    """A sequence of one token and its drafts, which pads a batch. No running sequence uses its pages and
+    state slot."""
 
     def __init__(self, cache: Cache, drafts: int) -> None:
         self.tokens, self.drafts = [0], [0] * drafts
@@ -86,7 +91,7 @@ class Padding:
         (self.state_slot,) = cache.state_slots.allocate(1)
 
     def longer(self, tokens: int) -> "Padding":
-        """Return a sequence of this many tokens, including drafts, which are all in the first page of this one."""
+        """Return a sequence of `tokens` tokens, including drafts. All its pages are the first page of this sequence."""
         longer = copy(self)
         longer.tokens = [0] * (tokens - len(self.drafts))
         longer.pages = self.pages[:1] * tokens
@@ -96,12 +101,14 @@ class Padding:
 class DecodeStep(CapturedStep[DecodeInputs]):
     """The model's pass over the last token and the drafts of each of B sequences.
 
-    step(sequences) returns (logits fp32 [B, 1 + drafts, vocab_size] of the token after each of these tokens, the
-    model's states [B * (1 + drafts), ...] there, or None without drafts).
+    A call with sequences returns (logits, states). logits fp32 [B, 1 + drafts, vocab_size] predict the token after each
+    of these tokens. states [B * (1 + drafts), ...] are the model's states at these tokens, or None without drafts.
 
-    The constructor takes pages and a state slot from the cache for the sequence that pads batches (`padding`). The pass
-    is not captured on a CPU, without `capture`, and for a model whose decoding passes cannot be captured. invariant:
-    the results of a sequence depend neither on other sequences nor on the number of drafts, bit for bit.
+    capture    whether the pass is captured. It is never captured on a CPU, nor for a model whose decoding passes cannot
+               be captured
+    invariant  whether a sequence's results are independent of other sequences and of the number of drafts, bit for bit
+
+    The constructor allocates pages and a state slot of the cache for the sequence that pads batches (`padding`).
     """
 
     def __init__(
@@ -139,12 +146,13 @@ class DecodeStep(CapturedStep[DecodeInputs]):
 
 
 class DraftInputs(DecodeInputs):
-    """The input tensors of a drafting pass.
+    """The input tensors of a drafting pass, which follows a verifying pass (`DecodeStep`).
 
-    tokens [count * (1 + drafts)]   the token after each position of the previous pass
-    states [count * (1 + drafts), ...]   the model's states at these positions
-    taken [count]      how many of these tokens each sequence has got
-    key_lens [count]   its number of tokens with them
+    tokens    int64 [count * (1 + drafts)]: the token after each position of the verifying pass. Positions after the
+              accepted tokens have 0
+    states    [count * (1 + drafts), ...]: the model's states at these positions
+    taken     int32 [count]: the number of tokens that each sequence gained in the verifying pass
+    key_lens  int32 [count]: the number of tokens of each sequence after that pass
     """
 
     def __init__(
@@ -161,17 +169,18 @@ class DraftInputs(DecodeInputs):
         spare = self.count - len(sequences)
         after = [[*own, *[0] * (self.next_n - len(own))] for own in taken] + [[0] * self.next_n] * spare
         packing.write(self.tokens, [token for own in after for token in own])
-        # A sequence that ended without a token gets drafts that nobody uses.
+        # A sequence that ended without a new token gets drafts too, but they are not used.
         packing.write(self.taken, [max(len(own), 1) for own in taken] + [1] * spare)
         packing.write(self.key_lens, [len(s.tokens) for s in sequences] + [2] * spare)
         self.states[: len(states)] = states
 
 
 class DraftStep(CapturedStep[DraftInputs]):
-    """The drafter's passes. They compute the `drafts` likeliest tokens after each sequence, one after another.
+    """The drafter's passes. They compute `drafts` next tokens of each sequence, one after another and greedily.
 
-    cache: the model's cache. The attribute `cache` is the drafter's own cache, with the same pages and state slots.
-    Call the object after a verifying pass (`DecodeStep`), and `after_prompts` after the drafter's pass over prompts.
+    The parameter `cache` is the model's cache. The attribute `cache` is the drafter's cache, which has the same numbers
+    of pages and state slots. Call the object after a verifying pass (`DecodeStep`), and call `after_prompts` after the
+    drafter's pass over prompts.
     """
 
     def __init__(
@@ -193,8 +202,11 @@ class DraftStep(CapturedStep[DraftInputs]):
     def __call__(
         self, sequences: Sequence[Running], taken: Sequence[Sequence[int]], states: torch.Tensor
     ) -> list[list[int]]:
-        """Return the drafts of each sequence. taken: the tokens that each sequence has got from the verifying pass;
-        states: of that pass, [B * (1 + drafts), ...]."""
+        """Return the drafts of each sequence.
+
+        taken   the tokens that each sequence gained in the verifying pass
+        states  [B * (1 + drafts), ...]: the model's states of the verifying pass
+        """
         self._row = states[0]
         pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._page_size)
         found = self._step(
@@ -204,8 +216,10 @@ class DraftStep(CapturedStep[DraftInputs]):
 
     @torch.inference_mode()
     def after_prompts(self, sequences: Sequence[Running], states: torch.Tensor) -> list[list[int]]:
-        """Return the drafts after prompts and their first tokens. states: the drafter's, [B, ...], at the prompts'
-        ends."""
+        """Return the drafts of sequences that consist of a prompt and its first new token.
+
+        states  [B, ...]: the drafter's states at the last token of each prompt
+        """
         pages = max(-(-(len(s.tokens) + self._drafts) // self._page_size) for s in sequences)
         inputs = DecodeInputs(len(sequences), pages, self._page_size, self._device)
         inputs.hold(sequences, self._padding)
@@ -216,13 +230,16 @@ class DraftStep(CapturedStep[DraftInputs]):
         return DraftInputs(count, pages, self._page_size, self._device, self._drafts, self._row)
 
     def _run(self, inputs: DraftInputs) -> torch.Tensor:
-        lens = inputs.key_lens - inputs.taken + self._drafts  # of the verifying pass
+        lens = inputs.key_lens - inputs.taken + self._drafts  # the lengths in the verifying pass
         states = self._drafter(inputs.tokens, inputs.states, inputs.batch(lens), self.cache)
         firsts = torch.arange(0, len(inputs.tokens), inputs.next_n, device=self._device)
         return self._further(states[firsts + inputs.taken - 1], inputs)
 
     def _further(self, states: torch.Tensor, inputs: DecodeInputs) -> torch.Tensor:
-        """Return int64 [B, drafts]. states: the drafter's, [B, ...], at the token before each sequence's last one."""
+        """Return the drafts, int64 [B, drafts].
+
+        states  [B, ...]: the drafter's states at the token before each sequence's last token
+        """
         found = [self._drafter.logits(states).argmax(-1)]
         for i in range(self._drafts - 1):
             states = self._drafter(found[-1], states, inputs.one_each(inputs.key_lens + i), self.cache)
@@ -231,7 +248,10 @@ class DraftStep(CapturedStep[DraftInputs]):
 
 
 class Passes:
-    """caches: the model's, and the drafter's if there is one. They have the same pages and state slots."""
+    """The prefill and decoding passes of an engine, with drafts if the options enable them.
+
+    caches  the model's cache, and the drafter's cache if there is one. Both have the same numbers of pages and slots
+    """
 
     def __init__(self, model: Model, cache: Cache, options: EngineOptions) -> None:
         self._model, self._cache, self._options = model, cache, options
@@ -246,7 +266,7 @@ class Passes:
             self.caches.append(self._draft.cache)
 
     def warm_up(self, count: int, pages: int) -> None:
-        """Capture the passes of this many sequences of this many pages, if passes are captured."""
+        """Capture the passes over `count` sequences of `pages` pages each, if passes are captured."""
         if self._decode.captures:
             sequences = [self._decode.padding.longer(pages * self._cache.page_size)] * count
             _, states = self._decode(sequences)
@@ -254,8 +274,8 @@ class Passes:
                 self._draft(sequences, [[0]] * count, states)
 
     def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
-        """Compute the given number of next tokens of each prompt. Return the first new token of each sequence whose
-        prompt ends in this pass."""
+        """Run a pass over the next n prompt tokens of each (sequence, n) in `work`. Return the event of the first new
+        token of each sequence whose prompt ends in this pass."""
         chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
         batch = prefill_batch(chunks, self._cache.page_size, self._device)
         tokens = self._packed([s.tokens[s.cached : s.cached + n] for s, n in work])
@@ -274,7 +294,7 @@ class Passes:
             logits = logits if len(rows) == len(work) else logits[rows]
             events = [event for own in _taken(ready, logits[:, None]) for event in own]
         if self._draft is not None:
-            # The token after each of the pass's. A sequence that has ended has none after its last one, and gets 0.
+            # The drafter needs the token after each token of this pass. A sequence that has just ended has 0 there.
             after = self._packed([[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work])
             states = self._model.drafter(after, states, batch, self._draft.cache)
             if ready:
@@ -283,8 +303,8 @@ class Passes:
         return events
 
     def extend(self, sequences: Sequence[RunningSequence], throughput: Throughput) -> list[TokenEvent]:
-        """Run a decoding pass. Return the events of one new token per sequence and of the drafts that the model
-        accepts. Count drafts and accepted drafts in `throughput`."""
+        """Run a decoding pass, and compute the next drafts. Return the events of one new token per sequence, and of the
+        drafts that the model accepts. Count drafts and accepted drafts in `throughput`."""
         logits, states = self._decode(sequences)
         events = _taken(sequences, logits)
         for s in sequences:
@@ -303,7 +323,7 @@ class Passes:
 
 
 def _taken(sequences: Sequence[RunningSequence], logits: torch.Tensor) -> list[list[TokenEvent]]:
-    """Return the events of the tokens that follow each sequence. logits [B, n, vocab_size]: as for `sample`."""
+    """Choose the next tokens of each sequence, add them to it, and return their events. `sample` documents `logits`."""
     chosen = sample(penalised(logits, sequences), sequences)
     events = []
     for s, row, tokens in zip(sequences, logits, chosen):

@@ -1,4 +1,5 @@
-"""Attention of transformers' DeepSeek-V4: `CompressedAttention` with the parameters of transformers' layers."""
+"""Attention of transformers' DeepSeek-V4 models: dsa's `CompressedAttention` on the parameters of transformers'
+layers."""
 
 import math
 from typing import Any
@@ -18,7 +19,7 @@ from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
 
-PAGE_SIZE = 256  # tokens: 64 entries of a layer with an indexer, 2 of other layers, as in the published model
+PAGE_SIZE = 256  # tokens per page: 64 entries in a layer with an indexer, 2 in other layers, as in the published model
 
 
 class SparseDeepseekV4RMSNorm(RMSNormInPlace, theirs.DeepseekV4RMSNorm):
@@ -26,7 +27,7 @@ class SparseDeepseekV4RMSNorm(RMSNormInPlace, theirs.DeepseekV4RMSNorm):
 
 
 class CompressorInPlace:
-    """Base class of compressors, in front of transformers' class and `PagedCompressor`."""
+    """Base class of compressors. A subclass lists it before transformers' class and `PagedCompressor`."""
 
     dim = alias("head_dim")
     ratio = alias("compress_rate")
@@ -55,7 +56,7 @@ class SparseDeepseekV4CSACompressor(CompressorInPlace, theirs.DeepseekV4CSACompr
 class SparseDeepseekV4Indexer(
     HeadWeightsInPlace, CompressorInPlace, theirs.DeepseekV4Indexer, PagedCompressedIndexer, PagedCompressor
 ):
-    """Replaces DeepseekV4Indexer, which is also its own compressor."""
+    """Replaces DeepseekV4Indexer. One object is both the indexer and the indexer's compressor."""
 
     overlap, quantize = True, False
     workspace, accumulators = WORKSPACE, SCORE_ACCUMULATORS
@@ -73,8 +74,8 @@ class SparseDeepseekV4Indexer(
 
 
 class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, PagedCompressedAttention):
-    """Replaces DeepseekV4Attention. Entries consist of a sequence's tokens only; transformers' entries also contain
-    padding."""
+    """Replaces DeepseekV4Attention. Compressed entries contain a sequence's tokens only; in transformers' layer they
+    also contain padding."""
 
     consecutive = True
     n_heads = alias("num_heads")
@@ -98,7 +99,7 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Pa
         return getattr(self.compressor, "indexer", None)
 
     def _casts_results(self, rope: Angles) -> bool:
-        return False  # transformers' grouped projection accepts no cast
+        return False  # transformers' grouped output projection does not accept a cast result
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
         out = self._rotate(out, RopeAngles.of(rope).back)

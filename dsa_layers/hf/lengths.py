@@ -1,4 +1,4 @@
-"""The tokens of a forward pass of transformers: which rows are tokens, and of which sequences."""
+"""The tokens of a forward pass of transformers: the rows that are tokens, and the sequences to which they belong."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +12,11 @@ from dsa_layers.layers.rope import RopeAngles
 
 
 class TokenLengths:
-    """The mask of a pass over [B, S] rows, some of which may be padding. transformers' AttentionMaskInterface makes it.
+    """The mask of a pass over [B, S] rows, some of which may be padding. transformers creates this object through its
+    AttentionMaskInterface.
 
-    attention_mask  bool [B, earlier + S], False for padding, in any place; None if every row is a token. A sequence
-                    consists of its tokens in their order, as if there were no padding
+    attention_mask  bool [B, earlier + S]: False for padding, which may be at any position; None if every row is a
+                    token. A sequence consists of its tokens in order, without the padding
     """
 
     def __init__(
@@ -40,14 +41,15 @@ class TokenLengths:
     def packed(
         self, position_ids: torch.Tensor, layer: PagedLayer | None, *, consecutive: bool, separate: bool
     ) -> "Pass | None":
-        """Return the packed tokens, the same for all layers on a device; None if there are none. The tokens follow
-        those that `layer` holds, and `layer` must have room for them.
+        """Return the packed tokens, or None if there are no tokens. All layers on a device get the same object. The
+        tokens follow the tokens that `layer` has stored, and `layer` must have room for them.
 
         position_ids  [B or 1, S] on the layer's device
-        consecutive   whether the positions of a sequence must be consecutive. They need not be if only rope reads them
-        separate      whether another sequence begins wherever a position does not follow the one before, if there is no
-                      mask. transformers does this if there is no cache. The pass's first layer decides for all layers,
-                      because checkpointing takes the cache from some of them
+        consecutive   whether the positions of a sequence must be consecutive. This is not required if only rope reads
+                      positions
+        separate      whether a new sequence begins at each position that is not the previous position + 1. It applies
+                      without a mask only. transformers splits sequences like this if there is no cache. The first layer
+                      of a pass decides for all layers, because checkpointing removes the cache from some of them
         """
         if self._separate is None:
             self._separate = separate and self.mask is None
@@ -57,7 +59,7 @@ class TokenLengths:
         return self._passes[key]
 
     def counts(self, layer: PagedLayer | None) -> list[int]:
-        """Return the number of new tokens in each row of the batch, the same for all layers."""
+        """Return the number of new tokens in each row of the batch. It is equal for all layers."""
         if self._counts is not None:
             return self._counts
         held = [0] * self.batch_size if layer is None else layer.lens
@@ -119,8 +121,9 @@ class TokenLengths:
 class Pass:
     """T packed tokens of sequences.
 
-    positions  int64 [T], as the caller gave them
-    rows       int64 [T]: the tokens' rows among B * S; None if all rows are tokens
+    batch      the lengths of the sequences
+    positions  int64 [T]: the tokens' positions from the caller's position_ids
+    rows       int64 [T]: the tokens' indices among the B * S rows; None if all rows are tokens
     shape      (B, S)
     """
 
@@ -131,29 +134,33 @@ class Pass:
     _angles: dict[Any, tuple[Any, RopeAngles]] = field(default_factory=dict)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, D] of x [B, S, D]."""
+        """Return the tokens' rows [T, D] of x [B, S, D]."""
         x = x.flatten(0, 1)
         return x if self.rows is None else x[self.rows]
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, D] of x [T, D], with 0 in rows of padding."""
+        """Return the rows of x [T, D] at their places in [B, S, D], with 0 in rows of padding."""
         if self.rows is not None:
             x = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy(0, self.rows, x)
         return x.unflatten(0, self.shape)
 
     def angles(self, rope: tuple[torch.Tensor, torch.Tensor], channels: int) -> RopeAngles:
-        """Return (cos, sin), fp32 [T, channels / 2], of transformers' [B or 1, S, channels or channels / 2]. All layers
-        with the same `rope` get the same tensors."""
+        """Return (cos, sin), fp32 [T, channels / 2], of the packed tokens. All layers with the same `rope` get the same
+        tensors.
+
+        rope  transformers' (cos, sin), [B or 1, S, channels or channels / 2]
+        """
 
         def of_tokens() -> RopeAngles:
             parts = [part[..., : channels // 2].expand(self.shape[0], -1, -1) for part in rope]
-            # A list, because torch.compile traces no tuple that is made of a generator.
+            # Use a list, because torch.compile cannot trace a tuple that is constructed from a generator.
             return RopeAngles([self.pack(part).float().contiguous() for part in parts])
 
         return self._kept(id(rope[0]), rope, of_tokens)
 
     def entry_angles(self, rotary: torch.nn.Module, ratio: int, like: torch.Tensor) -> RopeAngles:
-        """Return (cos, sin) of the entries of `ratio` tokens that the tokens may end, at the entries' first tokens."""
+        """Return (cos, sin) for the entries that may end at the T tokens. An entry has `ratio` tokens, and its angles
+        are those of its first token."""
 
         def of_entries() -> RopeAngles:
             positions = (self.positions + (1 - ratio)).clamp(min=0)[None]
@@ -163,7 +170,7 @@ class Pass:
         return self._kept(("entries", ratio), None, of_entries)
 
     def _kept(self, key: Any, source: Any, make: Callable[[], RopeAngles]) -> RopeAngles:
-        if key not in self._angles:  # the source is kept, so that no other object gets its id
+        if key not in self._angles:  # keep the source alive, so that no other object gets its id
             self._angles[key] = source, make()
         return self._angles[key][1]
 

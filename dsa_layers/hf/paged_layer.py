@@ -1,4 +1,4 @@
-"""The cache of an attention layer, with the interface of transformers' caches."""
+"""The paged cache of one attention layer, with the interface of transformers' cache layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 class Storage:
     """The tensors that a layer caches.
 
-    page_size    tokens per page
-    pages        name -> (tokens per row, numbers per row, dtype) of tensors that grow with the tokens
-    by_sequence  name -> (shape, dtype) of tensors that each sequence has once
+    page_size    the number of tokens per page
+    pages        a dictionary from name to (tokens per row, elements per row, dtype), for paged tensors, which grow with
+                 the number of tokens
+    by_sequence  a dictionary from name to (shape, dtype), for tensors with a fixed size per sequence
     """
 
     page_size: int
@@ -24,13 +25,13 @@ class Storage:
 
 
 class PagedLayer(CacheLayerMixin):
-    """Pages of all sequences of a batch. Every sequence has `pages_each` pages; those of sequence b begin at page
-    b * pages_each.
+    """The pages of all sequences of a batch. Every sequence has `pages_each` pages, and sequence b has the pages
+    b * pages_each, ..., (b + 1) * pages_each - 1.
 
-    lens  stored tokens of each sequence, without padding
-    seen  rows of the passes so far, including padding: transformers' length of the cache
+    lens  the number of stored tokens of each sequence, without padding
+    seen  the number of rows of all passes so far, including padding. It is transformers' length of the cache
 
-    Memory is not cleared: contents of an unused slot never reach a result.
+    New memory is not cleared, because the contents of unused slots never reach a result.
     """
 
     is_sliding = False
@@ -48,8 +49,8 @@ class PagedLayer(CacheLayerMixin):
         }
 
     def reserve(self, new: Sequence[int]) -> None:
-        """Make room for this many more tokens of each sequence. If pages are added, all pages are copied, which is
-        rare."""
+        """Make room for `new` more tokens of each sequence. Adding pages copies all pages, so the number of pages grows
+        geometrically."""
         most = max(held + more for held, more in zip(self.lens, new))
         needed = -(-most // self.page_size)
         if needed <= self.pages_each:
@@ -64,24 +65,25 @@ class PagedLayer(CacheLayerMixin):
         self.pages_each = pages
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor as ops take it: pages [pages, P, 1, D] of all sequences, or [sequences, ...]."""
+        """Return a tensor in the shape that ops accept: [pages, P, 1, D] for all sequences, or [sequences, ...]."""
         tensor = self._tensors[name]
         return tensor.flatten(0, 1) if name in self._storage.pages else tensor
 
     def block_table(self, sequences: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return int32 [len(sequences), pages_each]."""
+        """Return the block table of `sequences`, int32 [len(sequences), pages_each]."""
         every = torch.arange(len(self.lens) * self.pages_each, dtype=torch.int32, device=device)
         table = every.view(len(self.lens), self.pages_each)
         return table if len(sequences) == len(table) else table[list(sequences)]
 
     def advance(self, new: Sequence[int], rows: int) -> None:
-        """Count the new tokens of each sequence, which a pass over this many rows has stored."""
+        """Add the tokens of each sequence that a pass has stored to `lens`, and the rows of the pass to `seen`."""
         self.lens = [held + more for held, more in zip(self.lens, new)]
         self.seen += rows
 
     def leave_out(self, rows: int) -> None:
-        """Count a pass with gradients, which stores nothing: transformers makes a cache for it that nobody may read.
-        Raise ValueError if there are earlier tokens, because gradients would not reach them."""
+        """Add the rows of a pass with gradients to `seen`. Such a pass stores no tokens: transformers creates a cache
+        for it by default, even if no later pass reads that cache. Raise ValueError if there are earlier tokens, because
+        gradients would not reach them."""
         if self.seen:
             raise ValueError(
                 "cache: gradients do not reach earlier tokens; pass use_cache=False, or generate under torch.no_grad()"
@@ -112,8 +114,8 @@ class PagedLayer(CacheLayerMixin):
 
 
 def layer_of(cache: Any, index: int, storage: Storage, x: torch.Tensor) -> PagedLayer:
-    """Return layer `index` of transformers' cache for a pass over x [B, S, D]. A new `PagedLayer` replaces an empty
-    layer of transformers."""
+    """Return layer `index` of transformers' cache for a pass over x [B, S, D]. If that layer is missing, or is an empty
+    layer of transformers, create a `PagedLayer` there. Raise ValueError if the cache is not usable for this pass."""
     if not isinstance(cache, DynamicCache) or cache.offloading:
         kind = type(cache).__name__ + " with offloading" * isinstance(cache, DynamicCache)
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Base classes of the layers that replace transformers' layers. A replacement keeps the attributes and parameters
-of transformers' layer, and `alias` gives them the names that dsa's layer reads."""
+"""Base classes of the layers that replace transformers' layers. A replacement has the attributes and parameters of
+transformers' layer. `alias` makes them available under the names that dsa's layer reads."""
 
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from dsa_layers.batch.selected import Selected
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import layer_of
 
-IMPLEMENTATION = "dsa"  # the attn_implementation whose masks are `TokenLengths`
+IMPLEMENTATION = "dsa"  # the attn_implementation for which transformers creates `TokenLengths` as masks
 
 AttentionMaskInterface.register(IMPLEMENTATION, TokenLengths)
 
@@ -24,7 +24,7 @@ def alias(name: str) -> property:
 
 
 class RMSNormInPlace:
-    """transformers' RMSNorm in one kernel on a GPU. The result is rounded once."""
+    """transformers' RMSNorm as one kernel on a GPU, which rounds the result once."""
 
     eps = alias("variance_epsilon")
 
@@ -33,30 +33,31 @@ class RMSNormInPlace:
 
 
 class HeadWeightsInPlace:
-    """An indexer whose `weights_proj` may have an adapter or hooks, so that its heads' weights come from a call."""
+    """Base class of indexers. `weights_proj` may have an adapter or hooks. If so, `head_weights` calls the module
+    instead of reading its weight."""
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Return fp32 [T, n_heads]."""
+        """Return the weights of the indexer's heads, fp32 [T, n_heads]."""
         linear = self.weights_proj
         if computes_product_alone(linear):
             return super().head_weights(x)
-        # transformers keeps this weight in fp32 in models of other dtypes, and casts x to the weight's dtype.
+        # transformers stores this weight in fp32 in models of other dtypes too, and casts x to the weight's dtype.
         weight = getattr(linear, "weight", None)
         x = x.to(weight.dtype) if weight is not None and weight.dtype in FLOATS else x
         return linear(x).float() * (self.n_heads**-0.5 * self.head_dim**-0.5)
 
 
 class AttentionInPlace:
-    """An attention layer of transformers that gets `TokenLengths` as its mask and computes packed tokens.
+    """Base class of attention layers. The mask is a `TokenLengths`, and attention is computed on packed tokens.
 
-    A subclass has `_storage(x)`, which describes the tensors of its cache, and `attend_packed(x, rope, tokens, layer,
-    selected)`, the attention of packed tokens x [T, D]. `layer` is None if nothing is cached. Gradients are enabled in
-    `attend_packed` if and only if the layer has to give some.
+    A subclass has two methods. `_storage(x)` describes the tensors of the layer's cache. `attend_packed(x, rope,
+    tokens, layer, selected)` computes the attention of packed tokens x [T, D]; `layer` is None if nothing is cached.
+    Gradients are enabled in `attend_packed` if and only if x or a parameter of the layer requires them.
     """
 
-    key_counter: ClassVar[None] = None  # `KeysRead` sets it
+    key_counter: ClassVar[None] = None  # `KeysRead` sets this attribute
     consecutive: ClassVar[bool] = False  # whether the positions of a sequence's tokens must be consecutive
-    returns_selected: ClassVar[bool] = False  # whether the decoder layer passes the selected keys on
+    returns_selected: ClassVar[bool] = False  # whether `forward` also returns the selected keys, for later layers
 
     def forward(
         self,
@@ -68,7 +69,8 @@ class AttentionInPlace:
         prev_topk_indices: Selected | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None] | tuple[torch.Tensor, None, Selected]:
-        """Return the result [B, S, hidden] as transformers' layer does, with `Selected` instead of top-k indices."""
+        """Return what transformers' layer returns: the result [B, S, hidden], None, and selected keys if the layer
+        returns them. The selected keys are a `Selected` instead of top-k indices."""
         self._check(attention_mask, options)
         device, lengths = hidden_states.device.type, attention_mask
         if torch.is_autocast_enabled(device):
@@ -98,7 +100,7 @@ class AttentionInPlace:
         return (y, None, selected) if self.returns_selected else (y, None)
 
     def _check(self, attention_mask: Any, options: dict[str, Any]) -> None:
-        """Raise a ValueError that names the argument or setting, if these layers do not support it."""
+        """Raise ValueError if this layer does not support an argument or setting. The error names it."""
         if next(self.parameters()).is_meta:
             raise ValueError(
                 "device_map: weights that are offloaded to the CPU or a disk are not served; accepted: a device_map "
@@ -117,15 +119,15 @@ class AttentionInPlace:
 
 
 def computes_product_alone(linear: nn.Module) -> bool:
-    """Return whether a call of the layer does nothing but multiply by its weight: it has no adapter, no hook, no other
-    form of the weight and no offloading."""
+    """Return whether a call of the layer only multiplies by its weight. This is so if the layer has no adapter and no
+    hook, and if its weight is neither quantised nor offloaded."""
     hooks = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
 
 
 def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return W [O, I] of a layer y = x W^T, in `dtype`."""
+    """Return the weight W [O, I] of a linear layer y = x W^T, in `dtype`."""
     if computes_product_alone(linear):
         return linear.weight.to(dtype)
-    # Quantised, offloaded and adapted layers store their weight in many ways, but a call always applies it.
+    # Quantised, offloaded and adapted layers store the weight in many ways, so apply the layer to the identity matrix.
     return linear(torch.eye(in_features, dtype=dtype, device=device)).T

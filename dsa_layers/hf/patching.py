@@ -1,4 +1,4 @@
-"""Replace classes of transformers' layers by classes of this package."""
+"""Replace the classes of transformers' layers by classes of this package."""
 
 from types import MethodType
 from typing import TYPE_CHECKING
@@ -8,20 +8,21 @@ from dsa_layers.arguments import flag, instance
 if TYPE_CHECKING:
     import torch
 
-VERSION = "5.24"  # of transformers, with which the tests pass
+VERSION = "5.24"  # the tested version of transformers
 
 
 def accelerate(model: "torch.nn.Module", *, fp8_indexer: bool = False) -> "torch.nn.Module":
-    """Put a model of transformers on dsa's ops, in place, and return it. The classes of its attention layers, indexers,
-    compressors and norms change; parameters, hooks and adapters stay.
+    """Make a model of transformers use dsa's ops, in place, and return the model. This function replaces the classes of
+    its attention layers, indexers, compressors and norms. Parameters, hooks and adapters do not change.
 
-    fp8_indexer  False: index queries and keys have the model's dtype, as in transformers. PyTorch computes the scores.
-                 True: index queries and keys go through the Hadamard transform and e4m3, as in the published models.
-                 This has kernels on Hopper for index_head_dim = 128, and an index key takes 132 bytes in the cache.
-                 Scores of prompts have the accumulators of `load_model` (`dsa_layers.layers.indexer`)
+    fp8_indexer  whether the indexer computes in FP8. False: index queries and keys have the model's dtype, as in
+                 transformers, and PyTorch computes the scores. True: index queries and keys are Hadamard-transformed
+                 and quantised to e4m3, as in the published models. Hopper GPUs have kernels for this if index_head_dim
+                 is 128; an index key then takes 132 bytes in the cache. Scores in prefill use the same accumulators as
+                 with `load_model` (`dsa_layers.layers.indexer`)
 
-    A second call changes fp8_indexer. Raises ValueError for a model without layers of these families, ImportError
-    without transformers, and RuntimeError for a version of transformers that is not tested.
+    A second call may change fp8_indexer. Raise ValueError if the model has no layers of these families, ImportError if
+    transformers is not installed, and RuntimeError if the version of transformers is not tested.
     """
     from torch import nn
 
@@ -40,7 +41,7 @@ def accelerate(model: "torch.nn.Module", *, fp8_indexer: bool = False) -> "torch
         )
     for module in found:
         module.__class__ = classes.get(type(module), type(module))
-        if "_old_forward" in vars(module):  # the `accelerate` library calls it instead of the class's forward
+        if "_old_forward" in vars(module):  # which the `accelerate` library calls instead of forward
             module._old_forward = MethodType(type(module).forward, module)
         if isinstance(module, parts.AttentionInPlace):
             module.config._attn_implementation = parts.IMPLEMENTATION

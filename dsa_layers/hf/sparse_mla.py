@@ -1,4 +1,5 @@
-"""Attention of transformers' DeepSeek-V3.2 and GLM-5: `DSAAttention` with the parameters of transformers' layers."""
+"""Attention of transformers' DeepSeek-V3.2 and GLM-5 models: dsa's `DSAAttention` on the parameters of transformers'
+layers."""
 
 from typing import Any, ClassVar
 
@@ -16,14 +17,14 @@ from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInP
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 
-PAGE_SIZE = 64  # tokens, as the kernels of the byte layouts require
+PAGE_SIZE = 64  # tokens per page, as the kernels of the byte layouts require
 
 
 class IndexerInPlace(HeadWeightsInPlace):
-    """Base class of indexers, in front of transformers' class and `PagedIndexer`.
+    """Base class of indexers. A subclass lists it before transformers' class and `PagedIndexer`.
 
     quantize  whether scores are computed in FP8
-    rope      how the rotary embedding turns index keys
+    rope      keyword arguments of `dsa.apply_rotary` for index queries and keys
     """
 
     quantize = False
@@ -33,9 +34,9 @@ class IndexerInPlace(HeadWeightsInPlace):
 
 
 class SparseMLAInPlace(AttentionInPlace):
-    """Base class of attention, in front of transformers' class and `PagedAttention`."""
+    """Base class of attention layers. A subclass lists it before transformers' class and `PagedAttention`."""
 
-    indexer_stage: ClassVar[None] = None  # `IndexerStage` sets it
+    indexer_stage: ClassVar[None] = None  # `IndexerStage` sets this attribute
     n_heads = alias("num_heads")
     nope_dim = alias("qk_nope_head_dim")
     rope_dim = alias("qk_rope_head_dim")

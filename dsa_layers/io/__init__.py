@@ -1,6 +1,6 @@
-"""What a checkpoint's directory holds: weights, configuration, tokenizer and chat format; to load, save and convert.
+"""Load, save and convert a checkpoint's directory: weights, configuration, tokenizer and chat format.
 
-Everything that can be wrong is looked for in the files' headers before the first weight is read: a checkpoint is
-hundreds of gigabytes, and minutes into the load is too late to learn that a file is cut short. The model gets its
-tensors in one step at the end, so a load that fails leaves it as it was.
+The loader checks the headers of all files before it reads the first weight. A checkpoint has hundreds of gigabytes, so
+a truncated file must not surface minutes into the load. The loader assigns all tensors to the model in one step at the
+end. A load that fails therefore leaves the model unchanged.
 """

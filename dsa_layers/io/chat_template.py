@@ -1,7 +1,7 @@
-"""Chat templates, rendered in jinja2's sandbox: those of checkpoints, and ours for models that are released without.
+"""Render chat templates in jinja2's sandbox: checkpoints' templates, and dsa's for models released without a template.
 
-The sandbox keeps a template from files, modules and attributes of Python objects. It does not limit time and memory.
-The environment is the one that templates are written for: that of transformers.
+The sandbox denies a template access to files, modules and attributes of Python objects. It does not limit time and
+memory. The jinja2 environment matches that of transformers, for which templates are written.
 """
 
 import json
@@ -18,25 +18,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dsa_layers.errors import TokenizerError
 
 _FOLDER = Path(__file__).parent / "chat_formats"
-# Templates of models whose releases have an encoder in Python instead, by config.json's model_type.
+# {config.json's model_type: template}. The releases of these models have an encoder in Python and no template.
 FORMATS = {model_type: _FOLDER / f"{model_type}.jinja" for model_type in ("deepseek_v32", "deepseek_v4")}
-# Tokens that every format needs. A model gets its format only if its tokenizer has all of them.
+# Tokens that every format needs. A format is used only if the model's tokenizer has all these tokens.
 NEEDED = ("<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
-_MAX_ERROR = 500  # characters; a template can write the message
+_MAX_ERROR = 500  # characters of an error message, which a template can make arbitrarily long
 
 
 def format_source(path: Path) -> str:
-    """The template of a format, with the macros that all formats share."""
+    """Return the template of a format, preceded by the macros that all formats share."""
     return (_FOLDER / "markup.jinja").read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
 
 
 def render(path: Path, source: str, variables: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Render the template `source` with `variables` and the caller's `options`.
 
-    path: the template's file, for errors
-    Raises TokenizerError for an option that the template does not read, and for a template that does not compile,
-    refuses the variables or fails.
+    path: the template's file, which error messages name
+    Raises TokenizerError if the template does not compile, refuses the variables, fails, or does not read one of the
+    options.
     """
     try:
         template, read = _compiled(source)
@@ -56,7 +56,7 @@ def render(path: Path, source: str, variables: Mapping[str, Any], options: Mappi
 
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
-    """The template, and the names of the variables that it reads."""
+    """Compile a template. Return the template and the names of the variables that it reads."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -74,12 +74,13 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Return the JSON of a value with <, >, & and ' unchanged. jinja2's own filter would escape them for HTML."""
+    """Return a value as JSON. The characters <, >, & and ' stay unchanged; jinja2's `tojson` filter would escape them
+    for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _from_json(text: str) -> Any:
-    """The value of a text, None for a text that is no JSON. Only our own formats use this filter."""
+    """Parse JSON text. Return None for invalid JSON. Only the formats in `FORMATS` use this filter."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""A checkpoint's directory, given by its path or by its id on the Hugging Face hub, and its safetensors files.
+"""Find a checkpoint's directory by path or Hugging Face hub id, and read its safetensors files.
 
-huggingface_hub, an extra, downloads the files that its cache lacks. Its own environment variables apply, among them
-HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN.
+The optional package huggingface_hub downloads files that are missing from its cache. The environment variables of
+huggingface_hub apply, among them HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN.
 """
 
 import hashlib
@@ -27,22 +27,25 @@ SINGLE_NAME = "model.safetensors"
 INSTALL = "pip install 'dsa-kernels[hub]'"
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_MAX_ERROR = 500  # characters of the hub's message
-_MAX_INDEX = 2**25  # bytes
+_MAX_ERROR = 500  # maximum characters of the hub's error message
+_MAX_INDEX = 2**25  # maximum bytes of the index file
 _OPEN_FILES = 8
-_SAMPLES, _SAMPLE_BYTES = 16, 1024  # of each file, for a digest
+_SAMPLES, _SAMPLE_BYTES = 16, 1024  # a digest reads 16 + 1 equally spaced samples of 1024 bytes per file
 _SHOWN_PROBLEMS = 10
 
 
 def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> Path:
-    """The directory of a checkpoint: `name` itself if it exists; else where huggingface_hub keeps the model of this
-    id, OWNER/NAME.
+    """Return the directory of a checkpoint. If the path `name` does not exist, treat `name` as a hub id, OWNER/NAME,
+    and return huggingface_hub's local directory of this model.
 
-    weights  whether weights are needed too, and not only configuration, tokenizer and chat template
+    weights  True: download configuration, tokenizer, chat template and weights; False: omit the weights
 
     Raises ImportError, which says what to install, if huggingface_hub is missing. Raises CheckpointError (a ValueError)
-    for a path that does not exist and is no id, for an id that the hub does not know, for an id that the cache does not
-    hold if the hub cannot be reached, and for a GGUF file. Raises TypeError unless `name` is a string or a path.
+    - if `name` is neither an existing path nor a valid id,
+    - if the hub does not know the id,
+    - if the hub is unreachable and the cache does not contain the model,
+    - if `name` is a GGUF file.
+    Raises TypeError if `name` is neither a string nor a path.
     """
     path, text = path_of("directory", name), os.fspath(name)
     if path.suffix == ".gguf" and path.is_file():
@@ -62,7 +65,7 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
     files = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(text, allow_patterns=files, ignore_patterns=["*/*", "consolidated*"]))
-    except Exception as error:  # any of the network libraries' exceptions
+    except Exception as error:  # huggingface_hub passes on exceptions of several network libraries
         problem = " ".join(str(error).split())[:_MAX_ERROR]
         raise CheckpointError(
             f"{text}: no such directory; the hub does not give it: {type(error).__name__}: {problem}"
@@ -71,7 +74,7 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as its file's header describes it. dtype: the library's name ("BF16"). size: bytes."""
+    """A tensor's description in the header of its file. dtype: the name in safetensors ("BF16"). size: bytes."""
 
     file: str
     dtype: str
@@ -83,10 +86,10 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors in a directory of safetensors files, known from their headers. `read` reads one of them.
+    """The tensors in a directory of safetensors files. The constructor reads only headers; `read` reads one tensor.
 
-    `tensors` maps each name to its TensorInfo, in the order of the files and of the data inside each.
-    The index says which files belong to the checkpoint.
+    `tensors` maps each name to its TensorInfo, sorted by file and then by position in the file.
+    The index lists the files of the checkpoint.
     Raises CheckpointError if the directory holds no checkpoint or two, if two files hold a tensor of the same name, or
     if a file is missing or damaged.
     """
@@ -98,7 +101,8 @@ class Checkpoint:
             found = "both" if single else f"neither{found_instead(self.directory)}"
             raise CheckpointError(f"{self.directory}: must hold either {INDEX_NAME} or {SINGLE_NAME}, got {found}")
         files = sorted({*_read_index(self.directory / INDEX_NAME).values()}) if index else [SINGLE_NAME]
-        # Keep some files open: opening a file parses its whole header, and a weight's scale may be in another file.
+        # Keep some files open, because opening a file parses its whole header. A weight and its scale may be in
+        # different files, so reads alternate between files.
         self._opened = lru_cache(maxsize=_OPEN_FILES)(self._open)
         self.tensors: dict[str, TensorInfo] = {}
         problems: list[str] = []
@@ -114,28 +118,28 @@ class Checkpoint:
         raise_problems(self.directory, problems)
 
     def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
-        """The tensor `name`, as stored, or its slice `index`, in new memory on `device`.
+        """Read the tensor `name`, or its slice `index`, in the stored dtype into new memory on `device`.
 
-        Packed FP4 comes as uint8, two values per byte, and an index counts bytes. Raises CheckpointError if the tensor
-        cannot be read.
+        An F4 tensor is returned as uint8 with two values per byte, and `index` counts bytes. Raises CheckpointError if
+        the tensor cannot be read.
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.directory}: holds no tensor {name}")
         info = self.tensors[name]
         try:
             file = self._opened(info.file)
-            if info.dtype == "F4":  # safetensors takes no slices of this dtype
+            if info.dtype == "F4":  # safetensors cannot slice this dtype
                 stored = file.get_tensor(name).view(torch.uint8)[index or ...]
             else:
                 stored = file.get_slice(name)[index] if index else file.get_tensor(name)
-            # On the CPU get_tensor returns a view of the mapped file. The copy outlives the file.
+            # Copy, because on the CPU get_tensor returns a view of the memory-mapped file.
             return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
         except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{self.directory / info.file}: cannot read {name} ({info}): {error}") from error
 
     def digest(self) -> bytes:
-        """A digest of the tensors' names, dtypes and shapes, and of a few bytes of each file from its beginning to its
-        end. Weights of another training have another digest."""
+        """Return the SHA-256 digest of the tensors' names, files, dtypes and shapes, and of samples of each file from
+        its beginning to its end. Checkpoints from different training runs have different digests."""
         found = hashlib.sha256(repr(sorted(self.tensors.items())).encode())
         for file in sorted({info.file for info in self.tensors.values()}):
             with (self.directory / file).open("rb") as stored:
@@ -149,8 +153,12 @@ class Checkpoint:
         return safe_open(self.directory / file, framework="pt")
 
     def _header(self, file: str) -> dict[str, TensorInfo]:
-        """The tensors of a file, in the order of their data. The safetensors library refuses a header that is too
-        large, is no valid JSON, or does not match the file's size, and tensors that overlap or leave gaps."""
+        """Return the tensors of a file, sorted by position in the file. Raises CheckpointError if the file is missing
+        or damaged.
+
+        The safetensors library rejects a header that is too large, is not valid JSON, or does not match the file's
+        size. It also rejects tensors that overlap or leave gaps.
+        """
         path = self.directory / file
         try:
             check_no_pointer(path, CheckpointError)
@@ -170,13 +178,14 @@ class Checkpoint:
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of a tensor. dtype: safetensors' name, which contains the number of bits: BF16, F8_E4M3, I64."""
+    """Return the size of a tensor in bytes. dtype: the name in safetensors, which contains the number of bits: BF16,
+    F8_E4M3, I64."""
     bits = 8 if dtype == "BOOL" else int(re.search(r"\d+", dtype)[0])
     return math.prod(shape) * bits // 8
 
 
 def raise_problems(directory: Path, problems: list[str]) -> None:
-    """Raise one CheckpointError for all problems of a checkpoint, if there are any. It shows the first ten."""
+    """Raise one CheckpointError if a checkpoint has problems. The message shows the first ten problems."""
     if not problems:
         return
     lines = problems[:_SHOWN_PROBLEMS]
@@ -187,7 +196,8 @@ def raise_problems(directory: Path, problems: list[str]) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor. Raises CheckpointError for anything but names of files in the same directory."""
+    """Read an index file. Return {tensor's name: file's name}. Raises CheckpointError if an entry is not the name of a
+    file in the same directory."""
     index = read_json_object(path, CheckpointError, _MAX_INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):

@@ -1,4 +1,4 @@
-"""What each of N GPUs would hold of a model, from its configuration alone."""
+"""Predict the memory of weights and caches per GPU if N GPUs share a model. Only the configuration is needed."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,18 +13,19 @@ from dsa_layers.io.memory import SHARE
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
 
-SEQUENCES = 64  # at a time, as `Generator` has them
+SEQUENCES = 64  # concurrent sequences, the default of `EngineOptions.max_sequences`
 
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Bytes on each of `gpus` GPUs, with a drafter's weights and cache. Every GPU has all of the caches, because
-    latents and index keys belong to no head.
+    """Bytes on each of `gpus` GPUs, including a drafter's weights and cache. Every GPU stores the whole caches, because
+    all heads share the latents and index keys.
 
-    weights  of weights, with the copies of the GPU's part of layers that it also has whole (`rank_part`)
-    whole    of the weights on a single GPU
-    slot     of a sequence's state slot in the caches
-    page     of a page of `page_size` tokens in the caches
+    weights  bytes of weights on one of the GPUs. This includes copies: for replicated layers a GPU stores the whole
+             layer and may store a copy of its part (`rank_part`)
+    whole    bytes of weights if a single GPU holds the model
+    slot     bytes of one sequence's state slot, summed over the caches
+    page     bytes of one page of `page_size` tokens, summed over the caches
     """
 
     gpus: int
@@ -35,20 +36,20 @@ class GpuPlan:
     page_size: int
 
     def tokens(self, memory: int) -> int:
-        """How many tokens the cache can hold on a GPU with so many bytes of memory; 0 if the weights alone do not
+        """Return the number of tokens that the cache can hold on a GPU with `memory` bytes, or 0 if the weights do not
         fit."""
         sizes = CacheSizes(self.page, self.slot, self.page_size)
         return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
     def bytes(self, cache_tokens: int) -> int:
-        """Bytes in use on a GPU with caches for so many tokens. Every page may belong to another sequence, and the
-        sequence that pads a batch has a page and a slot too."""
+        """Return the bytes in use on a GPU with caches for `cache_tokens` tokens. In the worst case every page belongs
+        to a different sequence. The sequence that pads a batch takes one more page and one more slot."""
         pages = math.ceil(cache_tokens / self.page_size)
         return self.weights + (pages + 1) * self.page + (min(pages, SEQUENCES) + 1) * self.slot
 
 
 def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
-    """Raise ValueError if a GPU of so much memory cannot hold its part and a cache for so many tokens."""
+    """Raise ValueError if a GPU with `memory` bytes cannot hold its weights and a cache for `cache_tokens` tokens."""
     if found.bytes(cache_tokens) > SHARE * memory:
         raise ValueError(
             f"gpus: each of {found.gpus} would hold {found.weights / 1e9:.1f} GB of weights, and with a cache for "
@@ -60,8 +61,11 @@ def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
 def precision_of(
     config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: object
 ) -> Precision:
-    """The precision that `load_model` chooses for a checkpoint. Experts have the files' dtype, or without files the
-    dtype that config.json names. options: of `Precision.of`"""
+    """Return the precision that `load_model` chooses for a checkpoint.
+
+    files: the checkpoint, which determines the experts' dtype; None: config.json determines it
+    options: keyword arguments of `Precision.of`
+    """
     precision = Precision.of(config, **options)
     stored_in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
     if files is not None:
@@ -70,15 +74,16 @@ def precision_of(
 
 
 def plan(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool = False) -> GpuPlan:
-    """What each of `gpus` GPUs holds. Raises ValueErrors of `unfilled_model` for a drafter that does not exist, and
-    DoesNotDivide, which names the number of GPUs, for a model that does not come apart into so many equal parts."""
+    """Return the plan for `gpus` GPUs. Raises ValueError for a drafter that does not exist (`unfilled_model`). Raises
+    DoesNotDivide, which names the number of GPUs, if the model cannot be split into `gpus` equal parts."""
     return _plan(fuse(unfilled_model(config, precision, drafter=drafter)), gpus)
 
 
 def plans(
     config: ModelConfig, precision: Precision, most: int, *, drafter: bool = False
 ) -> dict[int, GpuPlan | DoesNotDivide]:
-    """For every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
+    """Return {number of GPUs: plan} for 1 to `most` GPUs. The value is a DoesNotDivide error if that number of GPUs
+    cannot share the model."""
     model, found = fuse(unfilled_model(config, precision, drafter=drafter)), {}
     for gpus in range(1, most + 1):
         try:

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a model that is ready to run."""
+"""Load a model that is ready to run from a checkpoint directory."""
 
 import hashlib
 import logging
@@ -52,32 +52,37 @@ def load_model(
     progress: bool = True,
     mesh: "DeviceMesh | Ranks | None" = None,
 ) -> CheckpointModel:
-    """The model of a checkpoint directory (config.json, safetensors), or of a hub id; its class is the family's.
+    """Load the model of a checkpoint directory (config.json, safetensors) or of a hub id.
 
-    device         to load to and compute on; None: the GPU where there is one, else the CPU
-    dtype          of activations and unquantised weights; the checkpoint's own if None
-    dequantize     FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
-    kv_cache       how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
-    widen_experts  experts in FP4 become FP8 when they are loaded, without loss and for twice the memory. Otherwise they
-                   stay FP4, and the results are the same. With `dequantize` they are neither
-    trainable      parameters take gradients, but for what is not learned so (routers' biases, tables of experts), and
-                   the model is in training mode. Of a quantised checkpoint, with `dequantize` only: FP8 takes no
-                   gradient. Otherwise none does, and the model is in evaluation mode
-    drafter        the checkpoint's multi-token-prediction layer, of several the first, becomes the model's `drafter`
-                   (see `Drafter`), in the same precision. Copies of the embedding and the head that come with it are
-                   not read: it has the model's own. Otherwise that is None, and the layer is not read
-    mesh           of one dimension, or `Ranks`: this process's part of the model, for inference (`split`). All ranks
-                   make the same calls. Of every tensor a rank reads its own slice alone; FP8 weights are cut where
-                   their blocks of 128 end. What one rank finds in its part all raise; the first has the progress bar
+    directory      a path, or a hub id, OWNER/NAME. huggingface_hub finds an id (`checkpoint_directory`) if no directory
+                   has this name
+    device         device of the weights and of all computation; None: the GPU if there is one, else the CPU
+    dtype          dtype of activations and unquantised weights; None: the checkpoint's dtype
+    dequantize     True: FP8 and FP4 weights are converted to `dtype`, and activations and index keys are not quantised
+    kv_cache       format of cached latents (see `Precision`); None: "fp8" if the checkpoint is quantised and
+                   `dequantize` is False, else "model"
+    widen_experts  True: FP4 experts are converted to FP8 at load, without loss and with twice the memory. False: they
+                   stay FP4. The results are the same. With `dequantize` this option has no effect
+    trainable      True: the model is in training mode and parameters require gradients, except those that are not
+                   learned by gradients (routers' biases, tables of experts). A quantised checkpoint then needs
+                   `dequantize`, because FP8 weights have no gradient. False: the model is in evaluation mode, and no
+                   parameter requires a gradient
+    drafter        True: the checkpoint's first multi-token-prediction layer becomes the model's attribute `drafter`
+                   (see `Drafter`), in the model's precision. The layer uses the model's embedding and head; the loader
+                   skips the checkpoint's copies of them. False: `drafter` is None, and the layer is not read
+    progress       True: show a progress bar on a terminal; with several ranks only rank 0 shows it
+    mesh           a one-dimensional device mesh or `Ranks`: return this process's part of the model, for inference
+                   (`split`). All ranks must make the same calls. A rank reads only its slice of every tensor. FP8
+                   weights are cut only at the borders of their 128 x 128 blocks. An error on one rank is raised on all
 
-    What prompts' index scores are accumulated in is the default of all models (`SCORE_ACCUMULATORS` of
-    `dsa_layers.layers.indexer`); `set_score_accumulators(model, ...)` changes it for one.
-    Parameters are ordinary tensors also in inference mode. Inference tensors have no version counters, and what is made
-    of weights once would be made anew in every pass.
-    A hub id is OWNER/NAME, where there is no such directory, and is found by huggingface_hub (`checkpoint_directory`).
-    Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
-    that name any other argument; nothing is half-loaded. DoesNotDivide, a ValueError, for a model that does not come
-    apart into as many equal parts as there are ranks.
+    The returned model has the class of its family.
+    `SCORE_ACCUMULATORS` of `dsa_layers.layers.indexer` is the accumulator dtype of prompts' index scores for all
+    models. `set_score_accumulators(model, ...)` changes it for one model.
+    Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,
+    so tensors derived from weights could not be cached between passes.
+    Raises ConfigError or CheckpointError, both ValueErrors that name the file, field or tensor. Raises ValueError or
+    TypeError, which names the argument, for any other wrong argument. Raises DoesNotDivide, a ValueError, if the model
+    cannot be split into equal parts for the ranks. No error leaves a partly loaded model.
     """
     device = check_device(device)
     flag("dequantize", dequantize)
@@ -122,7 +127,10 @@ def load_model(
 
 
 def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
-    """Raises ConfigError for a field of `config`, read from `path`, with which nothing can be quantised."""
+    """Raise ConfigError if a size in `config` does not permit the quantisation that `precision` asks for.
+
+    path: the file of `config`, which the error names
+    """
     needs = []
     if precision.fp8_indexer:
         accepted = f"{FP8_DIM}, as quantised index keys have. With dequantize=True others will do"
@@ -141,8 +149,11 @@ def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path)
 
 
 def check_values(model: nn.Module, directory: Path) -> None:
-    """Raises CheckpointError for values with which a module would read beyond its tensors, such as a missing expert's
-    number in a table of experts. Modules whose tensors hold such values have `check_values` (see `CheckpointModel`)."""
+    """Raise CheckpointError if a loaded value would make a module read out of bounds.
+
+    An example is a table of experts with the number of an expert that does not exist. Modules with such tensors have a
+    method `check_values` (see `CheckpointModel`).
+    """
     for name, module in model.named_modules():
         if (check := getattr(module, "check_values", None)) is None:
             continue
@@ -153,8 +164,8 @@ def check_values(model: nn.Module, directory: Path) -> None:
 
 
 class _LeaveParameters(TorchFunctionMode):
-    """torch.nn.init does nothing: of parameters without memory it fills none, yet imports all of Dynamo to do it, which
-    takes two seconds."""
+    """Turn the functions of torch.nn.init into no-ops. Parameters on the meta device need no initialisation, and
+    torch.nn.init would import Dynamo, which takes two seconds."""
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -166,8 +177,8 @@ class _LeaveParameters(TorchFunctionMode):
 
 
 def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool = False) -> CheckpointModel:
-    """The model on the meta device. Raises ValueError if a drafter is asked for, and the family or the checkpoint has
-    none."""
+    """Return the model on the meta device. Raises ValueError if `drafter` is True and the family or the checkpoint has
+    no multi-token-prediction layer."""
     of_family = family(config.model_type)
     if drafter and of_family.drafter is None:
         raise ValueError(f"drafter: is not supported for model type {config.model_type!r}")
@@ -182,7 +193,7 @@ def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool =
 
 
 def _facts(checkpoint: Checkpoint, precision: Precision, device: torch.device) -> dict[str, str]:
-    """What parts of one model have in common, by names that a message can have."""
+    """Return facts that must be equal on all ranks: {name for error messages: value}."""
     config = (checkpoint.directory / "config.json").read_bytes()
     digest = hashlib.sha256(config + checkpoint.digest()).hexdigest()[:12]
     return {
@@ -196,7 +207,8 @@ def _facts(checkpoint: Checkpoint, precision: Precision, device: torch.device) -
 
 
 def holds_fp4_experts(checkpoint: Checkpoint) -> bool:
-    """Whether all experts' weights are packed FP4, whatever config.json says: the earliest ones do not."""
+    """Return whether all experts' weights are packed FP4. The files decide, because the config.json of the earliest
+    FP4 checkpoints does not name the experts' dtype."""
     experts = {name: info for name, info in checkpoint.tensors.items() if ".experts." in name}
     dtypes = {info.dtype for name, info in experts.items() if not name.endswith((".scale", SCALE_SUFFIX))}
     return bool(dtypes) and dtypes <= PACKED.keys()

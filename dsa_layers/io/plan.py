@@ -1,5 +1,7 @@
-"""How the tensors of a model, or of a converted checkpoint, are made of those of a checkpoint, decided from names,
-shapes and dtypes alone."""
+"""Plan how each tensor of a model, or of a converted checkpoint, is made from a checkpoint's tensors.
+
+A plan depends only on names, shapes and dtypes, so no weight is read for it.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,19 +25,21 @@ from dsa_layers.io.tensors import (
 )
 from dsa_layers.layers.linear import BLOCK
 
-# A tensor's name and shape -> the names of its parts, each with its slice; () is the whole tensor.
+# A function: (tensor's name, its shape) -> {name of a part: its slice}. The slice () is the whole tensor.
 PartsOf = Callable[[str, tuple[int, ...]], dict[str, Index]]
 
-# Dtypes of packed FP4, and the values per column that the header counts: I8 counts bytes, F4 counts values.
+# {dtype of packed FP4: values per column of the header's shape}. With I8 the shape counts bytes, with F4 values.
 PACKED = {"I8": 2, "F4": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to make, or a slice of one that the checkpoint stores as a tensor of its own.
+    """A tensor to make, or a slice of it if the checkpoint stores that slice as a separate tensor.
 
-    name, whole: the name and shape of the whole tensor
+    name: the name of the whole tensor
     index: the slice; () for the whole tensor
+    whole: the shape of the whole tensor
+    dtype: the dtype of the tensor to make
     """
 
     name: str
@@ -45,13 +49,19 @@ class Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the slice."""
+        """The shape of the slice."""
         return sliced(self.whole, self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of the checkpoint, or the slice `index` of it. name: the name of the target; info: of the slice."""
+    """A tensor of the checkpoint, or a slice of it.
+
+    name: the name of the target that is made from this part
+    stored: the name of the checkpoint's tensor
+    index: the slice; () for the whole tensor
+    info: the description of the slice
+    """
 
     name: str
     stored: str
@@ -60,7 +70,8 @@ class Part:
 
     @property
     def label(self) -> str:
-        """The target's name, and the checkpoint's if it is another."""
+        """The target's name. If the checkpoint uses another name or the part is a slice, the name and slice of the
+        checkpoint's tensor follow."""
         if not self.index:
             return self.name if self.stored == self.name else f"{self.name} (stored as {self.stored})"
         places = (f"{i.start or 0}:{i.stop or ''}" if isinstance(i, slice) else str(i) for i in self.index)
@@ -68,7 +79,8 @@ class Part:
 
     @property
     def kind(self) -> str | None:
-        """How the part may be quantised; an I8 matrix is FP4 only where a target can take FP4."""
+        """The quantised format that the part may have: "FP4", "FP8" or None. An I8 matrix may also be an integer
+        tensor; `make_plan` treats it as FP4 only if the target accepts FP4."""
         if self.info.dtype in PACKED and len(self.info.shape) == 2:
             return "FP4"
         return "FP8" if self.info.dtype == "F8_E4M3" else None
@@ -76,14 +88,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Makes a target, with its scales if it is quantised, of a part and its scale.
+    """One step of a plan: make a target from a part and the part's scale. If the target is quantised, the step also
+    makes the target's scales.
 
-    scale         the part's scale; None where the part is not quantised, or where the checkpoint has none
-    stored        how the part is quantised: "FP4", "FP8" or None
-    wanted        the same of the target
-    scale_dtype   of the target's scale
-    block_scale   whether the target has scales per block in addition to FP4's
-    use_ue8m0     whether new FP8 scales are powers of two; None: float weights are not quantised
+    part          the checkpoint's tensor, or a slice of it
+    scale         the part's scale; None if the part is not quantised or if the checkpoint has no scale for it
+    target        the tensor to make
+    stored        the format of the part: "FP4", "FP8" or None
+    wanted        the format of the target: "FP4", "FP8" or None
+    scale_dtype   the dtype of the target's scale; None if the target is not quantised
+    block_scale   whether the target has scales per 128 x 128 block in addition to FP4's scales per 32 columns
+    use_ue8m0     whether new FP8 scales are powers of two; None: a float weight is not quantised
     """
 
     part: Part
@@ -100,7 +115,11 @@ class Step:
         return [self.part] if self.scale is None else [self.part, self.scale]
 
     def make(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """tensor, scale: the values of `parts`. Raises ValueError for FP4 that FP8 cannot hold."""
+        """Return {name: tensor} of the target and its scales.
+
+        tensor, scale: the tensors of `parts`, in this order
+        Raises ValueError for FP4 values that FP8 cannot represent.
+        """
         name, dtype = self.part.name, self.target.dtype
         if self.wanted is None:
             return {name: tensor.to(dtype) if self.stored is None else self._dequantized(tensor, scale, dtype)}
@@ -121,7 +140,7 @@ class Step:
         return dequantize(tensor, scale, dtype)
 
     def problem(self) -> str | None:
-        """What prevents the step; None if nothing does."""
+        """Return a message that says why the step is impossible, or None if it is possible."""
         info, label = self.part.info, self.part.label
         shape = _values(info.shape, PACKED[info.dtype]) if self.stored == "FP4" else info.shape
         expected = _values(self.target.shape, 2) if self.wanted == "FP4" else self.target.shape
@@ -138,7 +157,10 @@ class Step:
         return None if info.dtype in accepted else f"{label} is {info.dtype}; expected {' or '.join(accepted)}{hint}"
 
     def _scale_problem(self, shape: tuple[int, ...]) -> str | None:
-        """shape: of the part's values."""
+        """Return a message about a shape, slice or scale that the part's quantised format does not allow, or None.
+
+        shape: the shape of the part's unpacked values
+        """
         info, label = self.part.info, self.part.label
         if len(shape) != 2:
             return f"{label} is {info}; only a matrix can be quantised"
@@ -168,8 +190,13 @@ def parts_of_checkpoint(
     name_of: Callable[[str], str],
     cut: PartsOf,
 ) -> dict[str, Part]:
-    """The parts of the checkpoint's tensors by the targets' names, in the order of the files. Adds to `problems`
-    tensors that `name_of` or `cut` refuses, and names that come twice."""
+    """Return {target's name: part} for the checkpoint's tensors, in the order of the files.
+
+    problems: receives a message for each tensor that `name_of` or `cut` refuses, and for each duplicate name
+    skip: returns True for the name of a tensor that is ignored
+    name_of: turns the name of a checkpoint's tensor into the target's
+    cut: returns the parts of a checkpoint's tensor
+    """
     parts: dict[str, Part] = {}
     for stored, whole in checkpoint.tensors.items():
         if skip(stored):
@@ -192,9 +219,12 @@ def parts_of_checkpoint(
 def make_plan(
     wanted: dict[str, Target], parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool | None = None
 ) -> list[Step]:
-    """How to make all targets, in the order of the files. Adds to `problems` what prevents it.
+    """Return the steps that make all targets, in the order of the files.
 
-    A weight of dtype e4m3 or int8 is quantised if its scale is a target too. Its scales come with it.
+    wanted: the targets, by name. An e4m3 or int8 target is quantised if its scale is a target too. The step that makes
+    the target also makes its scales
+    parts: the checkpoint's parts, by target name
+    problems: receives a message for each target, part or step that is wrong
     use_ue8m0: whether the scales of float weights that become FP8 are powers of two; None: such weights are a problem
     """
     kinds = {name: _kind(name, wanted) for name in wanted}
@@ -233,12 +263,12 @@ def make_plan(
 
 
 def _kind(name: str, wanted: dict[str, Target]) -> str | None:
-    """How a target is quantised."""
+    """Return the quantised format of a target: "FP8", "FP4" or None."""
     if name + SCALE_SUFFIX not in wanted:
         return None
     return {torch.float8_e4m3fn: "FP8", torch.int8: "FP4"}.get(wanted[name].dtype)
 
 
 def _values(shape: tuple[int, ...], per_column: int) -> tuple[int, ...]:
-    """The shape of a tensor's values, where a column holds several."""
+    """Return the shape of a tensor after unpacking. per_column: values in each stored column."""
     return (*shape[:-1], shape[-1] * per_column) if shape else shape

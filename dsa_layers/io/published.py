@@ -1,4 +1,4 @@
-"""Checkpoints in a family's published format: their tensors, derived from the model, and the bytes of each."""
+"""Derive the tensors of a checkpoint in a family's published format from the model, and convert values to them."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.models.registry import family
 from dsa_layers.untrusted_files import read_json_object
 
-# Tensor's name -> (shape, safetensors' name of the dtype).
+# {tensor's name: (shape, dtype's name in safetensors)}
 Manifest = dict[str, tuple[tuple[int, ...], str]]
 Storage = Literal["bf16", "fp8", "fp4"]
 STORAGES: tuple[Storage, ...] = ("bf16", "fp8", "fp4")
@@ -38,18 +38,19 @@ _DRAFTER = "drafter."
 _FIRST_EXPERT = ".experts.0."
 _KINDS = {"F8_E4M3": "FP8", "I8": "FP4"}
 
-# What a published multi-token-prediction layer holds copies of.
+# {end of a tensor's name in a published multi-token-prediction layer: the main model's tensor that it copies}
 _COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 _COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})")
 ORIGINALS = frozenset(_COPIED.values())
 
 
 def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) -> Manifest:
-    """Return the tensors of a checkpoint in the published format: the main model's, then those of each
-    multi-token-prediction layer. A scale follows its weight, and an expert's tensors follow each other.
+    """Return the tensors of a checkpoint in the published format: first the main model's tensors, then the tensors of
+    each multi-token-prediction layer. Each scale follows its weight, and the tensors of an expert are contiguous.
 
-    fp4_experts: whether routed experts are FP4; None: as `config` says. Without `config.quantization` all weights are
-    BF16. An early published configuration has quantisation and does not name the experts' dtype, which is FP4.
+    fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization` all weights are
+    BF16. With quantisation experts are FP4 unless `config` says "fp8": one early published configuration has FP4
+    experts and does not name their dtype.
     """
     fp8 = config.quantization is not None
     if fp4_experts is None:
@@ -74,7 +75,7 @@ def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) 
 
 
 def _model_tensors(model: CheckpointModel, published: PublishedFormat) -> Manifest:
-    """The tensors by the model's names, but of the routed experts only the first of each layer."""
+    """Return the tensors under the model's names. From each layer's routed experts, include only the first."""
     found = {}
     for name, tensor in model.state_dict().items():
         shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
@@ -95,7 +96,7 @@ def _model_tensors(model: CheckpointModel, published: PublishedFormat) -> Manife
 
 
 def _all_experts(manifest: Manifest, experts: int) -> Manifest:
-    """The manifest with the tensors of all routed experts, which have the same shapes as those of the first."""
+    """Return the manifest with the tensors of all routed experts. All experts have the shapes of the first expert."""
     tensors = {}
     for is_expert, group in groupby(manifest.items(), lambda item: _FIRST_EXPERT in item[0]):
         group = list(group)
@@ -105,16 +106,18 @@ def _all_experts(manifest: Manifest, experts: int) -> Manifest:
 
 
 def copied_from(name: str) -> str | None:
-    """The tensor that the tensor `name` is a copy of, if it is one."""
+    """Return the name of the tensor that `name` is a copy of, or None if `name` is not a copy."""
     match = _COPY.fullmatch(name)
     return None if match is None else _COPIED[match[1]]
 
 
 def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str, Any], ModelConfig]:
-    """config.json's fields for weights that are stored so, and the configuration that they describe.
+    """Return config.json's fields for weights in the format `storage`, and the configuration that these fields
+    describe.
 
-    like: a directory with the model's config.json. A quantization_config that it has stays; otherwise it becomes that
-    of the family's published release. drafter: whether the files have the multi-token-prediction layers.
+    like: a directory with the model's config.json. For "fp8" and "fp4" its quantization_config is kept; if there is
+    none, the family's published release provides it
+    drafter: whether the files contain the multi-token-prediction layers
     Raises ConfigError for fields that `load_model` would refuse.
     """
     read_config(like)
@@ -131,7 +134,7 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
             found["expert_dtype"] = storage
     if not drafter:
         found["num_nextn_predict_layers"] = 0
-        if "compress_ratios" in found:  # those of the multi-token-prediction layers are at the end
+        if "compress_ratios" in found:  # the ratios of the multi-token-prediction layers are at the end
             found["compress_ratios"] = found["compress_ratios"][: found["num_hidden_layers"]]
     config = config_of(Fields(found, like / "config.json"))
     check_quantised_sizes(config, Precision.of(config, kv_cache="model"), like / "config.json")
@@ -139,14 +142,14 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
 
 
 def scales_of(manifest: Manifest) -> dict[str, str]:
-    """Quantised weight -> its scale, under the name that its family gives it."""
+    """Return {quantised weight's name: its scale's name}. Families spell the names of scales differently."""
     weights = [name for name, (_, dtype) in manifest.items() if dtype in _KINDS]
     spellings = {name: (name + SCALE_SUFFIX, name.removesuffix("weight") + "scale") for name in weights}
     return {name: next(scale for scale in names if scale in manifest) for name, names in spellings.items()}
 
 
 def shape_of_values(name: str, manifest: Manifest) -> tuple[int, ...]:
-    """The shape of a tensor before it is quantised: FP4 (I8) packs two columns in one."""
+    """Return the shape of a tensor before quantisation. FP4 (I8) packs two columns into one."""
     shape, dtype = manifest[name]
     return (shape[0], 2 * shape[1]) if dtype == "I8" else shape
 
@@ -154,10 +157,11 @@ def shape_of_values(name: str, manifest: Manifest) -> tuple[int, ...]:
 def as_published(
     name: str, values: torch.Tensor, manifest: Manifest, scales: Mapping[str, str], *, use_ue8m0: bool
 ) -> dict[str, torch.Tensor]:
-    """Convert `values` to the dtype of the manifest's tensor `name`. Return {name: tensor}, with its scale if the
-    tensor is quantised.
+    """Convert `values` to the dtype of the manifest's tensor `name`. Return {name: tensor}; for a quantised tensor the
+    dictionary also contains the scale.
 
-    scales: `scales_of` the manifest; use_ue8m0: whether FP8 scales are powers of two
+    scales: the result of `scales_of` for the manifest
+    use_ue8m0: whether FP8 scales are powers of two
     """
     dtype = manifest[name][1]
     if dtype not in _KINDS:

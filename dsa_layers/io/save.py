@@ -1,4 +1,4 @@
-"""Checkpoints in their family's published format, made of a model or of another checkpoint, and their files."""
+"""Write checkpoints in their family's published format, from a model or from another checkpoint."""
 
 import hashlib
 import json
@@ -43,8 +43,8 @@ from dsa_layers.models.precision import check_device
 from dsa_layers.models.protocols import CheckpointModel
 
 SHARD_BYTES = 5 * 10**9
-PART = ".part"  # the end of a file's name while it is written
-# Copied from the directory that a checkpoint is made like.
+PART = ".part"  # suffix of a file that is still being written
+# Files that are copied from the source directory, or from the directory `like`.
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE*")
 
 
@@ -57,19 +57,20 @@ def save_model(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = True,
 ) -> None:
-    """Write a checkpoint that `load_model` reads: safetensors files with their index, tokenizer and config.json.
+    """Write a checkpoint that `load_model` reads: safetensors files, their index, tokenizer files and config.json.
 
-    model        of any family, with float weights, of any dtype and on any device
-    directory    new or without weights; it may be `like`
-    like         a directory with the model's config.json, whose tokenizer files are copied
-    dtype        "fp8": projections and experts in blocks of 128 x 128, with the scales that `like` has; "fp4": experts
-                 in FP4, other projections in FP8; "bf16". Tensors that are never quantised get the dtype that the
-                 family publishes them in
-    shard_bytes  bytes of a file, at most; at least one tensor is in it
+    model        a model of any family with float weights, of any dtype and on any device
+    directory    a directory that does not exist or holds no weights; it may be `like`
+    like         a directory with the model's config.json; its tokenizer files are copied
+    dtype        "fp8": projections and experts in FP8 with 128 x 128 blocks, and scales in the format that the
+                 config.json of `like` names; "fp4": experts in FP4, other projections in FP8; "bf16": all weights in
+                 BF16. Tensors that are never quantised keep the family's published dtype
+    shard_bytes  maximum bytes per file; a larger tensor has a separate file
+    progress     True: show a progress bar on a terminal
 
     A model without a drafter is saved without multi-token-prediction layers.
-    Raises TypeError or ValueError that names the argument or config.json's field, also for a config.json of another
-    model. Then nothing is written.
+    Raises TypeError or ValueError, which names the argument or the field of config.json, also if config.json describes
+    another model. No file is written in these cases.
     """
     directory, like = path_of("directory", directory), path_of("like", like)
     check_choice("dtype", dtype, STORAGES)
@@ -90,7 +91,8 @@ def save_model(
     def make(stored: str) -> dict[str, torch.Tensor]:
         value = values[model.name_of(stored)].detach()
         made = as_published(stored, value, manifest, scales, use_ue8m0=config.use_ue8m0)
-        # A drafter shares the embedding and the head; a file does not.
+        # Clone values that are still the model's memory: a drafter shares the embedding and the head, but safetensors
+        # files cannot contain tensors that share memory.
         return {name: x.cpu() if x.data_ptr() != value.data_ptr() else x.cpu().clone() for name, x in made.items()}
 
     files = split_into_files(manifest, shard_bytes)
@@ -106,19 +108,22 @@ def convert_checkpoint(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> None:
-    """Write the checkpoint `source` into `directory` with weights in `dtype`, one file at a time.
+    """Convert the checkpoint `source` to weights in `dtype`, and write it to `directory`, one file at a time.
 
     source       a checkpoint that `load_model` reads, or a hub id
-    directory    new or without weights, or one in which the same call was interrupted: its finished files stay
-    dtype        "fp8": projections and experts in FP8; "fp4": experts in FP4, other projections in FP8; "bf16". A
-                 weight that has this dtype is copied, and FP4 becomes FP8 without loss. Tensors that are never
-                 quantised get the dtype that the family publishes them in
-    shard_bytes  bytes of a file, at most; at least one tensor is in it, and in memory
-    device       where weights are cast; None: the GPU where there is one, else the CPU
+    directory    a directory that does not exist or holds no weights. It may also be the directory of an interrupted
+                 call with the same arguments; the call then continues and keeps the finished files
+    dtype        "fp8": projections and experts in FP8; "fp4": experts in FP4, other projections in FP8; "bf16": all
+                 weights in BF16. A weight that already has this dtype is copied. FP4 is converted to FP8 without loss.
+                 Tensors that are never quantised keep the family's published dtype
+    shard_bytes  maximum bytes per file; a larger tensor has a separate file. The tensors of one file are in memory
+    device       the device that casts weights; None: the GPU if there is one, else the CPU
+    progress     True: show a progress bar on a terminal
 
-    config.json describes the new weights, and is written last. Tokenizer files are copied.
-    Raises ConfigError or CheckpointError for what `load_model` would refuse, for tensors that are missing or
-    unexpected, and ValueError or TypeError that names any other argument. Then nothing is written.
+    config.json describes the new weights and is written last. Tokenizer files are copied.
+    Raises ConfigError or CheckpointError if `load_model` would refuse `source`, or if tensors are missing or
+    unexpected. Raises ValueError or TypeError, which names the argument, for any other wrong argument. No file is
+    written in these cases.
     """
     directory = path_of("directory", directory)
     check_choice("dtype", dtype, STORAGES)
@@ -137,7 +142,7 @@ def convert_checkpoint(
         main = published_manifest(without_drafter[1], fp4_experts=dtype == "fp4")
         if not any(name in parts for name in manifest if name not in main):
             (fields, config), manifest = without_drafter, main
-    # Nothing reads the copies of the embedding and the head, and some checkpoints do not have them.
+    # Omit copies of the embedding and the head that the source does not contain: no loader reads these copies.
     manifest = {name: entry for name, entry in manifest.items() if name in parts or copied_from(name) is None}
     published = {weight + SCALE_SUFFIX: scale for weight, scale in scales_of(manifest).items()}
     names = {scale: name for name, scale in published.items()}
@@ -159,13 +164,13 @@ def convert_checkpoint(
 
 
 def _with_scale_suffix(name: str) -> str:
-    """The name of a tensor, in which a scale has one of its two spellings: x.weight_scale_inv, not x.scale."""
+    """Return a tensor's name with the spelling x.weight_scale_inv for scales. Some families spell it x.scale."""
     return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
 
 
 def split_into_files(manifest: Manifest, most: int = SHARD_BYTES) -> dict[str, list[str]]:
-    """File name -> the tensors in it, a weight always together with its scale. A file has at most `most` bytes, or one
-    tensor with its scale."""
+    """Return {file name: the names of its tensors}. A file has at most `most` bytes, or contains only one tensor. A
+    weight and its scale are in the same file and count as one tensor."""
     scales = scales_of(manifest)
     of_weights = {*scales.values()}
     groups: list[list[str]] = []
@@ -197,16 +202,20 @@ def write_shards(
     made_from: str = "",
     progress: bool = True,
 ) -> None:
-    """Write the index if there are several files, the files, copies of the tokenizer's files in the directory `like`,
-    and config.json with `fields`. config.json comes last, so a directory with a config.json is complete.
+    """Write a checkpoint into `directory`: the index if there are several files, the safetensors files, the tokenizer
+    files and config.json. config.json is written last, so a directory that contains it is complete.
 
-    files      the tensors of the manifest in each file (`split_into_files`)
-    make       a weight's name -> the tensor, and its scale if it has one
-    made_from  identifies the source of the tensors, in the index. If the directory's index has the same mark, files
-               that exist are not written again: after an interruption the same call continues. Empty: no mark
+    manifest   the tensors of the checkpoint
+    files      {file name: the names of its tensors} (`split_into_files`)
+    make       a function from a weight's name to {name: tensor} of the weight and, if it is quantised, its scale
+    fields     the fields of config.json
+    like       the directory whose tokenizer files are copied
+    made_from  an identifier of the tensors' source, stored in the index; "": no identifier. If the directory's index
+               already has this identifier, existing files are kept, so an interrupted call can be repeated
+    progress   True: show a progress bar on a terminal
 
-    At most one file's tensors are in memory at a time.
-    Raises ValueError for a directory with other weights.
+    Only the tensors of one file are in memory at a time.
+    Raises ValueError if the directory holds other weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     present = {path.name for path in directory.glob("*.safetensors")}
@@ -222,7 +231,7 @@ def write_shards(
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(directory / INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
     else:
-        (directory / INDEX_NAME).unlink(missing_ok=True)  # without weights it describes nothing
+        (directory / INDEX_NAME).unlink(missing_ok=True)  # remove the stale index of weights that no longer exist
     scales = {*scales_of(manifest).values()}
     with tqdm(
         total=sum(sizes.values()), unit="B", unit_scale=True, desc="Writing", disable=None if progress else True
@@ -240,7 +249,8 @@ def write_shards(
 
 
 def files_made_from(directory: Path, made_from: str) -> set[str]:
-    """The files in the index that `write_shards` has written with this mark; none if the index has another mark."""
+    """Return the file names in the index if the index has the identifier `made_from` (`write_shards`), else an empty
+    set."""
     try:
         index = json.loads((directory / INDEX_NAME).read_bytes())
         return set(index["weight_map"].values()) if index["metadata"]["made_from"] == made_from else set()
@@ -249,8 +259,8 @@ def files_made_from(directory: Path, made_from: str) -> set[str]:
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file under a temporary name, and rename it once it is complete. It gets the permissions of a
-    new file, because the safetensors library would set others."""
+    """Write a safetensors file under a temporary name, and rename it once it is complete. The file has the default
+    permissions of a new file; the safetensors library would set other permissions."""
     part = path.with_name(path.name + PART)
     part.touch()
     mode = part.stat().st_mode

@@ -1,6 +1,6 @@
-"""How checkpoints and models store tensors: names, dtypes, FP4, and all experts of a layer in one tensor.
+"""Names, dtypes, FP4 conversion and slices of the tensors of checkpoints and models.
 
-`dsa.widen_fp4` explains FP4.
+`dsa.widen_fp4` describes the FP4 format.
 """
 
 import re
@@ -12,7 +12,7 @@ from dsa.reference.gemm.fp4_cast import E2M1, GROUP, LOWEST_EXPONENT, e2m1_group
 from dsa_layers.errors import CheckpointError
 
 SCALE_SUFFIX = "_scale_inv"
-BLOCK_SCALE_SUFFIX = "_block_scale"  # of a tensor that a model has in addition to an FP4 weight, and no checkpoint has
+BLOCK_SCALE_SUFFIX = "_block_scale"  # scales that a model derives from an FP4 weight; no checkpoint contains them
 
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 DTYPES = FLOATS | {
@@ -28,7 +28,7 @@ DTYPES = FLOATS | {
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
-# A part of a tensor: an index or a slice per leading dimension. () is the whole tensor.
+# A slice of a tensor: an int or a slice object per leading dimension. () is the whole tensor.
 Index = tuple[int | slice, ...]
 
 _FUSED = re.compile(
@@ -37,23 +37,26 @@ _FUSED = re.compile(
 
 
 def quantize(values: torch.Tensor, kind: str, *, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(quantised weight, scale). kind: "FP4" or "FP8"; use_ue8m0: FP8 scales are powers of two."""
+    """Return (quantised weight, scale). kind: "FP4" or "FP8"; use_ue8m0: whether FP8 scales are powers of two."""
     return quantize_fp4(values) if kind == "FP4" else per_block_cast_to_fp8(values, use_ue8m0)
 
 
 def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """w[..., i, j] = e2m1[..., i, j] * scale[..., i, j // 32], in `dtype`: exact in any that has the range.
+    """Return w[..., i, j] = e2m1[..., i, j] * scale[..., i, j // 32] in `dtype`, shape [..., O, I].
 
-    packed: [..., O, I / 2] int8 or uint8; scale: [..., O, I / 32] float8_e8m0fnu. Returns [..., O, I].
+    The result is exact if the range of `dtype` includes it.
+    packed: [..., O, I / 2] int8 or uint8; scale: [..., O, I / 32] float8_e8m0fnu
     """
     return (e2m1_groups(packed) * scale.float()[..., None]).flatten(-2).to(dtype)
 
 
 def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed [O, I / 2] int8, scale [O, I / 32] float8_e8m0fnu): `dequantize_fp4` gives the values nearest to weight.
+    """Round a weight to FP4. Return (packed [O, I / 2] int8, scale [O, I / 32] float8_e8m0fnu).
 
-    weight: float [O, I], finite, with I a multiple of 32. A group's scale is the least power of two with which 6
-    reaches its largest magnitude, 1 if all are zero; halfway between two values the smaller magnitude is taken.
+    weight: float [O, I], finite; I is a multiple of 32
+    The scale of a group of 32 columns is the smallest power of two s, at least 2^-126, for which 6 * s is at least the
+    group's largest magnitude. The scale of a group of zeros is 1. Values are rounded to the nearest FP4 value, and ties
+    to the smaller magnitude.
     """
     groups = weight.float().unflatten(1, (-1, GROUP))
     mantissa, exponent = torch.frexp(groups.abs().amax(-1) / E2M1[-1].item())
@@ -66,14 +69,15 @@ def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None) -> dict[str, Index]:
-    """The tensors that the tensor `name` consists of, each with its slice; () is all of it.
+    """Split a tensor of all experts into one tensor per expert and projection. Return {name of a part: its slice}. For
+    any other tensor, return {name: ()}, where () is the whole tensor.
 
-    `experts.gate_up_proj` [E, 2 I, H] holds `experts.e.gate_proj.weight` above `experts.e.up_proj.weight`.
-    `experts.down_proj` [E, H, I] holds `experts.e.down_proj.weight`. Tensors with `_scale_inv` hold the scales, for
-    blocks of any size. Tensors with `_block_scale` hold what a model has in addition to FP4 weights. Any other tensor
-    consists of itself.
-    experts: the required E, where it is known: a header of a few bytes can claim 10^9 experts. Raises CheckpointError
-    for another shape.
+    `experts.gate_up_proj` [E, 2 I, H] contains, for each expert e, the rows of `experts.e.gate_proj.weight` and then
+    the rows of `experts.e.up_proj.weight`. `experts.down_proj` [E, H, I] contains `experts.e.down_proj.weight`. Tensors
+    with the suffix `_scale_inv` contain the weights' scales, for blocks of any size. Tensors with the suffix
+    `_block_scale` contain the additional block scales of a model's FP4 weights.
+    experts: the required E, or None for any E. Callers pass a known E, because a corrupt header can claim 10^9 experts
+    Raises CheckpointError for another shape.
     """
     match = _FUSED.fullmatch(name)
     if match is None:
@@ -93,6 +97,6 @@ def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None)
 
 
 def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """The shape of the slice `index` of a tensor."""
+    """Return the shape of the slice `index` of a tensor."""
     kept = (len(range(*place.indices(n))) for n, place in zip(shape, index) if isinstance(place, slice))
     return (*kept, *shape[len(index) :])

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer and the chat template of a checkpoint."""
+"""Convert text to token ids and back, and apply chat templates, with a checkpoint's tokenizer files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -14,29 +14,29 @@ from dsa_layers.io.chat_template import FORMATS, NEEDED, format_source, render
 from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import is_there, read_json_object, read_text
 
-# Bytes. The largest published tokenizer.json has 35 MB.
+# Maximum file sizes in bytes. The largest published tokenizer.json has 35 MB.
 _MAX_TOKENIZER = 2**26
 _MAX_CONFIG = 2**23
 _MAX_TEMPLATE = 2**20
 
-_REPLACEMENT = "\ufffd"  # what a decoder writes for the bytes of half a character
+_REPLACEMENT = "\ufffd"  # a decoder returns it for the bytes of an incomplete character
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint's directory or hub id: tokenizer.json, and tokenizer_config.json for its special
-    tokens.
+    """The tokenizer of a checkpoint's directory or hub id. It reads tokenizer.json, and the special tokens from
+    tokenizer_config.json.
 
-    bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
-    special_tokens: the texts of the tokens that `decode` leaves out.
+    bos_token_id, eos_token_id: the ids of these tokens; None if tokenizer_config.json does not name the token.
+    special_tokens: the texts of the tokens that `decode` omits.
     has_chat_template: whether `apply_chat_template` has a template.
-    The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`, a
-    string. It is a program that comes with the checkpoint and
-    runs in jinja2's sandbox. It is compiled when it is first used.
-    A checkpoint without a template has our template for its config.json's `model_type` ("deepseek_v32" or
-    "deepseek_v4"), if the tokenizer has the format's tokens.
-    tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
-    Raises TokenizerError (a ValueError) that names the file that is missing or malformed.
+    The chat template is the file chat_template.jinja if it exists, else the string `chat_template` in
+    tokenizer_config.json. It is a program from the checkpoint and runs in jinja2's sandbox. It is compiled when it is
+    first used.
+    For a checkpoint without a template, dsa's template for the `model_type` in config.json ("deepseek_v32" or
+    "deepseek_v4") is used if the tokenizer has all tokens of the template.
+    The padding and truncation in tokenizer.json are disabled, so a prompt is encoded whole.
+    Raises TokenizerError (a ValueError), which names the file, if a file is missing or malformed.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
@@ -62,15 +62,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, special ones included. The model may have more rows than that."""
+        """The number of tokens, including special tokens. The model's embedding may have more rows."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens that are spelled out in it become their ids.
+        """Return the token ids of `text`. Special tokens that the text spells out are encoded as their ids.
 
-        add_bos puts the beginning-of-sequence id in front if there is one and the text does not begin with it already.
-        What tokenizer.json would itself add around a text is left out, so BOS never comes twice and EOS never at all.
-        Raises TokenizerError if the tokenizer cannot encode it, TypeError for what is no text.
+        add_bos: whether to insert the BOS id at the start, if the tokenizer has one and the ids do not begin with it
+        The tokens that tokenizer.json's post-processor would add are not added, so BOS is never added twice and EOS
+        is never added.
+        Raises TokenizerError if the tokenizer cannot encode the text, and TypeError if `text` is not a string.
         """
         instance("text", text, str, "a string")
         with _failures(f"{self._path}: cannot encode a text of {len(text)} characters"):
@@ -80,9 +81,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens and ids that are no token. Invalid UTF-8 becomes U+FFFD.
+        """Return the text of `ids`. Special tokens and unknown ids are omitted. Invalid UTF-8 becomes U+FFFD.
 
-        Raises TokenizerError if the tokenizer cannot decode them, TypeError for what is no list.
+        Raises TokenizerError if the tokenizer cannot decode the ids, and TypeError if `ids` is not a list.
         """
         if isinstance(ids, str | bytes) or not isinstance(ids, Sized):
             raise TypeError(f"ids: must be a list of token ids, got {shown(ids)}")
@@ -90,7 +91,7 @@ class Tokenizer:
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def stream(self) -> "StreamDecoder":
-        """A decoder for ids that come one by one."""
+        """Return a decoder that takes one id at a time."""
         return StreamDecoder(self.decode)
 
     def apply_chat_template(
@@ -101,14 +102,15 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template.
+        """Render `messages`, each {"role": ..., "content": ...}, with the chat template. Return the prompt as text,
+        which begins with BOS.
 
-        add_generation_prompt ends it where the assistant's answer begins. The prompt begins with BOS, as text.
+        add_generation_prompt: whether to end the prompt with the tokens that begin an answer of the assistant.
         tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
-        variables: the template's variables. The templates of DeepSeek-V3.2 and V4 have `thinking` or
-        `enable_thinking`, and `drop_thinking`; that of V4 `reasoning_effort` too (`chat_formats`).
-        Raises TokenizerError if there is no template, if it refuses the messages or fails, and if it does not know a
-        variable.
+        variables: further variables of the template. dsa's templates for DeepSeek-V3.2 and V4 have `thinking` or
+        `enable_thinking`, and `drop_thinking`. The template for V4 also has `reasoning_effort` (`chat_formats`).
+        Raises TokenizerError if there is no template, if the template refuses the messages or fails, or if it does not
+        read a variable.
         """
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise TokenizerError(f"messages: must be a list, got {shown(messages)}")
@@ -131,20 +133,22 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids one by one. All pieces joined, with the piece of `flush`, are the text of all ids.
+    """A decoder that takes one id at a time. The concatenation of all returned pieces, including the piece of `flush`,
+    is the text of all ids.
 
-    A character can span several tokens, so text that ends in U+FFFD is held back until a token completes it. The
-    previous piece's tokens are decoded again with the new ones, because the first token of a text can be special: some
-    decoders strip its space.
+    A character can span several tokens, so the decoder holds back text that ends in U+FFFD until a token completes the
+    character. The decoder decodes the previous piece's tokens again together with the new tokens, because some
+    tokenizers strip the leading space of a text's first token.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        """decode: turns ids into text, such as `Tokenizer.decode`."""
+        """decode: a function from ids to text, such as `Tokenizer.decode`"""
         self._decode = decode
         self._start()
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes: often a word, "" for a special token or half a character."""
+        """Return the text that `token_id` completes, often a word. Return "" for a special token or an incomplete
+        character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(_REPLACEMENT) or len(text) <= self._shown:
@@ -155,20 +159,21 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return the text still held back: U+FFFD if the ids ended inside a character. The decoder then starts anew."""
+        """Return the held-back text, which is U+FFFD if the ids end inside a character. Reset the decoder for another
+        text."""
         piece = self._decode(self._ids)[self._shown :]
         self._start()
         return piece
 
     def _start(self) -> None:
-        self._ids: list[int] = []  # the tokens of the previous piece, then tokens that have no text yet
+        self._ids: list[int] = []  # the tokens of the previous piece, then the tokens whose text is held back
         self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
 
 
 @contextmanager
 def _failures(problem: str) -> Iterator[None]:
-    """Turn the exceptions of the tokenizers library into TokenizerError. The library raises Exception itself; a panic
-    of its Rust code is no subclass of Exception."""
+    """Convert exceptions of the tokenizers library to TokenizerError. The library raises the base class Exception, and
+    a panic of its Rust code raises PanicException, which does not derive from Exception."""
     try:
         yield
     except BaseException as error:
@@ -178,7 +183,7 @@ def _failures(problem: str) -> Iterator[None]:
 
 
 def _token_text(path: Path, name: str, value: Any) -> str:
-    """A special token's text, written as a string or as {"content": ...}."""
+    """Return the text of a special token. value: the field of tokenizer_config.json, a string or {"content": ...}."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
         raise TokenizerError(
@@ -188,7 +193,7 @@ def _token_text(path: Path, name: str, value: Any) -> str:
 
 
 def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str]) -> tuple[Path, str | None]:
-    """Return the file of the chat template, and the template, or None without one.
+    """Return the path of the chat template and its text. The text is None if there is no template.
 
     config: the fields of tokenizer_config.json
     tokens: the tokenizer's added tokens

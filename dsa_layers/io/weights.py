@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, read into a model, or into a rank's part of one."""
+"""Load a checkpoint's weights into a model, or into one rank's part of a model."""
 
 import re
 from collections.abc import Callable
@@ -34,30 +34,33 @@ def load_weights(
     stored_parts_of: PartsOf | None = None,
     progress: bool = True,
 ) -> None:
-    """Give `model`, built on the meta device, the tensors of the checkpoint `source` (or its directory), on `device`.
+    """Load the tensors of the checkpoint `source`, or of its directory, into `model` on `device`. The model must be on
+    the meta device.
 
-    skip             whether a checkpoint tensor is treated as absent
-    name_of          turns a checkpoint tensor's name into the model's
-    parts_of         gives the parts of a model tensor, by its name and shape, and those of a checkpoint tensor. A part
-                     of the model is made of the checkpoint's part of the same name
-    stored_parts_of  gives the parts of a checkpoint tensor instead
-    progress         show one bar over all bytes that are read
+    skip             returns True for the name of a checkpoint tensor that is ignored
+    name_of          turns the name of a checkpoint tensor into the model's name
+    parts_of         returns the parts of a tensor from its name and shape; it is called for tensors of the model and,
+                     without `stored_parts_of`, of the checkpoint. The loader makes each part of the model from the
+                     checkpoint's part of the same name
+    stored_parts_of  if given, returns the parts of a checkpoint tensor in place of `parts_of`
+    progress         True: show one progress bar for all bytes on a terminal
 
     `name_of` and the function for checkpoint tensors may raise CheckpointError, with the reason, to refuse a tensor.
-    Non-persistent buffers are left alone. A model tensor of dtype
-    - float8_e4m3fn with a model tensor `<name>_scale_inv` takes an F8_E4M3 matrix as it is, or packed FP4, widened
-      without loss (`dsa.widen_fp4`);
-    - int8 with `<name>_scale_inv` takes packed FP4 as it is; if the model has `<name>_block_scale` too, it gets the
-      scales of `dsa.fp4_block_scales`;
-    - bf16, fp16, fp32 or fp64 takes a float tensor, cast, or an F8_E4M3 or FP4 matrix, dequantised;
-    - any other takes its own dtype only.
-    The checkpoint's scale of a quantised matrix is called `<name>_scale_inv`. FP8 has one scale per 128 x 128 block,
-    F32 or F8_E8M0; FP4 (I8 of [O, I / 2], or F4) one F8_E8M0 per 32 columns.
+    Non-persistent buffers stay unchanged. The dtype of a model tensor determines which checkpoint tensors it accepts:
+    - float8_e4m3fn, if the model has `<name>_scale_inv`: an F8_E4M3 matrix, which is copied, or packed FP4, which is
+      widened to FP8 without loss (`dsa.widen_fp4`);
+    - int8, if the model has `<name>_scale_inv`: packed FP4, which is copied. If the model has `<name>_block_scale`,
+      `dsa.fp4_block_scales` computes it;
+    - bf16, fp16, fp32 or fp64: a float tensor, which is cast, or an F8_E4M3 or FP4 matrix, which is dequantised;
+    - any other dtype: a tensor of this dtype.
+    The checkpoint's scale of a quantised matrix is named `<name>_scale_inv`. FP8 has one F32 or F8_E8M0 scale per
+    128 x 128 block. FP4 (I8 of [O, I / 2], or F4) has one F8_E8M0 scale per 32 columns.
 
-    Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint` and for tensors that are
-    missing, unexpected, refused, there twice, or of the wrong shape or dtype: these checks precede the first read, and
-    one error lists all problems. Also for a model larger than the memory of `device`, if a file then cannot be read, or
-    for a block of FP4 weights that e4m3 cannot hold, also of weights that stay FP4: products use them as e4m3.
+    Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint`, and for tensors that are
+    missing, unexpected, refused, duplicated, or of the wrong shape or dtype. These checks precede the first read, and
+    one error lists all problems. Raises CheckpointError also if the model is larger than the memory of `device`, if a
+    file cannot be read, or if e4m3 cannot represent a block of FP4 weights. The last error also applies to weights
+    that stay FP4, because matrix products convert them to e4m3.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems: list[str] = []
@@ -88,7 +91,7 @@ def load_weights(
 
 
 def read_step(checkpoint: Checkpoint, step: Step, device: str | torch.device) -> dict[str, torch.Tensor]:
-    """Read the step's parts and make its tensors. Raises CheckpointError if a part cannot be read or quantised."""
+    """Read the parts of a step and make its tensors. Raises CheckpointError if a part cannot be read or converted."""
     tensors = [checkpoint.read(part.stored, device, part.index) for part in step.parts]
     try:
         return step.make(*tensors)
@@ -98,7 +101,8 @@ def read_step(checkpoint: Checkpoint, step: Step, device: str | torch.device) ->
 
 
 def _place(tensor: torch.Tensor, target: Target, loaded: dict[str, torch.Tensor]) -> None:
-    """Put a target's tensor into the model's tensor, which may consist of several targets."""
+    """Store a target's tensor in `loaded`, whole or as a slice of the model's tensor. Several targets can be slices of
+    one tensor of the model."""
     if not target.index:
         loaded[target.name] = tensor
         return
@@ -108,9 +112,11 @@ def _place(tensor: torch.Tensor, target: Target, loaded: dict[str, torch.Tensor]
 
 
 class RankParts:
-    """Two functions for `load_weights`. Both number experts as the checkpoint does.
+    """The functions `parts_of` and `stored_parts_of` of `load_weights` for one rank. Both use the checkpoint's expert
+    numbers in the names of parts.
 
-    cuts: of the model; experts: of all ranks
+    cuts: {parameter's name: its cut} of the model (`split`)
+    experts: the number of experts per layer, over all ranks
     """
 
     def __init__(self, cuts: dict[str, Cut], experts: int, ranks: Ranks) -> None:
@@ -119,26 +125,28 @@ class RankParts:
         self._own = range(ranks.rank * each, (ranks.rank + 1) * each)
 
     def of_model(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        """The parts of a tensor of the rank's model, whose experts are the rank's own."""
+        """Return the parts of a tensor of this rank's model, which contains only the experts of this rank."""
         parts = split_experts(name, shape, experts=len(self._own))
         return {_renumbered(part, self._own.start): index for part, index in parts.items()}
 
     def of_checkpoint(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        """The parts of a checkpoint's tensor that the rank reads, none of another rank's experts."""
+        """Return the parts of a checkpoint tensor that this rank reads. Experts of other ranks are omitted."""
         parts = split_experts(name, shape, experts=self._experts)
         parts = {part: index for part, index in parts.items() if self._is_read(part)}
-        if parts != {name: ()}:  # all experts in one tensor, or another rank's expert
+        if parts != {name: ()}:  # a tensor of all experts, or nothing because the expert is on another rank
             return parts
         cut = self._cut(name, shape)
         return {name: () if cut is None else cut.part(self._rank)}
 
     def _is_read(self, name: str) -> bool:
-        """False for the experts of other ranks. A number beyond all experts is read, and found to be unexpected."""
+        """Return False for experts of other ranks. Return True for an expert number that is too large, so that
+        `make_plan` reports an unexpected tensor."""
         match = _OF_EXPERT.fullmatch(name)
         return match is None or int(match[2]) in self._own or int(match[2]) >= self._experts
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """The cut of a tensor, or of the scales of an FP8 weight that the model has without scales."""
+        """Return the cut of a tensor, or None if the tensor is not cut. For the scales of an FP8 weight that the model
+        dequantises, derive the cut from the weight's cut."""
         cut = self._cuts.get(name)
         if cut is None:
             cut = self._cuts.get(name.removesuffix(SCALE_SUFFIX))

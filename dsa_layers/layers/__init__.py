@@ -1,1 +1,1 @@
-"""Drop-in `nn.Module`s, one idea a file."""
+"""Drop-in `nn.Module` layers, one kind of layer per file."""

@@ -19,33 +19,36 @@ from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 
 class TrainingStage(Protocol):
-    """What layers report their losses to while their indexers are trained. name: "warmup" or "sparse"."""
+    """The training stage of indexers. Each layer reports its indexer's loss to it. name: "warmup" or "sparse"."""
 
     name: str
 
     def add(self, kl: torch.Tensor, batch: TokenBatch) -> None:
-        """kl fp32 [T]: a layer's loss of every token of the batch."""
+        """Record the loss of one layer. kl: fp32 [T], the loss of each token of the batch."""
 
 
 class DSAAttention(nn.Module):
-    """MLA over all keys while every sequence has at most the indexer's top_k, over the selected ones beyond.
+    """Multi-head latent attention (MLA) over the keys that an indexer selects. If every sequence has at most top_k
+    keys, the layer attends to all keys.
 
     A token has the latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
     Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents: W_UK is absorbed into the
     queries and W_UV into the outputs, so that all heads share one key.
-    Without an indexer (IndexShare) a layer attends to the keys that the last layer with one attended to.
+    A layer without an indexer (IndexShare) attends to the keys of the last layer that has an indexer.
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
-    batch: packed sequences, whole ones without a cache. selected: int32 [T, top_k], the keys that the layer attended
-    to, as rows of x, then -1; None if it attended to all. A layer without an indexer takes it from the layer before.
-    This class has gradients and takes no cache. `dsa_layers.fuse` turns it into `PagedAttention`, which takes a cache
-    and has no gradients.
-    Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
+    batch: complete packed sequences. selected: int32 [T, top_k], the keys that the layer attended to, as rows of x,
+    padded with -1; None if the layer attended to all keys. A layer without an indexer takes the `selected` that the
+    previous layer returned.
+    This class supports gradients but no cache. `dsa_layers.fuse` converts it to `PagedAttention`, which supports a
+    cache but no gradients.
+    Parameters have the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
-    Raises TypeError or ValueError that names the argument, in passes without a look at what tensors hold.
-    Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1. IndexShare: arXiv 2603.12201.
+    The constructor and `forward` raise TypeError or ValueError that names the argument. `forward` does not check the
+    values of tensors.
+    Source: `MLA` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1. IndexShare: arXiv 2603.12201.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class DSAAttention(nn.Module):
         if indexer is not None:
             check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
         self.indexer = indexer
-        # Set while the indexer is trained.
+        # The stage while the indexer is trained, else None.
         self.indexer_stage: TrainingStage | None = None
 
     def forward(
@@ -116,25 +119,27 @@ class DSAAttention(nn.Module):
         return self.o_proj(self._attend(q, kv, selected, batch).flatten(-2)), selected
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
-        """Raises TypeError or ValueError for arguments that no pass takes."""
+        """Raise TypeError or ValueError if x does not fit the weights or `batch` is not a valid batch."""
         check_rows("x", x, self.q_a_proj)
         check_batch(batch, whole=self.indexer_stage is None)
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
-        """The keys among which the indexer selects: tokens."""
+        """Return the keys among which the indexer selects. For this layer they are the batch's tokens."""
         return batch
 
     def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """x with its last rope_dim channels rotated."""
+        """Return x with its last rope_dim channels rotated."""
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
     def _norm_and_rotate(self, kv: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """kv [T, latent + rope] as projected -> the latents and rope keys that attention reads."""
+        """Return kv [T, latent + rope] with normalised latents and rotated rope keys. kv: the output of the
+        projection."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         return self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
 
     def _select(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch) -> torch.Tensor | None:
-        """int32 [T, top_k]: the rows of kv that each token attends to, then -1; None for all that it sees."""
+        """Return int32 [T, top_k]: the rows of kv that each token attends to, padded with -1. Return None if no
+        sequence has more than top_k keys: then each token attends to all keys that it sees."""
         if batch.max_key_len <= self.indexer.top_k:
             return None
         positions = self.indexer.select(x, qr, rope, batch)
@@ -143,7 +148,7 @@ class DSAAttention(nn.Module):
     def _attend(
         self, q: torch.Tensor, kv: torch.Tensor, selected: torch.Tensor | None, batch: TokenBatch
     ) -> torch.Tensor:
-        """q [T, heads, nope + rope], kv [T, latent + rope] -> o [T, heads, v_dim]."""
+        """Compute attention: q [T, heads, nope + rope], kv [T, latent + rope] -> o [T, heads, v_dim]."""
         if selected is None:
             return causal_attention(q, *self._keys_and_values(kv), batch, self.softmax_scale)
         arguments = self._absorb(q), kv[:, None], selected[:, None], self.softmax_scale, self.kv_lora_rank
@@ -153,7 +158,8 @@ class DSAAttention(nn.Module):
     def _train(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch
     ) -> torch.Tensor:
-        """`_attend` in a pass that trains the indexer. The indexer gets detached inputs; its loss goes to the stage."""
+        """Compute attention in a pass that trains the indexer, and report the indexer's loss to the stage. The indexer
+        receives detached inputs."""
         if self.indexer_stage.name == "warmup":
             attention = WarmupAttention(q, *self._keys_and_values(kv), self.softmax_scale, batch)
         else:
@@ -164,23 +170,23 @@ class DSAAttention(nn.Module):
         return attention.out if self.indexer_stage.name == "warmup" else self._values(attention.out)
 
     def _keys_and_values(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv [T, latent + rope] -> every head's k [T, heads, nope + rope] and v [T, heads, v_dim]."""
+        """Compute k [T, heads, nope + rope] and v [T, heads, v_dim] of every head from kv [T, latent + rope]."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, -1)).split((self.nope_dim, self.v_dim), -1)
         return torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1), v
 
     def _absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """q [T, heads, nope + rope] -> the queries of the latents, [T, heads, latent + rope]."""
+        """Absorb W_UK into the queries: q [T, heads, nope + rope] -> [T, heads, latent + rope]."""
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
         w_uk, _ = self._up_projections(q.dtype)
         return torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
 
     def _values(self, latents: torch.Tensor) -> torch.Tensor:
-        """Sums of latents [T, heads, latent] -> those of the values, [T, heads, v_dim]."""
+        """Multiply attention's sums of latents [T, heads, latent] by W_UV. Return [T, heads, v_dim]."""
         return torch.einsum("thc,hvc->thv", latents, self._up_projections(latents.dtype)[1])
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
+        """Return (W_UK [heads, nope_dim, latent], W_UV [heads, v_dim, latent]) in `dtype`."""
         weight = weight_of(self.kv_b_proj, self.kv_lora_rank, dtype)
         weight = weight.unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
         return weight.split((self.nope_dim, self.v_dim), 1)

@@ -1,4 +1,4 @@
-"""Causal attention of packed sequences, by PyTorch."""
+"""Causal attention of packed sequences, computed by PyTorch's scaled_dot_product_attention."""
 
 import torch
 from torch import nn
@@ -9,12 +9,13 @@ from dsa_layers.batch.token_batch import TokenBatch
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: TokenBatch, softmax_scale: float
 ) -> torch.Tensor:
-    """o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s over the keys s that token t sees, by head and sequence.
+    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head. s runs over the keys of token t's sequence
+    that token t sees.
 
     q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
     """
     if q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
-        # Sequences of one length need no mask, so that flash attention can take all of them in one call.
+        # Sequences of equal length need no mask, so one call of flash attention computes all of them.
         by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
         out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
         return out.transpose(1, 2).flatten(0, 1)

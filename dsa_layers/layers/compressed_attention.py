@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention: a sliding window, and compressed entries of all earlier tokens, in one softmax."""
+"""DeepSeek-V4's attention: one softmax over a sliding window of tokens and compressed entries of earlier tokens."""
 
 import torch
 from torch import nn
@@ -21,17 +21,20 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 class CompressedAttention(nn.Module):
     """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over t's keys k_j.
 
-    These keys are the last `window` tokens up to t, and the compressor's entries that the indexer selects among those
-    that t may see. Without an indexer they are all entries that t may see, and without a compressor the window alone.
-    Keys are also the values.
-      qr = q_norm(wq_a x), q = wq_b qr per head, divided by its root mean square, with rope on the last dims;
-      token keys: kv_norm(wkv x) with rope on the last dims; y = wo_b(wo_a by groups of heads(o)), after the rope of o's
-      last dims is turned back by t's angle, so that only the distance to a key counts.
+    The keys of token t are the last `window` tokens up to t, and compressed entries. If the layer has an indexer, it
+    selects the entries among those that t may see; otherwise t attends to all entries that it may see. A layer without
+    a compressor has only the window. The keys are also the values.
+      qr = q_norm(wq_a x)
+      q = wq_b qr per head, divided by its root mean square, with rope on the last channels
+      key of a token = kv_norm(wkv x), with rope on the last channels
+      y = wo_b(wo_a(o)), where wo_a has one matrix per group of heads. Before wo_a, the last channels of o are rotated
+      back by the angle of t, so that the result depends only on the distance between t and its keys.
 
-    forward(x [T, hidden], rope, entry_rope, batch, cache=None) -> [T, hidden]. rope: (cos, sin) fp32 [T, rope_dim / 2]
-    of the tokens. entry_rope: of the entries that the tokens may end (`EntryView.positions`); None without a
-    compressor. batch: packed whole sequences. This class has gradients and takes no cache. `dsa_layers.fuse` turns it
-    into `PagedCompressedAttention`, which takes a cache and has no gradients.
+    forward(x [T, hidden], rope, entry_rope, batch, cache=None) -> [T, hidden]
+    rope: (cos, sin) at the tokens' positions, fp32 [T, rope_dim / 2]. entry_rope: (cos, sin) at the entries' positions
+    (`EntryView.positions`); None without a compressor. batch: complete packed sequences.
+    This class supports gradients but no cache. `dsa_layers.fuse` converts it to `PagedCompressedAttention`, which
+    supports a cache but no gradients.
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
     attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
     compressor, indexer.
@@ -90,7 +93,7 @@ class CompressedAttention(nn.Module):
         q, keys = self._rotate(q, rope), self._rotate(self.kv_norm(self.wkv(x)), rope)
         rows = batch.windows(self.window, self.window).indices
         if self.compressor is not None and self.selectable(batch).max_key_len:
-            # The tokens' keys and the entries lie in one array, of which each token has its rows.
+            # One tensor has the keys of the tokens, then the entries. `rows` are the rows that each token attends to.
             entries = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
             of_entries = self._select(x, qr, rope, entry_rope, batch)
             rows = torch.cat((rows, torch.where(of_entries < 0, -1, of_entries + len(keys))), 1)
@@ -99,27 +102,27 @@ class CompressedAttention(nn.Module):
         return self._project(out, rope, batch)
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
-        """Raises TypeError or ValueError for arguments that no pass takes."""
+        """Raise TypeError or ValueError if x does not fit the weights or `batch` is not a valid batch."""
         check_rows("x", x, self.wq_a)
         check_batch(batch)
 
     def selectable(self, batch: TokenBatch) -> EntryView:
-        """The keys among which the indexer selects: entries."""
+        """Return the keys among which the indexer selects. For this layer they are compressed entries."""
         return batch.entries(self.compressor.ratio)
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
-        """x with its last channels rotated."""
+        """Return x with its last channels rotated."""
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
-        """y of attention's results [T, heads, dim]."""
+        """Compute y [T, hidden] from attention's outputs [T, heads, dim]."""
         out = self._rotate(out, RopeAngles.of(rope).back)
         return self.wo_b(self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1))).flatten(1))
 
     def _select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, entry_rope: Angles, batch: TokenBatch
     ) -> torch.Tensor:
-        """int32 [T, K]: the entries that each token attends to, as rows among all entries packed, then -1."""
+        """Return int32 [T, K]: the rows, among all packed entries, that each token attends to, padded with -1."""
         entries = self.selectable(batch)
         if self.indexer is not None and entries.max_key_len > self.indexer.top_k:
             positions = self.indexer.select(x, qr, rope, batch, entry_rope=entry_rope)

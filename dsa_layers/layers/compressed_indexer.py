@@ -1,4 +1,4 @@
-"""DeepSeek-V4's lightning indexer: which compressed entries a query token attends to."""
+"""DeepSeek-V4's lightning indexer: it selects the compressed entries that each token attends to."""
 
 from typing import Any, ClassVar
 
@@ -13,18 +13,22 @@ from dsa_layers.layers.linear import FP32Linear, linear_fp32, make_linear
 
 
 class CompressedIndexer(KeySelection):
-    """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); each token attends to the `top_k` largest I of entries it may see.
+    """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]). Token t attends to the `top_k` entries s with the largest I[t, s]
+    among the entries that it may see.
 
-    q = wq_b(qr) per head, with rope on the last dims in interleaved pairs; k the entries of a compressor of its own;
-    w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
-    go to e4m3 with a power-of-two scale per head and entry (the published model simulates FP4, which Hopper cannot
-    multiply); the queries' scales fold into w. top_k, workspace, accumulators: as of
-    `LightningIndexer`.
+    q = wq_b(qr) per head, with rope on the last channels in interleaved pairs
+    k = the entries of the indexer's compressor
+    w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
 
-    `select` is that of `dsa_layers.layers.indexer.Indexer`. Keys are compressed entries here, and `select` takes one
-    argument more: entry_rope, (cos, sin) of the entries that the tokens may end. This indexer has no `loss`.
-    Parameters: wq_b [n_heads * head_dim, q_lora_rank], weights_proj [n_heads, hidden], compressor. Entries of equal
-    score: the first win. Selection takes no gradient.
+    If `quantize`, q and k are Hadamard-transformed and cast to e4m3. Each head of a query and each entry has one
+    power-of-two scale; the scales of the queries are multiplied into w. The published model simulates FP4, which
+    Hopper cannot multiply.
+    top_k, workspace, accumulators: see `KeySelection`.
+
+    `select` implements `dsa_layers.layers.indexer.Indexer.select` for compressed entries. It has an additional argument
+    entry_rope: (cos, sin) at the entries' positions (`EntryView.positions`). This indexer has no `loss`.
+    Parameters: wq_b [n_heads * head_dim, q_lora_rank], weights_proj [n_heads, hidden], compressor.
+    Among entries with equal scores, the first entries are selected. Selection has no gradient.
     Source: `Indexer` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
 
@@ -53,11 +57,11 @@ class CompressedIndexer(KeySelection):
 
     @property
     def weight_scale(self) -> float:
-        """What w is multiplied by."""
+        """The factor n_heads^-0.5 * head_dim^-0.5 in w."""
         return self.n_heads**-0.5 * self.head_dim**-0.5
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """w fp32 [T, n_heads]."""
+        """Compute w, fp32 [T, n_heads]."""
         return linear_fp32(x, self.weights_proj.weight, self.weight_scale)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's compressor: one entry per block of tokens, and the state of blocks that are not complete."""
+"""DeepSeek-V4's compressor: it computes one entry per block of `ratio` tokens."""
 
 import torch
 from torch import nn
@@ -13,12 +13,12 @@ from dsa_layers.layers.norm import RMSNorm
 class Compressor(nn.Module):
     """C_i = rope_{i m}(RMSNorm(sum_j softmax_j(Z_j) KV_j)) over the tokens j of block i, per channel; m = ratio.
 
-    KV = x wkv^T, Z = x wgate^T + ape[j mod m], in fp32. With `overlap` wkv and wgate give 2 * dim channels, and entry i
-    is made of the first half of block i - 1's and the second half of block i's tokens. Rope turns
-    the last channels in interleaved pairs.
+    KV = x wkv^T and Z = x wgate^T + ape[j mod m], in fp32. With `overlap`, wkv and wgate have 2 * dim output channels.
+    The sum of entry i then runs over the tokens of blocks i - 1 and i: it uses the first dim channels for block i - 1
+    and the last dim channels for block i. Rope rotates the last channels of an entry in interleaved pairs.
 
-    compress(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> fp32 [N, dim]: the entries of whole sequences, packed.
-    cos, sin: of the positions of the entries that the tokens may end (`EntryView.positions`).
+    compress(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> fp32 [N, dim]: the packed entries of complete sequences.
+    cos, sin: of the angles at the entries' positions (`EntryView.positions`).
     Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
     Source: `Compressor` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
@@ -49,13 +49,13 @@ class Compressor(nn.Module):
         return self.entries(*self.project(x), cos, sin, batch)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """KV, and Z without ape, [T, c]."""
+        """Return KV and Z - ape, the projections of x, both fp32 [T, c]."""
         return self.wkv(x), self.wgate(x)
 
     def entries(
         self, kv: torch.Tensor, gate: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch
     ) -> torch.Tensor:
-        """The entries from what `project` returns."""
+        """Compute the entries, fp32 [N, dim], from the results (kv, gate) of `project`."""
         m, d, first = self.ratio, self.dim, 0
         entries, ends = [kv.new_empty(0, d, dtype=torch.float32)], [torch.arange(0, device=kv.device)]
         for k, z in zip(kv.split(batch.query_lens), gate.split(batch.query_lens)):
@@ -63,7 +63,7 @@ class Compressor(nn.Module):
             k, z = (x[: count * m].float().unflatten(0, (count, m)) for x in (k, z))
             z = z + self.ape
             if self.overlap and count:
-                before = k.new_zeros(1, m, d), z.new_full((1, m, d), -torch.inf)  # of the first block
+                before = k.new_zeros(1, m, d), z.new_full((1, m, d), -torch.inf)  # for the first block
                 k_before, z_before = (torch.cat((pad, x[:-1, :, :d])) for pad, x in zip(before, (k, z)))
                 k, z = torch.cat((k_before, k[..., d:]), 1), torch.cat((z_before, z[..., d:]), 1)
             if count:

@@ -1,4 +1,4 @@
-"""The routed experts of a mixture, whose weights lie in one tensor."""
+"""The routed experts of a mixture-of-experts layer. One tensor has the weights of all experts."""
 
 import torch
 from torch import library, nn
@@ -6,25 +6,28 @@ from torch import library, nn
 import dsa
 from dsa_layers.layers.linear import BLOCK
 
-ByExpert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what `dsa.sort_by_expert` returns
-FP4_GROUP = 32  # columns that share a scale
-_FP4_SIZE = 2.9  # the root mean square of e2m1's values
+ByExpert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the result of `dsa.sort_by_expert`: order, rows, ends
+FP4_GROUP = 32  # columns per FP4 scale
+_FP4_SIZE = 2.9  # root mean square of all e2m1 values
 
 
 class Experts(nn.Module):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
 
     forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared [T, hidden] or None) -> [T, hidden] in x's
-    dtype. Rows are sorted by expert, and each projection is one grouped product. What an expert computes for a token
-    depends on no other token.
-    limit: as in `SwiGLU`.
-    Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection; down_proj [E, hidden,
-    inner]. Checkpoints' `experts.e.*_proj.weight` are parts of these (`split_experts`).
-    fp8: weights are e4m3, with {gate_up_proj,down_proj}_scale_inv fp32, one per 128 x 128 block as `BlockFP8Linear` has
-    them. fp4, with fp8: two e2m1 columns per byte, int8 [.., columns / 2], {..}_scale_inv e8m0 [.., columns / 32] and
-    {..}_block_scale fp32, their `dsa.fp4_block_scales`; results are those of the same weights in FP8. Quantised weights
-    are for inference: nothing gets a gradient through them.
-    Of a model that is split over ranks this has the `count` of `total` experts from number `first` on.
+    dtype. Rows are sorted by expert, and each projection is one grouped GEMM. An expert's output for a token does not
+    depend on other tokens.
+    limit: see `SwiGLU`.
+    Parameters: gate_up_proj [E, 2 inner, hidden], for each expert the rows of the gate projection, then the rows of the
+    up projection; down_proj [E, hidden, inner]. Checkpoints store them as one tensor per expert and projection,
+    `experts.e.*_proj.weight`; `split_experts` has the mapping.
+    fp8: weights are e4m3. {gate_up_proj,down_proj}_scale_inv fp32 has one scale per 128 x 128 block, as in
+    `BlockFP8Linear`.
+    fp4 (requires fp8): weights are int8 [.., columns / 2] with two e2m1 columns per byte, {..}_scale_inv is e8m0
+    [.., columns / 32], and {..}_block_scale fp32 is the result of `dsa.fp4_block_scales`. The output is the same as
+    with these weights in FP8.
+    Quantised weights are for inference only; they have no gradients.
+    If a model is split over ranks, this module has experts `first` to `first` + `count` - 1 of `total` experts.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(weight, requires_grad=not fp8))
 
     def _make_fp4(self, name: str, count: int, rows: int, columns: int) -> None:
-        """Parameters of random codes, of about the size that others begin with."""
+        """Register FP4 parameters with random codes. The scales give them about the magnitude of other initial
+        weights."""
         packed = torch.empty(count, rows, columns // 2, dtype=torch.int8)
         size = columns**-0.5 / _FP4_SIZE
         scale = torch.full((count, rows, columns // FP4_GROUP), size, dtype=torch.float32).to(torch.float8_e8m0fnu)
@@ -83,18 +87,18 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         by_expert = self.sort(experts)
         outputs = self.outputs(x, by_expert, experts.shape[1])
-        shared = None if shared is None else shared.to(outputs.dtype)  # which autocast may have changed
+        shared = None if shared is None else shared.to(outputs.dtype)  # autocast may have changed its dtype
         return dsa.combine_experts(outputs, by_expert[1], weights, shared)
 
     def sort(self, experts: torch.Tensor) -> ByExpert:
-        """(order, rows, ends) of `dsa.sort_by_expert`. Entries of other ranks' experts come last: no result is computed
-        for them or read."""
+        """Return (order, rows, ends) of `dsa.sort_by_expert` for this rank's experts. Entries of other ranks' experts
+        come last; their results are neither computed nor read."""
         return dsa.sort_by_expert(experts - self.first if self.first else experts, self.count)
 
     def outputs(self, x: torch.Tensor, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """The experts' outputs [T * top_k, hidden], sorted by expert."""
+        """Return the outputs of the experts, [T * top_k, hidden], sorted by expert."""
         order, rows, ends = by_expert
-        if self.fp8:  # each token is cast once, and stored at its rows
+        if self.fp8:  # cast each token once, and store it at its sorted rows
             return self.products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
         gate_up = grouped_product(x[order // top_k], self.gate_up_proj, ends)
         h = gated(*gate_up.float().chunk(2, -1), self.limit).to(x.dtype)
@@ -107,28 +111,30 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`outputs` of FP8 rows with their scales: sorted by expert, or with tokens int32 [N] the rows to take."""
+        """Return the outputs of the experts, sorted by expert, for FP8 activations and their scales. The rows of
+        `activations` are sorted by expert; or `tokens`, int32 [N], has the row of `activations` for each sorted row."""
         swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
         gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
         options = {"rows": tokens, "limit": self.limit, "use_ue8m0": self.use_ue8m0, "dtype": dtype}
         count = len(activations[0] if tokens is None else tokens)
-        # This rank's share of the rows, if tokens choose all experts alike.
+        # Expected number of rows for this rank's experts if tokens are distributed evenly over all experts.
         expected = None if self.count == self.total else -(-count * self.count // self.total)
         h = swiglu(activations, gate_up, ends, **options, expected_rows=expected)
         return product(h, down, ends, dtype, expected_rows=expected)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """silu(gate) * up; with a limit gate is at most that, up between -limit and limit."""
+    """Compute silu(gate) * up. A limit clamps gate to at most `limit`, and up to [-limit, limit]."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return nn.functional.silu(gate) * up
 
 
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """y = x W_g^T for the rows of each group g, which end at ends[g]. Rows after the last end are undefined.
+    """Compute y = x W_g^T for the rows of each group g. Group g ends at row ends[g]. Rows after the last group are
+    undefined.
 
     x [N, I], weights [G, O, I], ends int32 [G] -> [N, O], differentiable in x and weights.
     """
@@ -137,7 +143,7 @@ def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
     return _grouped_product(x, weights, ends)
 
 
-# torch.compile traces torch's grouped_mm in bf16 only. An op of our own serves the other dtypes.
+# torch.compile can trace torch's grouped_mm only for bf16, so a custom op wraps it for other dtypes.
 @library.custom_op("dsa_layers::grouped_product", mutates_args=())
 def _grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return nn.functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)

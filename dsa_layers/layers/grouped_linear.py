@@ -1,4 +1,4 @@
-"""A block-diagonal projection: each group of channels has a matrix of its own."""
+"""A block-diagonal projection: one matrix per group of channels."""
 
 import torch
 from torch import nn
@@ -10,8 +10,8 @@ from dsa_layers.layers.linear import BlockFP8Linear, make_linear
 class GroupedLinear(nn.Module):
     """y[g] = W_g x[g]. x [T, groups, I] -> y [T, groups, O].
 
-    The matrices are one below the other, [groups * O, I].
-    Parameters: weight, FP8 with weight_scale_inv as `BlockFP8Linear` has them if `fp8`; then O is a multiple of 128.
+    Parameters are in the submodule `matrices`. weight [groups * O, I] has the matrices concatenated along the rows. If
+    `fp8`, `matrices` is a `BlockFP8Linear` with FP8 weight and weight_scale_inv, and O must be a multiple of 128.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def groups(self) -> int:
-        """As many as there are matrices: a part of the layer has whole ones."""
+        """The number of matrices. If the layer is split over ranks, each rank has complete matrices."""
         return len(self.matrices.weight) // self.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

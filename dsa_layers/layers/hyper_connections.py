@@ -9,8 +9,10 @@ import dsa
 
 
 class StreamMixing(nn.Module):
-    """A projection of the flattened streams X [T, n, D] in fp32. Parameters, fp32: fn [count, n D], base [count],
-    scale [scales]."""
+    """The base class of hyper-connections. It projects the flattened streams X [T, n, D] in fp32.
+
+    Parameters, fp32: fn [count, n D], base [count], scale [scales].
+    """
 
     def __init__(self, hidden: int, streams: int, count: int, scales: int) -> None:
         super().__init__()
@@ -19,15 +21,17 @@ class StreamMixing(nn.Module):
         self.scale = nn.Parameter(torch.ones(scales, dtype=torch.float32))
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """fn v -> fp32 [T, count]; v the streams, flattened."""
+        """Compute fn v, fp32 [T, count]. v is the flattened streams."""
         return nn.functional.linear(x.flatten(1).float(), self.fn.float())
 
 
 class HyperConnection(StreamMixing):
-    """What goes into a sublayer of n residual streams, and how its output and the streams make the new ones.
+    """The hyper-connection of one sublayer with n residual streams. It computes the sublayer's input from the streams,
+    and the new streams from the sublayer's output and the old streams.
 
-    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]) is `dsa.hyper_collapse` of mix = fn v, v
-    the streams flattened; expand(y [T, D], X, post, comb) -> X' is `dsa.hyper_expand`, y the sublayer's output.
+    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]) computes mix = fn v, where v is the
+    flattened streams, and calls `dsa.hyper_collapse`. x is the sublayer's input.
+    expand(y [T, D], X, post, comb) -> X' [T, n, D] is `dsa.hyper_expand`. y is the sublayer's output.
     Parameters, fp32: fn [(2 + n) n, n D], base [(2 + n) n], scale [3].
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
@@ -39,12 +43,12 @@ class HyperConnection(StreamMixing):
     def collapse(
         self, x: torch.Tensor, mix: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """mix: fn v, if the caller has it."""
+        """Return (x, post, comb). mix: fn v, if the caller has already computed it."""
         mix = self.project(x) if mix is None else mix
         return dsa.hyper_collapse(x, mix, self.base.float(), self.scale.float(), **self.options())
 
     def options(self) -> dict[str, Any]:
-        """Further arguments of the ops that collapse."""
+        """Return the keyword arguments of `dsa.hyper_collapse` and of its fused variants."""
         return {"iterations": self.iterations, "eps": self.eps, "hc_eps": self.hc_eps}
 
     def expand(self, y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -52,9 +56,10 @@ class HyperConnection(StreamMixing):
 
 
 class HyperHead(StreamMixing):
-    """x = sum_k (sigmoid(scale fn v / sqrt(mean(v^2) + eps) + base)_k + hc_eps) X_k: the streams to one, at the end.
+    """x = sum_k (sigmoid(scale fn v / sqrt(mean(v^2) + eps) + base)_k + hc_eps) X_k: the model's final sum of streams.
 
-    X [T, n, D] -> [T, D], by `dsa.hyper_head`. Parameters, fp32: fn [n, n D], base [n], scale [1].
+    v is the flattened streams. X [T, n, D] -> [T, D], computed by `dsa.hyper_head`.
+    Parameters, fp32: fn [n, n D], base [n], scale [1].
     """
 
     def __init__(self, hidden: int, streams: int, *, eps: float = 1e-6, hc_eps: float = 1e-6) -> None:

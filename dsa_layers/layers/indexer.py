@@ -1,4 +1,4 @@
-"""Indexers choose the tokens that a query token attends to: their protocol, selection by scores, and the lightning
+"""Indexers, which select the keys that each token attends to: the protocol, selection by scores, the lightning
 indexer."""
 
 from collections.abc import Sequence
@@ -19,31 +19,31 @@ from dsa_layers.layers.norm import LayerNorm
 from dsa_layers.layers.trained_attention import TrainedAttention
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
-FP8_DIM = 128  # channels of a head with `quantize`: of the Hadamard transform and of the pages of FP8 keys
+FP8_DIM = 128  # the head_dim that `quantize` requires: the Hadamard transform and pages of FP8 keys have 128 channels
 Module = TypeVar("Module", bound=nn.Module)
-# The default of every model: of `load_model`, of `dsa_layers.hf` and of layers by themselves. It says how Hopper
-# kernels add up the FP8 scores of prompts; decoding, scores that are not FP8 and a CPU add in fp32.
-#   torch.float16  1.4 to 1.7 times as fast as fp32 accumulators. Scores are off by about 5e-4 of their root mean
-#                  square, and less than one of 1000 selected keys differs from those of torch.float32
-#   torch.float32  the scores of DeepGEMM, up to the order of sums
+# The default accumulator dtype of FP8 prefill scores on Hopper, for `load_model`, `dsa_layers.hf` and single layers.
+# Decoding, scores in other dtypes, and CPUs always accumulate in fp32.
+#   torch.float16  1.4 to 1.7 times as fast as fp32 accumulation. The error of scores is about 5e-4 of their root mean
+#                  square. Fewer than one in 1000 selected keys differ from the selection with torch.float32
+#   torch.float32  the scores equal DeepGEMM's, up to the order of summation
 SCORE_ACCUMULATORS = torch.float16
-WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
-# From this many keys and tokens on, fp16 scores are selected as they are computed, which is faster there (docs/
-# explanation/kernels.md, "Fused selection"). FUSED_BYTES: workspace per token.
+WORKSPACE = 260 << 20  # bytes: room for the fp32 scores of 64 tokens and a million keys
+# With at least FUSED_KEYS keys and FUSED_TOKENS tokens, one kernel computes fp16 scores and selects keys, which is
+# faster for these sizes (docs/explanation/kernels.md, "Fused selection"). FUSED_BYTES: workspace per token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
-ROW_PADDING = 512  # columns that a row of scores has at most in addition
+ROW_PADDING = 512  # upper bound of the padding of a row of scores, in columns
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Ranges = tuple[torch.Tensor, torch.Tensor, int]
 
 
 class Indexer(Protocol):
-    """What `DSAAttention` asks of its indexer. Any torch.nn.Module with these methods can take the lightning indexer's
-    place: `DSAAttention` attends to the keys that it selects, and `IndexerStage` trains it.
+    """The interface of an indexer for `DSAAttention`. Any torch.nn.Module with these methods can replace the lightning
+    indexer. `DSAAttention` attends to the keys that the module selects, and `IndexerStage` trains the module.
 
-    top_k  how many keys a token attends to; a token that sees fewer attends to all of them
-    x      [T, hidden]: the new tokens
-    qr     [T, q_lora_rank]: the latents of their queries
-    rope   (cos, sin), fp32 [T, rope_dim / 2]: the angles of their positions
+    top_k  number of keys that a token attends to; a token that sees fewer keys attends to all of them
+    x      [T, hidden]: the hidden states of the new tokens
+    qr     [T, q_lora_rank]: the query latents of the new tokens
+    rope   (cos, sin), fp32 [T, rope_dim / 2], at the positions of the new tokens
     """
 
     top_k: int
@@ -51,27 +51,29 @@ class Indexer(Protocol):
     def select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """int32 [T, top_k]: the selected positions in each token's sequence, ascending, then -1. If a token sees n <
-        top_k keys, only the first n columns are read.
+        """Return int32 [T, top_k]: the selected positions in each token's sequence, ascending, padded with -1. If a
+        token sees n < top_k keys, the caller reads only the first n columns.
 
-        Without a cache the keys are the rows of x. With a cache, `store` comes first; then the rows of the keys are
-        those at `batch.key_slots`. Token t sees `batch.visible_keys[t]` rows from row `batch.key_starts[t]` on.
+        Without a cache, the rows of x give the packed keys. With a cache, the caller calls `store` first; the packed
+        keys are then the cache rows at `batch.key_slots`. Token t sees `batch.visible_keys[t]` packed keys, beginning
+        at row `batch.key_starts[t]`.
         """
 
     def store(self, x: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache) -> None:
-        """Write what later passes need of the new tokens to `cache.index` at `batch.slots`. Attention calls it before
-        `select`, and alone if the pass attends to all keys."""
+        """Write the new tokens' data for later passes to `cache.index` at `batch.slots`. Attention calls `store` before
+        `select`. If the pass attends to all keys, attention calls `store` but not `select`."""
 
     def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, attention: TrainedAttention) -> torch.Tensor:
-        """fp32 [T]: each token's loss, in a pass that trains the indexer. `attention.kl` or `attention.lightning_kl`
-        computes it from the indexer's scores. x and qr are detached."""
+        """Return fp32 [T]: the loss of each token, in a pass that trains the indexer. The indexer gives its scores to
+        `attention.kl` or `attention.lightning_kl`, which computes the loss. x and qr are detached."""
 
 
 class KeySelection(nn.Module):
-    """Selection of the `top_k` keys of the largest scores, exact; of equal scores the lowest positions win.
+    """The base class of indexers that select the `top_k` keys with the largest scores. The selection is exact. Among
+    keys with equal scores, it takes the lowest positions.
 
-    workspace     bytes that the scores of a prompt take at most at a time, unless those of one token take more
-    accumulators  of scores of e4m3 queries and keys, as `dsa.fp8_mqa_logits` takes them
+    workspace     maximum bytes of a prompt's scores at a time; the scores of a single token may exceed it
+    accumulators  accumulator dtype of scores of e4m3 queries and keys, an argument of `dsa.fp8_mqa_logits`
     """
 
     def __init__(self, top_k: int, workspace: int = WORKSPACE, accumulators: torch.dtype = SCORE_ACCUMULATORS) -> None:
@@ -89,16 +91,17 @@ class KeySelection(nn.Module):
         key_lens: Sequence[int] | None = None,
         paging: dict | None = None,
     ) -> torch.Tensor:
-        """Select among keys that are packed in rows, for some tokens at a time.
+        """Select among packed keys. The tokens are processed in chunks whose scores fit into the workspace.
 
-        q         [T, heads, dim], float or e4m3; weights fp32 [T, heads]
-        keys      float [N, dim]; for q in e4m3, e4m3 [N, dim] and fp32 scales [N]
-        ranges    (starts, lengths, most): the first row that each token sees and how many it sees, int32 [T], and an
-                  upper bound of lengths
-        key_lens  in a decoding pass, the rows of each sequence's keys: float keys are then scored by sequence
-        paging    block_table, page_size and row_to_seq of `dsa.topk_indices`: the result has slots of the cache
+        q         [T, heads, dim], float or e4m3
+        keys      float [N, dim]; if q is e4m3, e4m3 [N, dim] and fp32 scales [N]
+        weights   fp32 [T, heads]
+        ranges    (starts, lengths, most): the first row that each token sees and the number of rows that it sees, both
+                  int32 [T], and an upper bound of lengths
+        key_lens  in a decoding pass, the number of keys of each sequence; float keys are then scored per sequence
+        paging    arguments block_table, page_size and row_to_seq of `dsa.topk_indices`; the result then has cache slots
 
-        Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, then -1.
+        Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, padded with -1.
         """
         starts, lengths, most = ranges
         quantised, paging = isinstance(keys, tuple), paging or {}
@@ -111,7 +114,7 @@ class KeySelection(nn.Module):
         columns = most + ROW_PADDING if quantised else len(keys)
         fused = quantised and self._selects_fused(len(q), most)
         tokens = max(1, self.workspace // (FUSED_BYTES if fused else 4 * columns))
-        tokens = -(-len(q) // -(-len(q) // tokens))  # the same number each time
+        tokens = -(-len(q) // -(-len(q) // tokens))  # make chunks of nearly equal size
         found = []
         for first in range(0, len(q), tokens):
             part = slice(first, first + tokens)
@@ -121,7 +124,7 @@ class KeySelection(nn.Module):
                 found.append(dsa.indexer_select(*inputs, self.top_k, accumulators=self.accumulators, **own_paging))
             elif quantised:
                 options = {"clean_logits": False, "max_seqlen_k": most, "accumulators": self.accumulators}
-                # Scores have no name here, so they are freed before the next ones are made.
+                # No variable holds the scores, so their memory is freed before the next chunk's scores are computed.
                 found.append(
                     dsa.topk_indices(dsa.fp8_mqa_logits(*inputs, **options), self.top_k, lengths=counts, **own_paging)
                 )
@@ -132,7 +135,8 @@ class KeySelection(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _selects_fused(self, tokens: int, most: int) -> bool:
-        """Whether `dsa.indexer_select` takes these e4m3 scores and is faster than scores and top-k."""
+        """Return whether `dsa.indexer_select` supports these sizes and is faster than separate kernels for e4m3 scores
+        and top-k."""
         if self.accumulators != torch.float16 or self.top_k > MAX_SELECTED:
             return False
         return most >= FUSED_KEYS and min(tokens, self.workspace // FUSED_BYTES) >= FUSED_TOKENS
@@ -146,7 +150,7 @@ class KeySelection(nn.Module):
         key_lens: Sequence[int],
         paging: dict,
     ) -> torch.Tensor:
-        """Score each token of a decoding pass with the float keys of its sequence alone."""
+        """Select for a decoding pass with float keys. The tokens of a sequence are scored only with its keys."""
         tokens, found = len(q) // len(key_lens), []
         for i, own_keys in enumerate(keys.split(key_lens)):
             part = slice(i * tokens, (i + 1) * tokens)
@@ -157,19 +161,23 @@ class KeySelection(nn.Module):
 
 
 class LightningIndexer(KeySelection):
-    """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]); each token attends to the `top_k` largest I of s <= t.
+    """I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]). Token t attends to the `top_k` keys s <= t with the largest I.
 
-    q = wq_b(qr) per head and k = LayerNorm(wk(x)), one key for all heads, both with rope on the first or last dims;
-    w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
-    go to e4m3 with a power-of-two scale per head and token, as DeepSeek-V3.2 does; the queries' scales fold into w.
-    top_k, workspace, accumulators: as of `KeySelection`. Accumulators matter with `quantize`, on Hopper;
-    `SCORE_ACCUMULATORS` is the default of all models.
+    q = wq_b(qr) per head, with rope on the first or last channels
+    k = LayerNorm(wk(x)) with rope on the same channels; all heads share this key
+    w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
 
-    `select` and `loss` are those of `Indexer`; training never quantises. Selection with `quantize` is of head_dim 128.
-    Raises TypeError or ValueError that names the argument.
+    If `quantize`, q and k are Hadamard-transformed and cast to e4m3, as in DeepSeek-V3.2. Each head of a query and each
+    key has one power-of-two scale; the scales of the queries are multiplied into w.
+    top_k, workspace, accumulators: see `KeySelection`. Accumulators have an effect only with `quantize` on Hopper;
+    their default in all models is `SCORE_ACCUMULATORS`.
+
+    `select` and `loss` implement the protocol `Indexer`. Training never quantises. Selection with `quantize` requires
+    head_dim 128. The constructor raises TypeError or ValueError that names the argument.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
-    weights_proj [n_heads, hidden]. Positions of equal score: the lowest win. Selection takes no gradient.
-    Source: `Indexer` of DeepSeek-V3.2's inference code; the report, section 2.1.
+    weights_proj [n_heads, hidden].
+    Among keys with equal scores, the lowest positions are selected. Selection has no gradient.
+    Source: `Indexer` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1.
     """
 
     def __init__(
@@ -205,8 +213,8 @@ class LightningIndexer(KeySelection):
         self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
 
     def project(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
-        quantised, with gradients."""
+        """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) for the scores
+        sum_h w_h relu(q_h . k). They are not quantised and have gradients."""
         q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), *rope, **self.rope)
         return q, self.keys(self.wk(x), rope), self.head_weights(x)
 
@@ -230,26 +238,26 @@ class LightningIndexer(KeySelection):
         return self.select_packed(q, k, weights, batch.visible_ranges, batch.key_lens if batch.is_decode else None)
 
     def check_selects(self) -> None:
-        """Raises ValueError for a size that selection does not support."""
+        """Raise ValueError if selection does not support head_dim."""
         if self.quantize and self.head_dim != FP8_DIM:
             raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
 
     def keys(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """wk(x) [T, head_dim] -> k [T, head_dim], not quantised."""
+        """Compute k [T, head_dim] from wk(x) [T, head_dim]. k is not quantised."""
         return dsa.apply_rotary(self.k_norm(projected), *rope, **self.rope)
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """w fp32 [T, n_heads]."""
+        """Compute w, fp32 [T, n_heads]."""
         return linear_fp32(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
 
 def _part_of(paging: dict, part: slice) -> dict:
-    """`paging` for some of the tokens."""
+    """Return `paging` for the tokens in the slice `part`."""
     return paging | {"row_to_seq": paging["row_to_seq"][part]} if paging else paging
 
 
 def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k [N, D] -> e4m3 [N, D] after the Hadamard transform, and one scale per key, fp32 [N]."""
+    """Hadamard-transform and quantise k [N, D]. Return e4m3 [N, D] and one scale per key, fp32 [N]."""
     k, scale = dsa.per_token_cast_to_fp8(k, True, k.shape[-1], hadamard=True)
     return k, scale.squeeze(-1)
 
@@ -257,7 +265,7 @@ def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
     """Raise TypeError or ValueError if `indexer` does not fit an attention layer of these sizes.
 
-    reader: the layer's own projection of x. A lightning indexer must have the same dtype
+    reader: the attention layer's projection of x. A lightning indexer must have the same weight dtype
     """
     if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
         raise TypeError(
@@ -274,15 +282,15 @@ def check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Mod
 
 
 def set_score_accumulators(model: Module, accumulators: torch.dtype) -> Module:
-    """Sets what the indexers of a model accumulate a prompt's scores in, and returns the model.
+    """Set the dtype in which a model's indexers accumulate the scores of prompts. Return the model.
 
         model = set_score_accumulators(load_model(CHECKPOINT, device="cuda"), torch.float32)
 
-    model         with a `LightningIndexer` or `CompressedIndexer`: of `load_model`, of transformers on `dsa_layers.hf`,
-                  or one of the caller's own
-    accumulators  torch.float32 or torch.float16 (`SCORE_ACCUMULATORS`)
+    model         a model with a `LightningIndexer` or `CompressedIndexer`: from `load_model`, from transformers with
+                  `dsa_layers.hf`, or the caller's model
+    accumulators  torch.float32, or torch.float16 (the default, `SCORE_ACCUMULATORS`)
 
-    The next prompt has it. Kernels of torch.float32 are not among those that `dsa compile` makes in advance.
+    The setting applies from the next prompt on. `dsa compile` does not build the kernels for torch.float32 in advance.
     Raises TypeError or ValueError that names the argument, also for a model without such an indexer.
     """
     instance("model", model, nn.Module, "a torch.nn.Module")

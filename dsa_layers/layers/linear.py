@@ -1,4 +1,4 @@
-"""Linear layers, with weights in a float dtype or in FP8 blocks; the embedding of tokens and the head."""
+"""Linear layers with weights in a float dtype or in FP8 blocks, the token embedding, and the language-model head."""
 
 import torch
 from torch import nn
@@ -14,13 +14,13 @@ HALVES = torch.bfloat16, torch.float16
 
 @without_autocast
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """y = scale * x W^T in fp32. x [..., I], weight [O, I] -> [..., O]."""
+    """Compute y = scale * x W^T in fp32. x [..., I], weight [O, I] -> y fp32 [..., O]."""
     y = nn.functional.linear(x.float(), weight.float())
     return y if scale == 1 else y * scale
 
 
 class Linear(nn.Linear):
-    """y = x W^T. x [..., I] of W's dtype -> y [..., O]. Parameter: weight [O, I] in a float dtype; there is no bias."""
+    """y = x W^T without a bias. x [..., I] in W's dtype -> y [..., O]. Parameter: weight W [O, I] in a float dtype."""
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__(in_features, out_features, bias=False, dtype=dtype)
@@ -30,12 +30,12 @@ class Linear(nn.Linear):
             nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """W [O, I] in `dtype`."""
+        """Return W [O, I] in `dtype`."""
         return self.weight.to(dtype)
 
 
 def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """W [O, I] in `dtype` of a module that computes y = x W^T: a layer of this file, or an adapter around one."""
+    """Return W [O, I] in `dtype` for a module that computes y = x W^T: a layer of this file or an adapter around it."""
     if isinstance(linear, Linear | BlockFP8Linear):
         return linear.float_weight(dtype)
     eye = torch.eye(in_features, dtype=dtype, device=next(linear.parameters()).device)
@@ -43,7 +43,7 @@ def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype) -> torch.
 
 
 class FP32Linear(Linear):
-    """`linear_fp32` of x and W, times `scale`: y [..., O] is fp32, whatever the dtypes of x and W."""
+    """y = scale * x W^T, computed in fp32. y [..., O] is fp32 for all dtypes of x and W."""
 
     def __init__(
         self, in_features: int, out_features: int, *, scale: float = 1.0, dtype: torch.dtype | None = None
@@ -56,13 +56,16 @@ class FP32Linear(Linear):
 
 
 class BlockFP8Linear(nn.Module):
-    """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block, and activations quantised on the fly.
+    """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block. `forward` quantises the activations x.
 
-    x [..., I] bf16, fp16 or fp32, I a multiple of 128: each token's 128 channels get one scale (a power of two if
-    `use_ue8m0`), products accumulate in fp32 within 128 channels and are then scaled; y [..., O] in x's dtype.
-    Parameters: weight [O, I] float8_e4m3fn, weight_scale_inv [ceil(O / 128), ceil(I / 128)] fp32 (it multiplies).
-    Inference only: FP8 weights take no gradient. part_of: of a layer whose weight is rows of another one's, this one
-    and a slice of the rows; what is dequantised is the other's then, once for both.
+    x [..., I] is bf16, fp16 or fp32, and I is a multiple of 128. y [..., O] has x's dtype. Each group of 128 channels
+    of a token has one scale, a power of two if `use_ue8m0`. Products accumulate in fp32 within 128 channels; then the
+    scales are applied.
+    Parameters: weight [O, I] float8_e4m3fn, weight_scale_inv [ceil(O / 128), I / 128] fp32. Despite its name,
+    weight_scale_inv is multiplied with the weight.
+    This layer is for inference only: FP8 weights have no gradient.
+    part_of: (layer, slice) if this weight is a slice of the rows of another layer's weight, else None. `float_weight`
+    then slices the other layer's dequantised weight, so that both layers share one copy.
     Source: `fp8_gemm` and `act_quant` of DeepSeek-V3.2's inference code.
     """
 
@@ -87,24 +90,25 @@ class BlockFP8Linear(nn.Module):
         return self.multiply(self.cast(x), x.dtype)
 
     def cast(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., I] as the product takes it: q e4m3 [..., I] and scales fp32 [..., I / 128]."""
+        """Quantise x [..., I] for `multiply`: return e4m3 [..., I] and scales fp32 [..., I / 128]."""
         return dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
 
     def multiply(self, activations: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """y [..., O] in `dtype` of activations that are cast already."""
+        """Compute y [..., O] in `dtype` from activations that `cast` has quantised."""
         return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), dtype)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """W [O, I] dequantised to `dtype`, and kept until the parameters change: decoding asks for it at every step."""
+        """Return W [O, I] dequantised to `dtype`. The result is cached until the parameters change, because every
+        decoding step needs it."""
         if self.part_of is not None:
             whole, rows = self.part_of
             return whole.float_weight(dtype)[rows]
         parameters = self.weight, self.weight_scale_inv
-        if any(tensor.is_inference() for tensor in parameters):  # their changes are not counted
+        if any(tensor.is_inference() for tensor in parameters):  # they have no version counter
             return dsa.dequantize_per_block(*parameters, dtype)
         state = dtype, *((tensor.data_ptr(), tensor.shape, tensor._version) for tensor in parameters)
         if self._dequantised is None or self._dequantised[0] != state:
-            # Not an inference tensor, whatever the first pass is: a later one may ask for gradients.
+            # Make a normal tensor even in inference mode, because a later pass may need gradients.
             with torch.inference_mode(False), torch.no_grad():
                 self._dequantised = state, dsa.dequantize_per_block(*parameters, dtype)
         return self._dequantised[1]
@@ -113,8 +117,8 @@ class BlockFP8Linear(nn.Module):
 def make_linear(
     in_features: int, out_features: int, *, fp8: bool, dtype: torch.dtype | None = None, use_ue8m0: bool = True
 ) -> Linear | BlockFP8Linear:
-    """Make a projection that an FP8 checkpoint stores quantised. Its weight is in FP8 blocks if `fp8`, else in `dtype`.
-    Raises TypeError or ValueError for invalid options."""
+    """Return a projection that FP8 checkpoints store quantised. Its weight is in FP8 blocks if `fp8`, else in `dtype`.
+    Raise TypeError or ValueError for invalid options."""
     flag("fp8", fp8)
     flag("use_ue8m0", use_ue8m0)
     if dtype is not None:
@@ -125,27 +129,27 @@ def make_linear(
 
 
 def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
-    """Raise TypeError or ValueError unless `reader`, a `Linear` or `BlockFP8Linear`, takes x [T, I]. Other modules,
-    such as adapters, check their inputs themselves."""
+    """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader` accepts. The check covers `Linear` and
+    `BlockFP8Linear` only; other modules, such as adapters, check their inputs themselves."""
     kind = type(reader)
     if kind is not Linear and kind is not BlockFP8Linear:
         return
-    weight = reader.weight  # read once: a module's attributes are slow
+    weight = reader.weight  # read once, because nn.Module attribute access is slow
     dtypes = (weight.dtype,) if kind is Linear else FLOATS
     if not isinstance(x, torch.Tensor) or x.dtype in dtypes or not _casts(x):
         check_tensor(name, x, dtypes, ("T", weight.shape[1]))
 
 
 def _casts(x: torch.Tensor) -> bool:
-    """Whether autocast converts x to the weights' dtype."""
+    """Return whether autocast converts x to the weights' dtype."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
 class LanguageModelHead(Linear):
-    """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] of W's dtype -> fp32 [..., O].
+    """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] in W's dtype -> fp32 [..., O].
 
-    For 16-bit operands y's gradient is rounded to 16 bits, and the gradients of x and W are products in 16 bits. W is
-    the largest matrix of a model, and no copy of it in fp32 is kept for the backward pass.
+    For 16-bit x and W, the backward pass rounds the gradient of y to 16 bits and computes the gradients of x and W with
+    16-bit GEMMs. So the backward pass needs no fp32 copy of W, the largest matrix of a model.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +159,7 @@ class LanguageModelHead(Linear):
 
 
 class _Logits(torch.autograd.Function):
-    """x [..., I] and weight [O, I] of one 16-bit dtype -> `linear_fp32` of them."""
+    """`linear_fp32` for x [..., I] and weight [O, I] in one 16-bit dtype. The gradients are computed in 16 bits."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""SwiGLU MLP, the routers and the mixture of experts."""
+"""The SwiGLU MLP, the routers, and the mixture-of-experts layer."""
 
 import torch
 from torch import nn
@@ -9,10 +9,10 @@ from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 
 
 class SwiGLU(nn.Module):
-    """y = down(silu(gate(x)) * up(x)), the product in fp32. x [..., hidden] -> [..., hidden].
+    """y = down(silu(gate(x)) * up(x)). x [..., hidden] -> y [..., hidden]. silu and the product are computed in fp32.
 
-    limit: gate(x) is at most that, up(x) between -limit and limit; None: any.
-    Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner], FP8 with scales if `fp8`.
+    limit: gate(x) is clamped to at most limit, and up(x) to [-limit, limit]; None disables clamping.
+    Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner]; FP8 weights with scales if `fp8`.
     """
 
     def __init__(
@@ -37,11 +37,12 @@ class SwiGLU(nn.Module):
 
 
 class GroupedSigmoidRouter(nn.Module):
-    """Which experts a token goes to, and with what weights.
+    """A router with sigmoid scores and groups of experts. It selects the experts of each token and their weights.
 
-    s = sigmoid(x W^T) in fp32. Experts are chosen by s + bias: a group's score is the sum of its two best, the best
-    `topk_group` of `n_group` groups stay, and the `top_k` best experts in them win. Their weights are s without the
-    bias, divided by their sum plus 1e-20 if `normalise`, times `scale`.
+    s = sigmoid(x W^T), in fp32. The router ranks experts by s + bias. The score of a group is the sum of its two
+    largest s + bias. The router keeps the best `topk_group` of `n_group` groups, and selects the best `top_k` experts
+    in these groups. The weight of an expert is s without the bias, times `scale`. If `normalise`, the weights are first
+    divided by their sum plus 1e-20.
 
     x [T, hidden] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
     Parameters: weight [n_experts, hidden], e_score_correction_bias fp32 [n_experts].
@@ -73,16 +74,17 @@ class GroupedSigmoidRouter(nn.Module):
         return dsa.moe_gate(logits, self.e_score_correction_bias, self.top_k, **self.options())
 
     def options(self) -> dict[str, object]:
-        """Further arguments of `dsa.moe_gate`."""
+        """Return the keyword arguments of `dsa.moe_gate`."""
         groups = {"n_group": self.n_group, "topk_group": self.topk_group}
         return {**groups, "normalise": self.normalise, "scale": self.scale}
 
 
 class SqrtSoftplusRouter(nn.Module):
-    """Which experts a token goes to, and with what weights: DeepSeek-V4's.
+    """DeepSeek-V4's router with sqrt-softplus scores. It selects the experts of each token and their weights.
 
-    s = sqrt(softplus(x W^T)) in fp32; the `top_k` largest s + bias win, or with a table, `hash_tokens`, the experts
-    that it names for the token. Their weights are s without the bias, divided by their sum plus 1e-20, times `scale`.
+    s = sqrt(softplus(x W^T)), in fp32. The router selects the `top_k` experts with the largest s + bias. If
+    `hash_tokens` is given, a table with `hash_tokens` rows names the experts of each token id instead. The weight of an
+    expert is s without the bias, divided by the sum of the token's weights plus 1e-20, times `scale`.
 
     x [T, hidden], tokens int64 [T] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
     Parameters: weight [n_experts, hidden]; bias fp32 [n_experts], or tid2eid int64 [hash_tokens, top_k].
@@ -110,7 +112,8 @@ class SqrtSoftplusRouter(nn.Module):
             self.tid2eid = nn.Parameter(table, requires_grad=False)
 
     def check_values(self) -> None:
-        """Raises ValueError if the table names an expert that is not there: routing would read beyond the weights."""
+        """Raise ValueError if the table names an expert that does not exist. Otherwise, routing would read out of
+        bounds."""
         if self.tid2eid is None:
             return
         low, high = (value.item() for value in self.tid2eid.aminmax())
@@ -118,7 +121,7 @@ class SqrtSoftplusRouter(nn.Module):
             raise ValueError(f"tid2eid names the experts {low} to {high}; the model has 0 to {len(self.weight) - 1}")
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens: needed if there is a table."""
+        """Return (experts, weights). tokens: token ids, required if the router has a table."""
         logits = linear_fp32(x, self.weight)
         if self.tid2eid is None:
             return dsa.moe_gate(logits, self.bias, self.top_k, **self.options())
@@ -126,22 +129,22 @@ class SqrtSoftplusRouter(nn.Module):
         return experts, self.weights_of(logits, experts)
 
     def options(self) -> dict[str, object]:
-        """Further arguments of `dsa.moe_gate`."""
+        """Return the keyword arguments of `dsa.moe_gate`."""
         return {"scores": "sqrtsoftplus", "scale": self.scale}
 
     def weights_of(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The weights fp32 [T, top_k] of experts that the table names."""
+        """Compute the weights, fp32 [T, top_k], of the experts that the table names."""
         scores = nn.functional.softplus(logits.gather(-1, experts)).sqrt()
         return scores / (scores.sum(-1, keepdim=True) + 1e-20) * self.scale
 
 
 class MoE(nn.Module):
-    """y = sum of the routed experts' outputs by their weights + the shared expert's output, rounded once.
+    """y = the weighted sum of the routed experts' outputs + the shared expert's output. The sum is rounded once.
 
-    x [T, hidden], and tokens int64 [T] if the router needs them -> [T, hidden].
-    Submodules by the checkpoint's names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if
-    n_shared is 0).
-    fp4_experts: with `fp8`, the routed experts' weights are FP4 (see `Experts`).
+    x [T, hidden], and tokens int64 [T] if the router has a table -> y [T, hidden].
+    Submodules have the checkpoint's names: gate, experts, and shared_experts, which is one SwiGLU with n_shared * inner
+    inner channels, or None if n_shared is 0.
+    fp4_experts: store the routed experts' weights in FP4 (see `Experts`); requires `fp8`.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ import dsa
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameter: weight [dim], fp32 as in the
-    published checkpoint.
+    x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameter: weight [dim], fp32 as
+    in the published checkpoint.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
@@ -25,7 +25,8 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension.
 
-    x [..., dim] of any float dtype; fp32 inside, y in x's dtype. Parameters: weight, bias [dim], fp32.
+    x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameters: weight and bias
+    [dim], fp32.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain and YaRN frequencies, and their angles; `dsa.apply_rotary` turns vectors."""
+"""Rotary position embedding: plain and YaRN frequencies, cos and sin. `dsa.apply_rotary` rotates vectors by them."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from dsa_layers.batch.selectable_keys import cached_property
 
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
-    """f_i = theta^(-2i / dim), i < dim / 2. Returns fp32 [dim / 2], in radians per position. TypeError or ValueError
-    for an odd dim, and for a theta that is not above 0."""
+    """Return the frequencies f_i = theta^(-2i / dim), i < dim / 2: fp32 [dim / 2], in radians per position. Raise
+    TypeError or ValueError for an odd dim, or for a theta that is not finite and above 0."""
     _check(dim, theta)
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
@@ -21,7 +21,8 @@ def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
 def yarn_frequencies(
     dim: int, theta: float, *, factor: float, original_length: int, beta_fast: float = 32.0, beta_slow: float = 1.0
 ) -> torch.Tensor:
-    """YaRN: frequencies that turn often within `original_length` stay, slow ones are divided by `factor`.
+    """Return YaRN's frequencies. Frequencies with many rotations within `original_length` positions stay unchanged;
+    those with few rotations are divided by `factor`; those in between are interpolated.
 
     With c(r) = dim ln(original_length / (2 pi r)) / (2 ln theta), low = floor(c(beta_fast)), high = ceil(c(beta_slow)):
     f_i * (1 - ramp_i) + f_i / factor * ramp_i, ramp_i = clamp((i - low) / (high - low), 0, 1).
@@ -49,15 +50,15 @@ def _check(dim: int, theta: float) -> None:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """0.1 mscale ln(factor) + 1, or 1 for a factor of at most 1. The softmax scale takes its square."""
+    """Return 0.1 * mscale * ln(factor) + 1, or 1 if factor <= 1. The softmax scale is multiplied by its square."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class RotaryEmbedding(nn.Module):
     """cos and sin of position * frequency, times `scale`: positions int64 [T] -> (cos, sin), each fp32 [T, dim / 2].
 
-    `frequencies`: fp32 [dim / 2] from `rope_frequencies` or `yarn_frequencies`. A non-persistent buffer has their
-    bits, as integers, so that they stay fp32 in a model that is cast to another dtype.
+    frequencies: fp32 [dim / 2] from `rope_frequencies` or `yarn_frequencies`. A non-persistent buffer stores their bits
+    as int32, so that casting the model to another dtype does not round them.
     """
 
     def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
@@ -70,38 +71,41 @@ class RotaryEmbedding(nn.Module):
         return self.frequency_bits.view(torch.float32)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[:, None] * self.frequencies  # fp32, as an integer tensor times one of fp32 is
+        angles = positions[:, None] * self.frequencies  # int64 * fp32 -> fp32
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
 
 def _bits(frequencies: torch.Tensor) -> torch.Tensor:
-    """int32, which stays as it is where a model's buffers are cast, as by `Module.to(dtype)` and FSDP's buffer_dtype:
-    an angle is a multiple of its frequency, and of its error."""
+    """Return the bits of the fp32 frequencies as int32. Casts of a model's float buffers, such as `Module.to(dtype)`
+    and FSDP's buffer_dtype, leave int32 unchanged. A rounded frequency would give wrong angles: the position multiplies
+    the rounding error."""
     return frequencies.float().view(torch.int32)
 
 
 class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
-    """(cos, sin), each fp32 [T, R / 2]: what several layers turn vectors by, and back."""
+    """(cos, sin), each fp32 [T, R / 2]: rotation angles that several layers use. `back` is the inverse rotation."""
 
     @classmethod
     def of(cls, rope: tuple[torch.Tensor, torch.Tensor]) -> Self:
-        """The same angles; `rope` itself if it is of this class, with what it has computed."""
+        """Return `rope` as RopeAngles. If it already is one, return the same object, which may have a cached `back`."""
         return rope if isinstance(rope, cls) else cls(rope)
 
     @cached_property
     def back(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, -sin), computed once for all layers."""
+        """(cos, -sin), the inverse rotation. It is computed once for all layers."""
         cos, sin = self
         return cos, -sin
 
 
 class JointRotary(nn.Module):
-    """The angles of several embeddings of as many channels, in as few kernels as those of one.
+    """The angles of several embeddings with equal numbers of channels. They take as few kernels as one embedding.
 
-    embeddings: (embedding, ratio) of each result, those of ratio 1 first. A result has a token's own angles where the
-    ratio is 1, else those of the entry of `ratio` tokens that it may end: max(position + 1 - ratio, 0) is its position.
-    forward(positions int64 [T]) -> a `RopeAngles` for each, those of ratio 1 with their `back`.
+    embeddings: list of (embedding, ratio); pairs with ratio 1 come first. For ratio 1, the angles are at the tokens'
+    positions. For other ratios, the angles are at the positions of compressed entries of `ratio` tokens:
+    max(position + 1 - ratio, 0) is the position of the entry that ends with the token.
+    forward(positions int64 [T]) -> list of one `RopeAngles` per pair. With ratio 1, its `back` is already computed if
+    no embedding has a scale.
     """
 
     def __init__(self, embeddings: Sequence[tuple[RotaryEmbedding, int]]) -> None:
@@ -112,7 +116,7 @@ class JointRotary(nn.Module):
         self.own = ratios.count(1)
         self.scales = [embedding.scale for embedding, _ in embeddings]
         first = embeddings[0][0].frequencies
-        # For meta tensors torch.stack would import all of Dynamo, which adds two seconds to loading a checkpoint.
+        # torch.stack on meta tensors would import all of Dynamo, which adds two seconds to loading a checkpoint.
         frequencies = first.new_empty(len(embeddings), 1, len(first))
         for row, (embedding, _) in zip(frequencies, embeddings):
             row.copy_(embedding.frequencies)
@@ -126,7 +130,7 @@ class JointRotary(nn.Module):
         found = []
         for pair, scale in zip(zip(cos, sin), self.scales):
             found.append(RopeAngles(pair if scale == 1 else (part * scale for part in pair)))
-        # In one kernel where none is scaled; else each is made when it is asked for.
+        # Without scales, one kernel negates sin for all ratio-1 results. With scales, `back` is computed on demand.
         if all(scale == 1 for scale in self.scales):
             for own, back in zip(found, -sin[: self.own]):
                 own.back = own[0], back

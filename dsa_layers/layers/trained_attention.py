@@ -1,7 +1,7 @@
-"""A layer's attention while its indexer is trained: the target of the indexer's loss.
+"""Attention of a layer during the training of its indexer. The attention weights are the target of the indexer's loss.
 
-The loss is KL(p || softmax(I)), where p is the attention of all heads, summed, normalised and detached, and I are the
-indexer's scores of the keys. In the warm-up these are all keys, in the sparse stage those that the scores select.
+The loss is KL(p || softmax(I)). p is the sum of the attention weights of all heads, normalised and detached. I is the
+indexer's scores. In the warm-up stage, p and I cover all keys. In the sparse stage, they cover the selected keys.
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
 
@@ -15,30 +15,33 @@ from dsa_layers.batch.token_batch import TokenBatch
 
 
 class TrainedAttention(Protocol):
-    """What an indexer's `loss` is given. The indexer calls `kl` or `lightning_kl`, once. The method computes the
-    layer's attention, and returns each token's loss, fp32 [T], which has gradients for its arguments alone."""
+    """The argument `attention` of an indexer's `loss`. The indexer calls `kl` or `lightning_kl` once. The called method
+    computes the layer's attention and returns the loss of each token, fp32 [T]. This loss has gradients only for the
+    method's arguments."""
 
     def gather(self, k: torch.Tensor) -> torch.Tensor:
-        """k [T, ...], of each token -> [S, ...], of each key that they see: k itself, unless ranks share the tokens."""
+        """Return the rows [S, ...] of all keys that the tokens see, from the tokens' rows k [T, ...]. Return k itself
+        unless several ranks divide the tokens of a sequence."""
 
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """For the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]), in kernels that never hold [T, T]:
-        q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
+        """Return the loss of the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]). The kernels never store
+        all [T, T] scores. q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
-        """For any scores [T, S], of each token t and each key s, in the order of `gather`'s rows. Scores of keys that t
-        may not see are ignored. This is plain PyTorch with memory for [heads, T, S] numbers, for trying a score out."""
+        """Return the loss of arbitrary scores [T, S]: one score per token and key. Keys have the order of the rows of
+        `gather`. Scores of keys that a token may not see are ignored. This method is for experiments with new scores:
+        it is plain PyTorch and needs memory for [heads, T, S] numbers."""
 
 
 class _StageAttention:
-    """What both stages' attention has."""
+    """The base class of the attention of both stages."""
 
     _batch: TokenBatch
     _out: torch.Tensor | None = None
 
     @property
     def out(self) -> torch.Tensor:
-        """The attention's output, once the loss is computed. RuntimeError before."""
+        """The attention's output. Raises RuntimeError if the loss is not yet computed."""
         if self._out is None:
             raise RuntimeError("indexer.loss: must call attention.kl or attention.lightning_kl, and called neither")
         return self._out
@@ -48,10 +51,10 @@ class _StageAttention:
 
 
 class WarmupAttention(_StageAttention):
-    """Attention to all keys, and KL over all keys.
+    """Causal attention to all keys of packed sequences. The KL divergence covers all keys.
 
-    q [T, heads, d]; k [S, heads, d], v [S, heads, v_dim] of all keys (`batch.gather`): packed sequences, causal. out
-    [T, heads, v_dim], once the loss is computed.
+    q [T, heads, d]. k [S, heads, d] and v [S, heads, v_dim] have the rows of `batch.gather`. out [T, heads, v_dim] is
+    available after the loss is computed.
     """
 
     def __init__(
@@ -73,11 +76,11 @@ class WarmupAttention(_StageAttention):
 
 
 class SparseAttention(_StageAttention):
-    """Attention to the top_k keys of the largest scores, and KL over these.
+    """Attention to the top_k keys with the largest scores. The KL divergence covers these keys.
 
-    q [T, heads, latent + rope] absorbed, kv [S, latent + rope] of all keys (`batch.gather`); d_v: channels of a latent.
-    out [T, heads, d_v], once the loss is computed. A token that no key is selected for has the loss NaN: each sees
-    itself, so that its scores are no numbers.
+    q [T, heads, latent + rope], absorbed. kv [S, latent + rope] has the rows of `batch.gather`. d_v: channels of a
+    latent. out [T, heads, d_v] is available after the loss is computed. If no key is selected for a token, the token's
+    loss is NaN: every token sees itself, so its scores must all be NaN.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class SparseAttention(_StageAttention):
         lse = self._attend(topk_indices)
         attention = self._q.detach(), self._kv.detach()
         kl = dsa.sparse_indexer_loss(*attention, q, k, weights, topk_indices, self._scale, lse)
-        # Without keys it is 0, which would be that of a perfect indexer. Keys come first in their rows.
+        # Without keys, the kernel returns loss 0, as for a perfect indexer. In a row, keys precede -1, so a row without
+        # keys has -1 in column 0.
         return kl.masked_fill(topk_indices[:, 0, 0] < 0, torch.nan)
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
@@ -111,7 +115,8 @@ class SparseAttention(_StageAttention):
         return kl_divergence(p / p.sum(-1, keepdim=True), scores.gather(1, rows).float(), selected)
 
     def _attend(self, topk_indices: torch.Tensor) -> torch.Tensor:
-        """Attention to the rows [T, 1, top_k]; returns the logarithm of its softmax's denominator, [heads, T]."""
+        """Compute `out`, the attention to the keys `topk_indices` [T, 1, top_k]. Return the log-sum-exp of its softmax,
+        [heads, T]."""
         self._out, lse = dsa.sparse_mla_attention(self._q, self._kv, topk_indices, self._scale, self._d_v)
         return lse.detach()
 
@@ -122,7 +127,7 @@ def _bounds(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, int, int]:
 
 
 def _visible(scores: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """bool [T, S]: the keys that each token may see."""
+    """Return bool [T, S]: whether each token may see each key. Raise ValueError unless scores have shape [T, S]."""
     keyed = batch.keyed
     tokens, keys = sum(keyed.query_lens), sum(keyed.key_lens)
     if scores.shape != (tokens, keys):

@@ -1,1 +1,1 @@
-"""Models: one file a family, with its configuration, its block and its model."""
+"""Models. Each model family has one file with the configuration, the decoder block and the model."""

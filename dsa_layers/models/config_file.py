@@ -1,10 +1,11 @@
 """Model configurations, read from a checkpoint's config.json.
 
-`read_config` accepts the spellings in use: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one
-that transformers 5 writes (`rope_parameters`, `dtype`, `mlp_layer_types`). A field that is known to change results and
-is not supported stops the load by its name: a model that ignores one still runs, and answers wrongly. So does any
-unknown field of the rope and quantisation objects, where each one counts. Tools add fields of their own to config.json:
-those that are known to have no influence, and null, are ignored silently, all others with one warning.
+`read_config` accepts two spellings: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one of
+transformers 5 (`rope_parameters`, `dtype`, `mlp_layer_types`). It raises an error for an unsupported field that changes
+results, because a model that ignored the field would run and answer wrongly. It also raises an error for any unknown
+field in the rope and quantisation objects, because every field there changes results. Tools add other fields to
+config.json. `read_config` silently ignores fields that are known to have no influence, and fields that are null. It
+ignores all other fields with one warning.
 """
 
 from dataclasses import replace
@@ -18,14 +19,14 @@ from dsa_layers.untrusted_files import is_there
 
 
 def read_config(directory: str | PathLike[str]) -> ModelConfig:
-    """The configuration in `directory`/config.json, of the class of its `model_type`.
+    """Read `directory`/config.json and return the configuration, an instance of the class for its `model_type`.
 
-    If `directory`/generation_config.json names end-of-sequence ids, they replace config.json's.
-    `directory` may also be the path of a config.json by itself, whatever the file is called.
-    Warns, in one line, of fields that are not known and so ignored.
-    Raises ConfigError (a ValueError) that names the file and the field, what it holds and what is accepted: for a file
-    that is missing or not a JSON object, a model type or a value that is not supported, a field that is missing or of
-    the wrong type, and fields that contradict each other.
+    If `directory`/generation_config.json has end-of-sequence ids, they replace the ids of config.json.
+    `directory` may also be the path of a configuration file with any name.
+    Issue one warning, on one line, that lists the unknown fields; `read_config` ignores these fields.
+    Raise ConfigError (a ValueError) if the file is missing or not a JSON object, if the model type or a value is not
+    supported, if a field is missing or has the wrong type, or if fields contradict each other. The message names the
+    file, the field, its value and the accepted values.
     """
     directory = Path(directory)
     if directory.is_file():
@@ -39,7 +40,7 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
 
 
 def config_of(fields: Fields) -> ModelConfig:
-    """The configuration in the fields of a config.json. Raises ConfigError and warns as `read_config` does."""
+    """Return the configuration in the fields of a config.json. Raise ConfigError and warn like `read_config`."""
     config = family(fields.read("model_type", one_of(*FAMILIES))).config.read(fields)
     fields.warn_unread()
     return config

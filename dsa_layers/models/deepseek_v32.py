@@ -1,6 +1,7 @@
 """DeepSeek-V3.2: latent attention over the keys that a lightning indexer selects, and mixtures of experts.
 
-Configuration, block, model, drafter and tiny checkpoint. GLM-5 (`glm_moe_dsa.py`) is this model with other options.
+This module has the configuration, the decoder block, the model, the drafter and the fields of the tiny checkpoint.
+GLM-5 (`glm_moe_dsa.py`) is this model with other options.
 Source: DeepSeek-V3.2's report (arXiv 2512.02556) and inference code.
 """
 
@@ -29,18 +30,19 @@ from dsa_layers.models.rotary import make_rotary
 
 @dataclass(frozen=True)
 class DeepseekV32Config(ModelConfig):
-    """The fields of this model in addition to the common ones.
+    """The fields of DeepSeek-V3.2's configuration in addition to the fields of `ModelConfig`.
 
-    indexer_types: for each layer "full" (has an indexer) or "shared" (has none, and attends to the keys of the last
-    full layer before it).
-    indexer_rope_interleave: whether rope turns channels (2i, 2i + 1) of index queries and keys, or (i, i + dim / 2).
-    index_share_for_mtp_iteration: whether further steps of a drafter attend to the keys of its first step.
-    latent_norm_eps: of q_a_layernorm and kv_a_layernorm; rms_norm_eps is that of all other RMSNorms.
+    indexer_types            "full" or "shared" per layer. A full layer has an indexer. A shared layer has no indexer
+                             and attends to the same keys as the last full layer before it
+    indexer_rope_interleave  whether rope rotates channels (2i, 2i + 1) of index queries and keys, or channels
+                             (i, i + dim / 2)
+    index_share_for_mtp_iteration  whether later steps of a drafter attend to the keys that its first step selected
+    latent_norm_eps          the eps of q_a_layernorm and kv_a_layernorm; all other RMSNorms use rms_norm_eps
     """
 
-    # transformers and DeepSeek's inference code build q_a_layernorm and kv_a_layernorm with this eps, whatever
-    # rms_norm_eps says. GLM-5 publishes an rms_norm_eps of 1e-5. Engines that use it for the latents, too, get latents
-    # that are smaller by a factor of 4.5e-6 / (mean square before the norm). bf16 hides this above a mean square of
+    # transformers and DeepSeek's inference code build q_a_layernorm and kv_a_layernorm with this eps for any value of
+    # rms_norm_eps. GLM-5 publishes rms_norm_eps = 1e-5. If an engine uses 1e-5 for the latents, they become smaller by
+    # a relative 4.5e-6 / (mean square before the norm). bf16 rounding hides this difference above a mean square of
     # 0.003.
     latent_norm_eps: ClassVar[float] = 1e-6
     model_type: ClassVar[str] = "deepseek_v32"
@@ -48,7 +50,7 @@ class DeepseekV32Config(ModelConfig):
     checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
         "ep_size": only(1),
         "moe_layer_freq": only(1),
-        "rope_interleave": only(True),  # of attention, which some configurations write down
+        "rope_interleave": only(True),  # rope in attention, not in the indexer; some configurations have this field
         "scoring_func": only("sigmoid"),
     }
 
@@ -84,14 +86,14 @@ class DeepseekV32Config(ModelConfig):
         layers, dense = self.num_hidden_layers, self.first_k_dense_replace
         fields.read("num_key_value_heads", only(self.num_attention_heads))
         fields.read("qk_head_dim", only(nope + rope))
-        # Writers of configurations mean different parts of a head. Nothing is computed from it.
+        # Configurations disagree on which channels head_dim counts. No code here uses its value.
         fields.read("head_dim", one_of(rope, nope, nope + rope, default=None))
         fields.require(rope % 2 == 0, "qk_rope_head_dim", "an even number")
         accepted = f"at least qk_rope_head_dim={rope}: rope turns the indexer's first channels"
         fields.require(rope <= self.index_head_dim, "index_head_dim", accepted)
         fields.require(dense <= layers, "first_k_dense_replace", f"at most num_hidden_layers={layers}")
         fields.read("mlp_layer_types", only(["dense"] * dense + ["sparse"] * (layers - dense)))
-        # The first name is transformers' up to 5.17.
+        # transformers up to 5.17 writes the first name.
         names = "indexed_attention", "deepseek_sparse_attention"
         fields.read("layer_types", one_of(*([name] * layers for name in names), default=None))
 
@@ -106,10 +108,11 @@ class DeepseekV32Config(ModelConfig):
 
 
 class DecoderBlock(nn.Module):
-    """x <- x + attention(norm(x)); x <- x + mlp(norm(x)).
+    """A decoder block: x <- x + attention(norm(x)); x <- x + mlp(norm(x)).
 
-    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected), as of `DSAAttention`.
-    Submodules by the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
+    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected): the arguments of
+    `DSAAttention`.
+    The submodules have the names of the checkpoint: input_layernorm, self_attn, post_attention_layernorm, mlp.
     """
 
     def __init__(self, hidden: int, self_attn: DSAAttention, mlp: MoE | SwiGLU, *, eps: float = 1e-6) -> None:
@@ -134,7 +137,10 @@ class DecoderBlock(nn.Module):
 
 
 def decoder_block(config: DeepseekV32Config, precision: Precision, *, indexed: bool, dense: bool) -> DecoderBlock:
-    """A layer of the model. indexed: it has an indexer; dense: its MLP has no experts."""
+    """Return a layer of the model.
+
+    indexed: whether the layer has an indexer. dense: whether its MLP is a `SwiGLU` without experts.
+    """
     hidden, eps = config.hidden_size, config.rms_norm_eps
     projections = precision.projections(config)
     indexer = None
@@ -181,7 +187,7 @@ def decoder_block(config: DeepseekV32Config, precision: Precision, *, indexed: b
 
 
 def cache_layers(config: DeepseekV32Config, precision: Precision, indexer_types: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of `PagedKVCache` that layers with these indexers need."""
+    """Return the arguments of `PagedKVCache` for layers with these `indexer_types`."""
     return {
         "num_layers": len(indexer_types),
         "latent_dim": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -193,9 +199,9 @@ def cache_layers(config: DeepseekV32Config, precision: Precision, indexer_types:
 
 
 class DeepseekV32Model(nn.Module):
-    """Embedding, decoder blocks, final norm: tokens int64 [T] -> hidden states [T, hidden_size].
+    """The embedding, the decoder blocks and the final norm: tokens int64 [T] -> hidden states [T, hidden_size].
 
-    A layer without an indexer attends to the keys that the layer before it attended to.
+    A layer without an indexer attends to the same keys as the previous layer.
     """
 
     def __init__(self, config: DeepseekV32Config, precision: Precision) -> None:
@@ -218,15 +224,16 @@ class DeepseekV32Model(nn.Module):
 
 
 class DeepseekV32ForCausalLM(nn.Module):
-    """The language model. Parameter names are those of the published checkpoints (`model.*`, `lm_head.weight`).
+    """The language model. Its parameters have the names of the published checkpoints (`model.*`, `lm_head.weight`).
 
-    forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
-    all T tokens with all_tokens=True: the `logits` of the pass's `states`.
-    Raises TypeError or ValueError that names the argument; the values of tokens are not checked.
+    forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
+    last token, or [T, vocab_size] for all tokens with all_tokens=True. The result is `logits` applied to `states`.
+    `forward` raises TypeError or ValueError with the name of the argument. It does not check the values of tokens.
+
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
 
-    page_size = 64  # tokens, as the kernels of the byte layouts have them
+    page_size = 64  # tokens; the kernels for FP8 caches require 64
 
     def __init__(self, config: DeepseekV32Config, precision: Precision | None = None) -> None:
         super().__init__()
@@ -250,31 +257,38 @@ class DeepseekV32ForCausalLM(nn.Module):
         return self.logits(hidden)
 
     def states(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
-        """[T, hidden_size]: the hidden states of all tokens, after the final norm."""
+        """Return [T, hidden_size]: the hidden states of all tokens, after the final norm."""
         return self.model(tokens, batch, cache)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """states [N, hidden_size], any rows -> fp32 [N, vocab_size], without rounding to 16 bits."""
+        """Return fp32 logits [N, vocab_size] for any N rows of states, without rounding to 16 bits."""
         return self.lm_head(states)
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
     ) -> PagedKVCache:
-        """A paged cache with this model's dimensions and precision, for up to `state_slots` sequences at a time."""
+        """Return a paged cache with this model's dimensions and precision, for up to `state_slots` sequences."""
         layers = cache_layers(self.config, self.precision, self.config.indexer_types)
         return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
 
     @property
     def captures_decode(self) -> bool:
-        """Index keys in FP8 are scored in their pages. Others are gathered, and the host must know how many."""
+        """Whether a CUDA graph can capture decoding passes.
+
+        The scoring kernel reads FP8 index keys directly from the pages. Index keys of other dtypes are gathered first,
+        and for this the host must know their number.
+        """
         return self.precision.fp8_indexer
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Compute the buffers that no checkpoint stores, after construction on the meta device."""
+        """Compute the buffers that no checkpoint stores. Call this after construction on the meta device."""
         self.model.rotary = make_rotary(self.config.qk_rope_head_dim, self.config.rope).to(device)
 
     def name_of(self, stored: str) -> str:
-        """The model's name of a checkpoint's tensor: the same, except in the first multi-token-prediction layer."""
+        """Return the model's name for a tensor of the checkpoint.
+
+        The name differs from the stored name only in the first multi-token-prediction layer.
+        """
         layer, name = self._mtp_part(stored)
         if layer != 0:
             return stored
@@ -286,8 +300,10 @@ class DeepseekV32ForCausalLM(nn.Module):
         return f"drafter.{name}" if name.startswith(("enorm.", "hnorm.", "eh_proj.")) else f"drafter.block.{name}"
 
     def stored_name(self, name: str, mtp_layer: int = 0) -> str:
-        """The checkpoint's name of a tensor of the model: the inverse of `name_of`. mtp_layer: the
-        multi-token-prediction layer that the drafter's tensors are in."""
+        """Return the checkpoint's name for a tensor of the model; the inverse of `name_of`.
+
+        mtp_layer: the multi-token-prediction layer in which the checkpoint stores the drafter's tensors.
+        """
         if not name.startswith("drafter."):
             return name
         name = re.sub(r"^drafter\.(block\.)?", "", name)
@@ -295,13 +311,15 @@ class DeepseekV32ForCausalLM(nn.Module):
         return prefix + (f"shared_head.{name}" if name.startswith("norm.") else name)
 
     def skips(self, name: str) -> bool:
-        """Whether a checkpoint tensor belongs to a multi-token-prediction layer and no drafter reads it."""
+        """Return whether a checkpoint tensor is in a multi-token-prediction layer and the drafter does not read it."""
         layer, name = self._mtp_part(name)
         return layer is not None and (self.drafter is None or layer > 0 or name.startswith(tuple(_COPIES)))
 
     def _mtp_part(self, stored: str) -> tuple[int | None, str]:
-        """(the multi-token-prediction layer that has this tensor, its name in the layer); (None, the name) if it is in
-        none."""
+        """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and its name there.
+
+        If no such layer has this tensor, return (None, stored).
+        """
         for layer in range(self.config.num_nextn_predict_layers):
             prefix = f"model.layers.{self.config.num_hidden_layers + layer}."
             if stored.startswith(prefix):
@@ -309,16 +327,16 @@ class DeepseekV32ForCausalLM(nn.Module):
         return None, stored
 
 
-# Tensors that a multi-token-prediction layer shares with the model. A checkpoint has copies of them, or none.
+# {tensor in a multi-token-prediction layer: the same tensor in the model}. A checkpoint may store the former as copies.
 _COPIES = {"embed_tokens.": "model.embed_tokens.", "shared_head.head.": "lm_head."}
 
 
 class DeepseekV32Drafter(nn.Module):
-    """y[t] = norm(block(eh_proj([enorm(embed(token t + 1)) | hnorm(h[t])]))), h the states: see `Drafter`.
+    """The `Drafter` of DeepSeek-V3.2: y[t] = norm(block(eh_proj([enorm(embed(token t + 1)) | hnorm(states[t])]))).
 
-    states [T, hidden_size]: the target's, after its final norm, or y of an earlier step. The block has experts and an
-    indexer. Embedding, angles and head are the target's. Parameters: enorm, hnorm, norm [hidden], eh_proj [hidden,
-    2 hidden], which is never quantised, and block.
+    states [T, hidden_size]: the target's hidden states after its final norm, or y of an earlier step. The block has
+    experts and an indexer. The drafter uses the target's embedding, rope angles and head. Parameters: enorm, hnorm,
+    norm [hidden]; eh_proj [hidden, 2 hidden], which is never quantised; block.
     Source: DeepSeek-V3's report (arXiv 2412.19437), section 2.2.
     """
 
@@ -332,7 +350,7 @@ class DeepseekV32Drafter(nn.Module):
         self.eh_proj = Linear(2 * hidden, hidden, dtype=precision.dtype)
         self.block = decoder_block(config, precision, indexed=True, dense=False)
         self.norm = RMSNorm(hidden, eps)
-        self._target = (target,)  # in a tuple, so that it is no submodule
+        self._target = (target,)  # the tuple prevents registration as a submodule
 
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None
@@ -350,11 +368,12 @@ class DeepseekV32Drafter(nn.Module):
         cache: LayerCache | None,
         selected: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """(y, the block's selection)."""
+        """Return (y, the keys that the block selected)."""
         (target,) = self._target
         check_states(states, tokens, target.config.hidden_size)
         cos, sin = target.model.rotary(batch.positions)
-        # Training shifts the tokens by one, so that the first position has an embedding, too. (vLLM zeroes it.)
+        # Training shifts the tokens by one, so the first position also has a next token and its embedding. (vLLM sets
+        # the embedding at the first position to zero.)
         e = self.enorm(target.model.embed_tokens(tokens))
         x = self.eh_proj(torch.cat((e, self.hnorm(states)), -1))
         x, selected = block(x, cos, sin, batch, cache, selected)
@@ -371,7 +390,7 @@ class DeepseekV32Drafter(nn.Module):
         return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
 
 
-# Small widths, and the dimensions that kernels care about as published.
+# Small values for the tiny checkpoint. The dimensions that the kernels require keep their published values.
 TINY_CHANGES = {
     "first_k_dense_replace": 1,
     "hidden_size": 512,
@@ -390,7 +409,7 @@ FAMILY = Family(
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     PublishedFormat(norm_dtype="F32", mtp_embedding="embed_tokens.weight", mtp_head="shared_head.head.weight"),
-    # A dense layer and three sparse ones.
+    # One layer with a dense MLP and three layers with experts.
     TinyFields("deepseek_v32_config.json", {**TINY_CHANGES, "n_group": 2, "num_hidden_layers": 4, "topk_group": 1}),
     DeepseekV32Drafter,
 )

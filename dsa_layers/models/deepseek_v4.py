@@ -1,6 +1,6 @@
-"""DeepSeek-V4: windows and compressed entries in one attention, hyper-connections, and hashed and routed experts.
+"""DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, and hashed and routed experts.
 
-Configuration, block, model, drafter and tiny checkpoint.
+This module has the configuration, the decoder block, the model, the drafter and the fields of the tiny checkpoint.
 Source: DeepSeek-V4's report (arXiv 2606.19348) and inference code.
 """
 
@@ -37,16 +37,19 @@ from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
 from dsa_layers.models.rotary import make_rotary
 
-# Layer types as transformers names them -> tokens per entry; 0: the layer has only the window.
+# {layer type of transformers: tokens per compressed entry}. 0: the layer has a window and no entries.
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
-# Later releases put their drafter's dimensions into these fields.
+# Later releases have a DSpark drafter, whose dimensions are in these fields.
 _DSPARK = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
 _NO_DSPARK = refused("the DSpark drafter is not supported")
 
 
 def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:
-    """Published: qk_rope_head_dim. transformers: a part of head_dim."""
+    """Read the rope dimension.
+
+    Published configurations have qk_rope_head_dim. transformers writes partial_rotary_factor, a fraction of head_dim.
+    """
     part = fields.read("partial_rotary_factor", number(maximum=1.0, default=1.0))
     of_part = int(known.head_dim * part)
     rope_dim = fields.read("qk_rope_head_dim", integer(default=of_part))
@@ -57,8 +60,11 @@ def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:
 
 
 def _read_layer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
-    """Published: compress_ratios of the layers, with or without the multi-token-prediction layers after them.
-    transformers: layer_types."""
+    """Read the type of each layer.
+
+    Published configurations have compress_ratios, with or without the multi-token-prediction layers at the end.
+    transformers writes layer_types.
+    """
     if ("compress_ratios" in fields) == ("layer_types" in fields):
         given = "both given" if "layer_types" in fields else "not given"
         raise fields.error("compress_ratios", f"and field 'layer_types' are {given}", "one of them")
@@ -81,7 +87,11 @@ def _read_compress_rates(fields: Fields, known: SimpleNamespace) -> dict[str, in
 
 
 def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...]:
-    """Published: the number of hashed layers, which come first. transformers: the type of each layer."""
+    """Read which layers are hashed.
+
+    Published configurations have num_hash_layers, the number of hashed layers at the start. transformers writes the
+    type of each layer (mlp_layer_types).
+    """
     layers = known.num_hidden_layers
     types = fields.read("mlp_layer_types", each_of("hash_moe", "moe", counts={layers: "num_hidden_layers"}))
     if types is not None:
@@ -91,8 +101,11 @@ def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...
 
 
 def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespace) -> RopeConfig:
-    """Published: `theta_field`, and rope_scaling for the kind "compress". transformers: rope_parameters, with an
-    object per kind."""
+    """Read the rope configuration of a kind: "main" or "compress".
+
+    Published configurations have `theta_field`, and rope_scaling for the kind "compress". transformers writes
+    rope_parameters with one object per kind.
+    """
     nested = fields.object("rope_parameters")
     if nested is None:
         scaling = fields.object("rope_scaling") if kind == "compress" else None
@@ -111,8 +124,11 @@ def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespa
 
 
 def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationConfig | None:
-    """Read quantization_config, with expert_dtype. In published checkpoints expert_dtype is in config.json itself, or
-    missing. In checkpoints of transformers it is in quantization_config, or in both places."""
+    """Read quantization_config and expert_dtype.
+
+    Published checkpoints have expert_dtype at the top level of config.json, or not at all. transformers writes it in
+    quantization_config, or in both places.
+    """
     accepted = one_of("fp4", "fp8", default=None)
     published = fields.read("expert_dtype", accepted)
     nested = fields.object("quantization_config")
@@ -124,11 +140,13 @@ def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationCo
 
 @dataclass(frozen=True)
 class DeepseekV4Config(ModelConfig):
-    """The fields of DeepSeek-V4 in addition to the common ones.
+    """The fields of DeepSeek-V4's configuration in addition to the fields of `ModelConfig`.
 
-    layer_types: a key of LAYER_TYPES per layer. compress_rates: tokens per entry, by layer type. hash_layers: per
-    layer, whether the token determines its experts. rope: of layers without entries; compress_rope: of the other
-    layers, of their entries and of their indexers.
+    layer_types     a key of LAYER_TYPES per layer
+    compress_rates  {layer type: tokens per compressed entry}
+    hash_layers     whether a layer chooses experts by the token id, per layer
+    rope            rope of the layers without entries
+    compress_rope   rope of the layers with entries, including their entries and indexers
     """
 
     model_type: ClassVar[str] = "deepseek_v4"
@@ -146,7 +164,7 @@ class DeepseekV4Config(ModelConfig):
     qk_rope_head_dim: int = computed(_read_rope_dim)
     o_groups: int = integer()
     o_lora_rank: int = integer()
-    sliding_window: int = integer(maximum=2**13)  # the length of a sequence's ring of keys
+    sliding_window: int = integer(maximum=2**13)  # tokens; the ring of keys per sequence grows with it
     layer_types: tuple[str, ...] = computed(_read_layer_types)
     compress_rates: dict[str, int] = computed(_read_compress_rates)
     hash_layers: tuple[bool, ...] = computed(_read_hash_layers)
@@ -173,10 +191,12 @@ class DeepseekV4Config(ModelConfig):
 
 
 class HyperDecoderBlock(nn.Module):
-    """Attention, then experts, each between the streams' collapse and expansion: X [T, n, hidden] -> [T, n, hidden].
+    """Attention, then experts, with hyper-connections around both: streams X [T, n, hidden] -> [T, n, hidden].
 
-    x = collapse(X); X <- expand(sublayer(norm(x)), X), by `hc_attn` and `hc_ffn`.
-    forward(X, tokens int64 [T], rope, entry_rope, batch, cache=None), the last four as of `CompressedAttention`.
+    For each sublayer: x = collapse(X); X <- expand(sublayer(norm(x)), X). `hc_attn` and `hc_ffn` compute collapse and
+    expand.
+    forward(X, tokens int64 [T], rope, entry_rope, batch, cache=None): the last four arguments are the arguments of
+    `CompressedAttention`.
     Submodules: hc_attn, attn_norm, attn, hc_ffn, ffn_norm, ffn.
     """
 
@@ -212,8 +232,10 @@ class HyperDecoderBlock(nn.Module):
 
 
 def hyper_block(config: DeepseekV4Config, precision: Precision, kind: str, *, hashed: bool) -> HyperDecoderBlock:
-    """A layer of the model that `config` describes. kind: one of LAYER_TYPES; hashed: its experts follow from the
-    token."""
+    """Return a layer of the model.
+
+    kind: a key of LAYER_TYPES. hashed: whether the layer chooses experts by the token id.
+    """
     hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, precision.dtype
     projections = precision.projections(config)
     ratio = config.compress_rates.get(kind)
@@ -263,7 +285,7 @@ def hyper_block(config: DeepseekV4Config, precision: Precision, kind: str, *, ha
 def make_cache(
     model: "DeepseekV4ForCausalLM", layers: list[CompressedAttention], num_pages: int, page_size: int, **options: Any
 ) -> CompressedKVCache:
-    """A cache of these layers. options: device and state_slots."""
+    """Return a cache for these layers. options: device and state_slots."""
     config, precision = model.config, model.precision
     return CompressedKVCache(
         [(_entries(layer.compressor), _entries(layer.indexer and layer.indexer.compressor)) for layer in layers],
@@ -282,16 +304,18 @@ def _entries(compressor: Compressor | None) -> EntryShape | None:
 
 
 class DeepseekV4ForCausalLM(nn.Module):
-    """The language model. Parameters have the published checkpoint's names, except for those that
+    """The language model. Parameters have the published checkpoint's names, except for the names that
     `deepseek_v4_names` changes.
 
-    forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
-    all T tokens with all_tokens=True: the `logits` of the pass's `states`.
-    Raises TypeError or ValueError that names the argument; which tokens there are is not looked at.
+    forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
+    last token, or [T, vocab_size] for all tokens with all_tokens=True. The result is `logits` applied to `states`.
+    `forward` raises TypeError or ValueError with the name of the argument. It does not check the values of tokens.
+
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
 
-    page_size = 256  # tokens: 64 entries of a layer with an indexer, 2 of the others
+    # Tokens. This is 64 entries in a layer with 4 tokens per entry, and 2 entries in a layer with 128 tokens per entry.
+    page_size = 256
 
     def __init__(self, config: DeepseekV4Config, precision: Precision | None = None) -> None:
         super().__init__()
@@ -318,12 +342,12 @@ class DeepseekV4ForCausalLM(nn.Module):
         all_tokens: bool = False,
     ) -> torch.Tensor:
         streams = self.states(tokens, batch, cache)
-        if not all_tokens and not batch.is_decode:  # where each token is the last
+        if not all_tokens and not batch.is_decode:  # a decoding pass needs the logits of all its tokens
             streams = streams[batch.last_tokens]
         return self.logits(streams)
 
     def states(self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None) -> torch.Tensor:
-        """[T, hc_mult, hidden_size]: the residual streams of all tokens, after the last layer."""
+        """Return [T, hc_mult, hidden_size]: the residual streams of all tokens, after the last layer."""
         check_pass(tokens, batch, cache)
         streams = self.first_streams(tokens)
         angles = dict(zip(self._angle_kinds(), self.joint_rotary(batch.positions)))
@@ -335,34 +359,42 @@ class DeepseekV4ForCausalLM(nn.Module):
         return streams
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """states [N, hc_mult, hidden_size], any rows -> fp32 [N, vocab_size]."""
+        """Return fp32 logits [N, vocab_size] for any N rows of states [N, hc_mult, hidden_size]."""
         return self.head(self.norm(self.hc_head(states)))
 
     def _angle_kinds(self) -> list[tuple[str, int]]:
-        """(embedding, ratio) of all angles that layers turn by: tokens' own, of ratio 1, and then entries'."""
+        """Return (kind of rope, ratio) for all rope angles that the layers need.
+
+        The angles of tokens, with ratio 1, come first. The angles of compressed entries follow, with `ratio` tokens per
+        entry.
+        """
         ratios = {self.config.compress_rates.get(kind) for kind in self.config.layer_types}
         of_entries = [("compress", ratio) for ratio in sorted(ratios - {None})]
         own = [("main", 1)] if None in ratios else []
         return [*own, *([("compress", 1)] if of_entries else []), *of_entries]
 
     def first_streams(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[T, hc_mult, hidden]: each stream begins with the tokens' embeddings."""
+        """Return [T, hc_mult, hidden]: a copy of the tokens' embeddings per stream."""
         return self.embed(tokens[:, None].expand(-1, self.config.hc_mult))
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64
     ) -> CompressedKVCache:
-        """A cache with this model's dimensions and precision, for so many sequences at a time."""
+        """Return a cache with this model's dimensions and precision, for up to `state_slots` sequences."""
         attentions = [layer.attn for layer in self.layers]
         return make_cache(self, attentions, num_pages, page_size, device=device, state_slots=state_slots)
 
     @property
     def captures_decode(self) -> bool:
-        """Index keys in FP8 are scored where they are in the pages; others are gathered, as many as the host says."""
+        """Whether a CUDA graph can capture decoding passes.
+
+        The scoring kernel reads FP8 index keys directly from the pages. Index keys of other dtypes are gathered first,
+        and for this the host must know their number.
+        """
         return self.precision.fp8_indexer
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Compute what no checkpoint stores, after construction on the meta device."""
+        """Compute the buffers that no checkpoint stores. Call this after construction on the meta device."""
         config = self.config
         ropes = {"main": config.rope, "compress": config.compress_rope}
         rotaries = {kind: make_rotary(config.qk_rope_head_dim, rope) for kind, rope in ropes.items()}
@@ -381,13 +413,13 @@ class DeepseekV4ForCausalLM(nn.Module):
 
 
 class DeepseekV4Drafter(nn.Module):
-    """Y[t] = block(e_proj(enorm(embed(token t + 1))) + h_proj(hnorm(X[t]))), the former for each of the streams X: see
-    `Drafter`. logits = head(norm(hc_head(Y))).
+    """The `Drafter` of DeepSeek-V4: Y[t] = block(e_proj(enorm(embed(token t + 1))) + h_proj(hnorm(X[t]))).
 
-    states [T, hc_mult, hidden_size]: the target's streams, or Y of an earlier step. The block attends to the window
-    alone, and its experts follow from a router.
-    Embedding, angles and the head's matrix are the target's. Parameters: e_proj, h_proj [hidden, hidden], FP8 with
-    scales if the target's are; enorm, hnorm, norm [hidden]; hc_head; and block.
+    X = states [T, hc_mult, hidden_size]: the target's streams, or Y of an earlier step. The drafter adds the embedding
+    term to every stream. logits = head(norm(hc_head(Y))). The block attends to the window only, and a router chooses
+    its experts. The drafter uses the target's embedding, rope angles and the matrix of the target's head.
+    Parameters: e_proj, h_proj [hidden, hidden], in FP8 with scales if the target's projections are FP8; enorm, hnorm,
+    norm [hidden]; hc_head; block.
     Source: `MTPBlock` of DeepSeek-V4's inference code.
     """
 
@@ -403,7 +435,7 @@ class DeepseekV4Drafter(nn.Module):
         self.block = hyper_block(config, precision, "sliding_attention", hashed=False)
         self.hc_head = HyperHead(hidden, config.hc_mult, eps=eps, hc_eps=config.hc_eps)
         self.norm = RMSNorm(hidden, eps)
-        self._target = (target,)  # which is no submodule
+        self._target = (target,)  # the tuple prevents registration as a submodule
 
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None
@@ -412,7 +444,8 @@ class DeepseekV4Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
         rope = RopeAngles(target.rotaries["main"](batch.positions))
-        # As in training the first position has an embedding, too. (vLLM zeroes it.)
+        # Training shifts the tokens by one, so the first position also has a next token and its embedding. (vLLM sets
+        # the embedding at the first position to zero.)
         e = self.e_proj(self.enorm(target.embed(tokens)))
         streams = self.h_proj(self.hnorm(states)) + e[:, None]
         return self.block(streams, tokens, rope, None, batch, None if cache is None else cache.layer(0))
@@ -428,8 +461,8 @@ class DeepseekV4Drafter(nn.Module):
         return make_cache(target, [self.block.attn], num_pages, page_size, device=device, state_slots=state_slots)
 
 
-# Parts of the tensors' names: outside of the layers, in a layer, in attention, in the mixture of experts, and of each
-# matrix or hyper-connection.
+# Parts of tensor names, for `TinyFields.order`: names outside the layers, names in a layer, in attention and in the
+# mixture of experts, and suffixes of matrices and hyper-connections.
 _TINY_ORDER = (
     *("embed", "layers", "e_proj", "h_proj", "attn", "attn_norm", "hc_attn_fn", "hc_attn_base", "hc_attn_scale"),
     *("ffn_norm", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale", "ffn", "enorm", "hnorm"),

@@ -1,12 +1,12 @@
-"""Names of DeepSeek-V4's tensors: in published checkpoints, in those that transformers writes, and in the model."""
+"""Names of DeepSeek-V4's tensors in published checkpoints, in checkpoints of transformers, and in the model."""
 
 import re
 
 from dsa_layers.errors import CheckpointError
 
-# Names in a checkpoint -> in the model: substitutions in this order.
+# (pattern, replacement) for `re.sub`, in this order: from a name in a checkpoint to the name in the model.
 RENAMES = [
-    # The names of transformers' modules -> the published ones. Its save_pretrained writes a mixture of both by default.
+    # From transformers' module names to published names. By default save_pretrained writes a mixture of both.
     (r"^model\.", ""),
     (r"^embed_tokens\.", "embed."),
     (r"^lm_head\.", "head."),
@@ -26,7 +26,7 @@ RENAMES = [
     (r"\.kv_proj\.", ".wkv."),
     (r"\.q_a_norm\.", ".q_norm."),
     (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
-    # The published names -> the model's.
+    # From published names to the model's names.
     (r"^mtp\.0\.(?=(e_proj|h_proj|enorm|hnorm|norm|hc_head)[._])", "drafter."),
     (r"^mtp\.0\.", "drafter.block."),
     (r"\bhc_head(_|\.hc_)", "hc_head."),
@@ -39,7 +39,7 @@ RENAMES = [
     (r"(?<!\bhc_head)(?<!hc_attn)(?<!hc_ffn)\.scale$", ".weight_scale_inv"),
 ]
 
-# The model's names -> the published ones.
+# (pattern, replacement) for `re.sub`, in this order: from a name in the model to the published name.
 PUBLISHED_NAMES = [
     (r"^drafter\.(block\.)?", "mtp.0."),
     (r"\bhc_head\.", "hc_head_"),
@@ -51,10 +51,10 @@ PUBLISHED_NAMES = [
     (r"\.weight_scale_inv$", ".scale"),
 ]
 
-# What the multi-token-prediction layer shares with the model, of which some checkpoints have copies.
+# Prefixes of tensors that the multi-token-prediction layer shares with the model. Some checkpoints store copies.
 COPIES = ("mtp.0.emb.", "mtp.0.embed.", "mtp.0.head.")
 
-# Tensors by which a checkpoint is known to be of a variant that is not this model.
+# (pattern, variant): a tensor name that matches the pattern shows that the checkpoint is of an unsupported variant.
 VARIANTS = [
     (r"^mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\.", "the DSpark drafter"),
     (r"\.engram\.|\.attn\.indexer\.(wk|k_norm)\.", "DeepSeek-V4.1"),
@@ -62,8 +62,10 @@ VARIANTS = [
 
 
 def name_of(stored: str) -> str:
-    """The model's name of a checkpoint's tensor. Raises CheckpointError for a tensor of a variant of the model that is
-    not supported."""
+    """Return the model's name for a tensor of the checkpoint.
+
+    Raise CheckpointError if the tensor belongs to an unsupported variant of the model.
+    """
     variant = _variant(stored)
     if variant is not None:
         raise CheckpointError(f"belongs to {variant}, which is not supported")
@@ -73,16 +75,20 @@ def name_of(stored: str) -> str:
 
 
 def stored_name(name: str, mtp_layer: int = 0) -> str:
-    """The published name of a tensor of the model: the inverse of `name_of`. mtp_layer: the multi-token-prediction
-    layer that the drafter's tensors are in."""
+    """Return the published name for a tensor of the model; the inverse of `name_of`.
+
+    mtp_layer: the multi-token-prediction layer in which the checkpoint stores the drafter's tensors.
+    """
     for pattern, stored in PUBLISHED_NAMES:
         name = re.sub(pattern, stored, name)
     return re.sub(r"^mtp\.0\.", f"mtp.{mtp_layer}.", name)
 
 
 def skips(name: str, *, drafter: bool) -> bool:
-    """Whether a checkpoint tensor belongs to a multi-token-prediction layer and no drafter reads it. drafter: whether
-    the model has one."""
+    """Return whether a checkpoint tensor is in a multi-token-prediction layer and no drafter reads it.
+
+    drafter: whether the model has a drafter.
+    """
     if not name.startswith("mtp.") or _variant(name) is not None:
         return False
     return not drafter or not name.startswith("mtp.0.") or name.startswith(COPIES)

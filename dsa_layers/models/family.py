@@ -1,4 +1,4 @@
-"""The record of a model family, by which `load_model` and the commands find its parts."""
+"""`Family`, the record from which `load_model` and the commands get the classes and formats of a model family."""
 
 import json
 from collections.abc import Callable
@@ -14,18 +14,18 @@ VENDORED = Path(__file__).parents[1] / "vendored"
 
 
 def published_config(file: str) -> dict[str, Any]:
-    """The fields of a published config.json that is stored in `dsa_layers/vendored`, whose README names its source."""
+    """Return the fields of a published config.json in `dsa_layers/vendored`. The README there names the source."""
     return json.loads((VENDORED / file).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class PublishedFormat:
-    """How a family's published checkpoints differ from the model that reads them.
+    """The differences between a family's published checkpoints and the model.
 
-    norm_dtype     safetensors' dtype of the norms, which the model keeps in fp32
-    e8m0_scales    whether FP8 scales that are powers of two are F8_E8M0 and not F32
-    mtp_embedding  name of the copy of the embedding in each multi-token-prediction layer; None: there is none
-    mtp_head       the same of the head
+    norm_dtype     safetensors dtype of the norm weights; the model stores these weights in fp32
+    e8m0_scales    whether the checkpoint stores power-of-two FP8 scales as F8_E8M0 instead of F32
+    mtp_embedding  name of the copy of the embedding in each multi-token-prediction layer; None if no layer has a copy
+    mtp_head       name of the copy of the head in each multi-token-prediction layer; None if no layer has a copy
     """
 
     norm_dtype: str = "F32"
@@ -36,11 +36,12 @@ class PublishedFormat:
 
 @dataclass(frozen=True)
 class TinyFields:
-    """A family's tiny checkpoint.
+    """The configuration of a family's tiny checkpoint.
 
-    published  the file of a published configuration in `dsa_layers/vendored`
-    changes    the fields in which the tiny config.json differs from it
-    order      parts of tensors' names in the order in which random values are drawn; () for the order of the layers
+    published  file name of a published configuration in `dsa_layers/vendored`
+    changes    the fields in which the tiny config.json differs from the published configuration
+    order      parts of tensor names, in the order in which the tiny checkpoint generates random values; () for the
+               order of the layers
     """
 
     published: str
@@ -49,7 +50,7 @@ class TinyFields:
 
     def fields(self, *, quantized: bool) -> dict[str, Any]:
         fields = published_config(self.published) | self.changes
-        del fields["transformers_version"]  # which did not write this one
+        del fields["transformers_version"]  # transformers did not write the tiny config.json
         of_quantization = [name for name in ("expert_dtype", "quantization_config") if name in fields]
         quantization = {name: fields.pop(name) for name in of_quantization}
         return fields | quantization if quantized else fields
@@ -57,14 +58,14 @@ class TinyFields:
 
 @dataclass(frozen=True)
 class Family:
-    """The parts of a family. Its module in `dsa_layers/models` has one of these as FAMILY.
+    """The record of a model family. The family's module in `dsa_layers/models` has a `Family` named FAMILY.
 
     config   the dataclass of the configuration
-    model    (configuration, precision or None) -> the model, with the parameters that its layers make
-    format   how a published checkpoint stores the model's tensors
-    tiny     config.json of the family's tiny checkpoint
-    drafter  model -> its `Drafter`, a torch.nn.Module that becomes the model's `drafter` and has its tensors there;
-             None: checkpoints of this family have no supported drafter
+    model    callable (configuration, precision or None) -> the model, with newly initialised parameters
+    format   the format of published checkpoints
+    tiny     the configuration of the family's tiny checkpoint
+    drafter  callable (model) -> its `Drafter`, a torch.nn.Module for the model's attribute `drafter`; None if no
+             checkpoint of this family has a supported drafter
     """
 
     config: type[ModelConfig]

@@ -1,8 +1,9 @@
-"""GLM-5, 5.1 and 5.2: DeepSeek-V3.2's model with other options, and in 5.2 with selections that layers share.
+"""GLM-5, 5.1 and 5.2: DeepSeek-V3.2's model with other options. In GLM-5.2, layers share selected keys.
 
-Heads have 192 + 64 channels and values of 256; there are 32 index heads, plain rope, one routing group, and rope on
-pairs (2i, 2i + 1) in the indexer too. In GLM-5.2 (IndexShare) only some layers have an indexer and an index cache: with
-S_t^l the keys that token t attends to in layer l, S_t^l = S_t^(l-1) in a layer without one.
+Keys of a head have 192 + 64 channels, and values have 256 channels. The models have 32 index heads, plain rope and one
+routing group; rope also rotates pairs (2i, 2i + 1) in the indexer. In GLM-5.2 (IndexShare) only some layers have an
+indexer and an index cache. Let S_t^l be the keys that token t attends to in layer l. In a layer without an indexer,
+S_t^l = S_t^(l-1).
 Source: GLM-5's report (arXiv 2602.15763), IndexShare (arXiv 2603.12201), and `GlmMoeDsa` of transformers 5.
 """
 
@@ -29,12 +30,12 @@ from dsa_layers.models.deepseek_v32 import (
 )
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 
-# Letters of index_topk_pattern.
+# {letter of index_topk_pattern: layer type}.
 _LETTERS = {"F": "full", "S": "shared"}
 
 
 def _read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
-    """Which layers have an indexer. Up to three fields say so, and they must agree."""
+    """Read which layers have an indexer. Up to three fields specify these layers, and all must agree."""
     layers = known.num_hidden_layers
     counts = {layers: "num_hidden_layers"}
     frequency = fields.read("index_topk_freq", integer(default=1))
@@ -63,7 +64,7 @@ def _read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ..
 
 @dataclass(frozen=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    """DeepSeek-V3.2's fields, and which layers have an indexer."""
+    """The fields of DeepSeek-V3.2's configuration, with GLM-5's values. Some layers may have no indexer."""
 
     model_type: ClassVar[str] = "glm_moe_dsa"
     checked = DeepseekV32Config.checked | {"moe_router_dtype": only("float32")}
@@ -74,21 +75,25 @@ class GlmMoeDsaConfig(DeepseekV32Config):
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5 of a GlmMoeDsaConfig."""
+    """GLM-5. It is `DeepseekV32ForCausalLM` with a `GlmMoeDsaConfig`."""
 
 
-# Rows of states, and where in the drafter's cache the selected keys of these rows are: int32 [N, top_k], then -1.
+# Rows: an index of N rows of states. Slots: a function from rows to int32 [N, top_k], the slots in the drafter's cache
+# of the keys that each row selected, padded with -1.
 Rows = slice | torch.Tensor
 Slots = Callable[[Rows], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class DraftedStates:
-    """A drafter step's result, for further steps that attend to the keys that the first step selected.
+    """The result of a drafter step, for later steps that attend to the keys that the first step selected.
 
-    values [T, hidden_size]: the states. slots: of any rows, the keys that the first step attended to there; None
-    without a cache. states[rows] are the states of these rows. Slots are looked up only for rows that are asked for: of
-    a prompt these are few.
+    values  [T, hidden_size]: the states
+    slots   function that returns the cache slots of the keys that the first step attended to, for any rows; None
+            without a cache
+
+    states[rows] returns the `DraftedStates` of these rows. `slots` computes slots only for the requested rows, which
+    are few of a prompt's rows.
     """
 
     values: torch.Tensor
@@ -99,11 +104,12 @@ class DraftedStates:
 
 
 class GlmMoeDsaDrafter(DeepseekV32Drafter):
-    """DeepSeek-V3.2's drafter. With `index_share_for_mtp_iteration` (GLM-5.2) only the first step selects.
+    """DeepSeek-V3.2's drafter. With `index_share_for_mtp_iteration` (GLM-5.2), only the first step selects keys.
 
-    A further step attends to S[t], the keys that the first step attended to at the last position t with a state of the
-    target, whatever its own position is. Its own key is not in S[t], and its indexer does not run. Steps then give
-    `DraftedStates`. A further step takes one token of each sequence, over the cache of the first one.
+    Let t be the last position with a state of the target, and S[t] the keys that the first step attended to there. A
+    later step attends to S[t] for any position of its token. S[t] does not contain the key of this token. The indexer
+    does not run in a later step. With this option all steps return `DraftedStates`. A later step takes one token per
+    sequence and the cache of the first step.
     Source: Z.ai's account of GLM-5.2, and vLLM's, SGLang's and TensorRT-LLM's code for it.
     """
 
@@ -149,7 +155,10 @@ def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache |
 
 
 def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
-    """Where the keys are that a pass has attended to. top_k: of its indexer."""
+    """Return a function from rows to the cache slots of the keys that a pass attended to.
+
+    top_k: the number of keys that the pass's indexer selects.
+    """
     indices = selected.topk_indices
     if indices is not None:
         (indices,) = selected.placement.all_gather(indices)
@@ -157,7 +166,7 @@ def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
         return indices.__getitem__
 
     def found(rows: Rows) -> torch.Tensor:
-        if indices is None:  # all keys that a token sees, at most top_k
+        if indices is None:  # a dense pass: each token attends to all keys it sees, at most top_k
             keys = torch.arange(top_k, dtype=torch.int32, device=batch.device)
             keys = torch.where(keys < batch.visible_keys[rows, None], keys, -1)
         elif selected.counted_in == "positions":
@@ -170,7 +179,7 @@ def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
 
 
 def _without_indexer(block: DecoderBlock) -> DecoderBlock:
-    """The same layer with the same parameters. It attends to the keys that it is given."""
+    """Return a copy of the block without an indexer. The copy shares the parameters of `block`."""
     other = copy.copy(block)
     other._modules = block._modules | {"self_attn": _attention_without_indexer(block.self_attn)}
     return other
@@ -188,7 +197,7 @@ FAMILY = Family(
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     PublishedFormat(norm_dtype="BF16"),
-    # GLM-5.2: layers with an indexer and without one, after a dense layer and after sparse ones.
+    # GLM-5.2. Layers with and without an indexer follow both a layer with a dense MLP and layers with experts.
     TinyFields(
         "glm_5_2_config.json",
         {
@@ -200,7 +209,7 @@ FAMILY = Family(
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
             "num_hidden_layers": 5,
             "pad_token_id": 1,
-            # The published file is the BF16 release's; in the FP8 release scales are no powers of two.
+            # The published file is from the BF16 release. In the FP8 release, scales are not powers of two.
             "quantization_config": {
                 "activation_scheme": "dynamic",
                 "fmt": "e4m3",

@@ -1,4 +1,4 @@
-"""What a model computes in, and on."""
+"""The dtypes and the device that a model computes with."""
 
 import re
 from dataclasses import dataclass
@@ -15,13 +15,15 @@ from dsa_layers.config.model_config import ModelConfig
 class Precision:
     """The dtypes that a model stores and computes in.
 
-    dtype         of activations, and of every weight that is not FP8
-    fp8_linear    True: FP8 weights stay FP8 and activations are quantised for them; False: dequantised at load
-    fp8_indexer   True: index queries and keys go through Hadamard and e4m3, as the model was trained
-    kv_cache      "fp8": latents are cached in 656 bytes a token (V4: 584), rounded to e4m3; "model": in `dtype`
-    fp4_experts   True: experts' FP4 weights stay FP4, to be multiplied as FP8; False: they are widened to FP8
+    dtype         dtype of activations and of unquantised weights, except weights that are always fp32, such as norms
+    fp8_linear    True: FP8 weights stay in FP8, and layers quantise their activations. False: the loader dequantises
+                  FP8 weights
+    fp8_indexer   True: apply a Hadamard transform to index queries and keys and cast them to e4m3, as in training
+    kv_cache      "fp8": cache latents in 656 bytes per token (V4: 584), rounded to e4m3. "model": cache them in `dtype`
+    fp4_experts   True: the FP4 weights of experts stay in FP4 in memory and are multiplied as FP8. False: the loader
+                  converts them to FP8
 
-    Raises TypeError or ValueError for anything else.
+    Raise TypeError or ValueError for other values.
     """
 
     dtype: torch.dtype
@@ -51,8 +53,15 @@ class Precision:
         dequantize: bool = False,
         kv_cache: Literal["fp8", "model"] | None = None,
     ) -> Self:
-        """What the checkpoint was made for, all FP8 if it holds FP8 weights, else nothing quantised; or what
-        `load_model` is told instead."""
+        """Return the precision for a checkpoint.
+
+        If the checkpoint has quantised weights, use FP8 for linear layers, indexer and cache; otherwise quantise
+        nothing. The arguments override these defaults.
+
+        dtype       dtype of activations; None for the dtype in the configuration
+        dequantize  whether to dequantise the weights and use FP8 nowhere, except if `kv_cache` is "fp8"
+        kv_cache    dtype of the cache; None for the default
+        """
         fp8 = config.quantization is not None and not dequantize
         dtype = getattr(torch, config.dtype) if dtype is None else dtype
         return cls(dtype, fp8, fp8, ("fp8" if fp8 else "model") if kv_cache is None else kv_cache)
@@ -63,8 +72,10 @@ class Precision:
 
 
 def check_device(device: torch.device | str | None) -> torch.device:
-    """Return the device to compute on; for None the GPU where there is one, else the CPU. Raises ValueError or
-    TypeError for a device that models do not run on, or that is not there."""
+    """Return the device to compute on. For None, return the GPU if there is one, else the CPU.
+
+    Raise TypeError or ValueError if models do not support the device or torch does not find it.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, str | torch.device):

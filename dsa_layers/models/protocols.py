@@ -1,4 +1,4 @@
-"""What generation and loading ask of a model."""
+"""The interfaces of models that generation and loading require."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -13,15 +13,15 @@ from dsa_layers.config.model_config import ModelConfig
 
 @runtime_checkable
 class Model(Protocol):
-    """What generation asks of a model: `Generator` takes anything that has this.
+    """The interface that generation requires. `Generator` accepts any object with these attributes.
 
-    config           its vocabulary, context and end-of-sequence ids are read
-    page_size        tokens a page of its cache, unless a caller wants another number
-    captures_decode  whether a pass over one new token of each sequence reads no lengths from the host, so that a CUDA
-                     graph of it holds for any lengths
-    make_cache       a cache for `num_pages` pages and for `state_slots` sequences at a time
-    model(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of all T
-                     tokens with all_tokens=True
+    config           the configuration; generation reads the vocabulary, context and end-of-sequence ids
+    page_size        default number of tokens per page of the cache
+    captures_decode  whether a decoding pass reads no lengths from the host, so that one CUDA graph is valid for all
+                     lengths
+    make_cache       method that returns a cache with `num_pages` pages for up to `state_slots` sequences
+    model(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's last
+                     token, or [T, vocab_size] for all tokens with all_tokens=True
     """
 
     config: ModelConfig
@@ -40,31 +40,36 @@ class Model(Protocol):
 
 
 class Drafter(Protocol):
-    """A multi-token-prediction layer, the model's `drafter`: it guesses a token further ahead than the model does.
+    """A multi-token-prediction layer, the model's `drafter`. It predicts one token further ahead than the model.
 
     drafter(tokens int64 [T], states [T, ...], batch, cache=None) -> states [T, ...]
-    tokens   of each position of `batch` the token behind it
-    states   of each position of `batch` the target's (its method `states`), or those that an earlier step of the
-             drafter gave there: a step at position t drafts the token at t + 2, and the next one, at t + 1 with that
-             token and these states, the token at t + 3. What a step gives is a tensor, or something of which `[rows]`
-             are some rows, as of a tensor, and which `logits` and further steps read
-    cache    its own, of `make_cache`, which keeps what this layer computed at earlier positions. It is addressed by
-             the pages and state slots of the target's cache, with as many of them: the same batch serves both, and
-             nothing is allocated here. A position that a later pass has again is written again: those of drafts get
-             the target's states so. Of a sequence's last positions DRAFTS (`compressed_kv_cache`) can be taken back
 
-    Any result is only a guess: tokens that a target accepts are its own, whatever the drafter computes.
+    tokens  for each position of `batch`, the token at the next position
+    states  for each position of `batch`, the result of the target's method `states`, or the result of an earlier step
+            of the drafter. A step at position t drafts the token at t + 2. The next step, at t + 1 with the drafted
+            token and the resulting states, drafts the token at t + 3. A step returns a tensor, or an object that
+            supports `[rows]` and that `logits` and later steps accept
+    cache   a cache from the drafter's `make_cache`, with the keys of this layer at earlier positions. It has the same
+            number of pages and state slots as the target's cache, so one batch addresses both caches and the drafter
+            allocates no pages. If a later pass repeats a position, it overwrites the position in the cache. In this
+            way the target's states replace the drafted states. The last DRAFTS positions of a sequence
+            (`dsa_layers/cache/drafts.py`) can be rolled back
+
+    The drafter's result is only a guess. For any guess, the tokens that the target accepts are tokens of the target.
     """
 
     page_size: int
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """fp32 [N, vocab_size] of any N rows of states that a step gave: for the token two behind each position."""
+        """Return fp32 logits [N, vocab_size] for any N rows of a step's states.
+
+        The logits for a row at position t predict the token at position t + 2.
+        """
 
     def make_cache(
         self, num_pages: int, page_size: int = ..., device: torch.device | str = "cpu", *, state_slots: int = 64
     ) -> Cache:
-        """A cache of one layer."""
+        """Return a cache for the drafter's layer."""
 
     def __call__(
         self, tokens: torch.Tensor, states: torch.Tensor, batch: TokenBatch, cache: Any = None
@@ -72,21 +77,24 @@ class Drafter(Protocol):
 
 
 class CheckpointModel(Model, Protocol):
-    """What `load_model` asks of a model in addition. The model is a torch.nn.Module, made on the meta device, and tells
-    which of a checkpoint's tensors are its own.
+    """The interface that `load_model` requires in addition to `Model`.
 
-    name_of       the model's name of a checkpoint's tensor; CheckpointError for one of a variant that is not supported
-    stored_name   the checkpoint's name of a tensor of the model. For a tensor of the drafter, the name in the
-                  multi-token-prediction layer `mtp_layer`
-    skips         whether a checkpoint's tensor is of a part that the model does not have
-    init_buffers  computes on a device what no checkpoint stores
+    The model is a torch.nn.Module on the meta device. It maps names in a checkpoint to its tensors.
 
-    drafter       the layer that guesses tokens further ahead, where `load_model` was asked for it; else None. A model
-                  of a family with drafters has two methods of which its forward pass is made: states(tokens, batch,
-                  cache=None), of all tokens, which the drafter reads, and logits(any rows of states)
+    name_of       method that returns the model's name for a tensor of the checkpoint; raises CheckpointError for a
+                  tensor of an unsupported variant
+    stored_name   method that returns the checkpoint's name for a tensor of the model. For a tensor of the drafter, this
+                  is the name in the multi-token-prediction layer `mtp_layer`
+    skips         method that returns whether a checkpoint's tensor belongs to a part that the model does not have
+    init_buffers  method that computes, on a device, the buffers that no checkpoint stores
+    drafter       the `Drafter` if the caller of `load_model` requested it, else None
 
-    A module of the model may have `check_values()`, which is called once its tensors are loaded. It raises ValueError,
-    with the tensor's name first, for values that a forward pass must not meet.
+    In a family with drafters, the model's forward pass consists of two methods. states(tokens, batch, cache=None)
+    returns the states of all tokens, which the drafter reads. logits(states) accepts any rows of states.
+
+    A module of the model may have a method `check_values()`. `load_model` calls it after the module's tensors are
+    loaded. It raises ValueError for values that a forward pass does not support; the message begins with the tensor's
+    name.
     """
 
     drafter: Drafter | None
@@ -109,7 +117,7 @@ class CheckpointModel(Model, Protocol):
 
 
 def check_states(states: torch.Tensor, tokens: torch.Tensor, *row: int) -> None:
-    """Raises ValueError unless there is a row of states of this shape for every token."""
+    """Raise ValueError unless tokens has one dimension [T] and states has the shape [T, *row]."""
     shape = (*tokens.shape, *row)
     if tokens.dim() != 1 or tuple(states.shape) != shape:
         raise ValueError(f"states: must be {list(shape)}, a row for each of tokens [T], got {list(states.shape)}")

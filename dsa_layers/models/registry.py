@@ -1,4 +1,4 @@
-"""The model families by their `model_type`."""
+"""The registry of model families, by `model_type`."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dsa_layers.models.family import Family
 
-# model_type of config.json -> the module that has the family's record as FAMILY. Modules are imported on first use, so
-# that a command's help can list the families at once. A family outside of this package is added here at run time.
+# {model_type in config.json: the module that defines FAMILY}. `family` imports a module on first use, so that the help
+# of a command can list the families without imports. At run time a caller may add a family of another package.
 FAMILIES = {
     "deepseek_v32": "dsa_layers.models.deepseek_v32",
     "deepseek_v4": "dsa_layers.models.deepseek_v4",
@@ -16,7 +16,7 @@ FAMILIES = {
 
 
 def family(model_type: str) -> "Family":
-    """The family of a model type. Raises ValueError for an unknown one."""
+    """Return the family for a model type. Raise ValueError if the model type is unknown."""
     if model_type not in FAMILIES:
         raise ValueError(f"model_type: must be one of {', '.join(map(repr, FAMILIES))}, got {model_type!r}")
     return importlib.import_module(FAMILIES[model_type]).FAMILY

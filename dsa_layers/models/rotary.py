@@ -1,4 +1,4 @@
-"""Rotary embedding as a configuration describes it."""
+"""Construction of the rotary embedding from a configuration."""
 
 import torch
 
@@ -7,10 +7,13 @@ from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies, yarn_frequ
 
 
 def make_rotary(dim: int, rope: RopeConfig) -> RotaryEmbedding:
-    """The embedding of `dim` channels. YaRN multiplies cos and sin by the ratio of mscale's term and mscale_all_dim's,
-    which is 1 for families whose angles do not depend on these."""
+    """Return the rotary embedding for `dim` channels.
+
+    YaRN multiplies cos and sin by yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim). This ratio is 1
+    for families whose configurations do not have these fields.
+    """
     device = torch.get_default_device()
-    # On the meta device torch would import all of Dynamo for this, which takes two seconds.
+    # Compute on the CPU. On the meta device torch would import Dynamo, which takes two seconds.
     with torch.device("cpu"):
         frequencies, scale = _frequencies(dim, rope)
     return RotaryEmbedding(frequencies.to(device), scale)

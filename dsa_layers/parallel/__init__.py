@@ -1,1 +1,1 @@
-"""Models on several GPUs of one node: how layers are split, and what ranks say to each other."""
+"""Models on several GPUs of one node: the split of layers over ranks, and communication between ranks."""

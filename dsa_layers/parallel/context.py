@@ -1,4 +1,4 @@
-"""Context parallelism in training: ranks share the tokens of packed sequences, and gather the keys of all of them."""
+"""Context parallelism in training: each rank computes some tokens of packed sequences and gathers the keys of all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from dsa_layers.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of `sequence` at positions begin, ..., end - 1. The last one sees `end` keys."""
+    """The tokens of `sequence` at positions begin, ..., end - 1. The last token attends to `end` keys."""
 
     sequence: int
     begin: int
@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """A rank's tokens: its early pieces, then its late ones, at most one of each kind per sequence."""
+    """The tokens of one rank: the early pieces, then the late pieces. A sequence has at most one piece of each kind."""
 
     early: tuple[Piece, ...]
     late: tuple[Piece, ...]
@@ -44,10 +44,11 @@ class TokenShare:
 def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
     """Distribute the tokens of sequences of these lengths over `size` ranks, each token to one rank.
 
-    A sequence is cut into 2 size chunks, and rank r gets chunks r and 2 size - 1 - r. A causal token sees all tokens
-    before it, so the work of contiguous shares would differ by a factor of up to 2 size - 1. With an early and a late
-    chunk, every rank has the same number of pairs of a query and a key. The ranks' numbers of tokens differ by at most
-    one: the remainder of a sequence goes to the ranks with the fewest tokens so far.
+    A sequence is cut into 2 size chunks, and rank r gets chunks r and 2 size - 1 - r. With causal attention a token
+    attends to all tokens before it, so the work of contiguous shares would differ by a factor of up to 2 size - 1. With
+    one early and one late chunk, all ranks have the same number of query-key pairs, except for the remainder of the
+    division. The remainder's tokens go to the ranks with the fewest tokens so far, so the ranks' numbers of tokens
+    differ by at most one.
     """
     early: list[list[Piece]] = [[] for _ in range(size)]
     late: list[list[Piece]] = [[] for _ in range(size)]
@@ -64,7 +65,7 @@ def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
             a, b = Piece(sequence, begin, begin + first[rank]), Piece(sequence, end - second[rank], end)
             begin, end = a.end, b.begin
             tokens[rank] += first[rank] + second[rank]
-            if a.end == b.begin:  # adjacent pieces are one
+            if a.end == b.begin:  # join two adjacent pieces
                 a, b = Piece(sequence, a.begin, b.end), Piece(sequence, b.end, b.end)
             early[rank] += [a] if a.begin < a.end else []
             late[rank] += [b] if b.begin < b.end else []
@@ -73,10 +74,12 @@ def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows that a rank gathers. Each rank's rows are padded to `most`: row i of rank r is row r * most + i of all.
+    """The rows that a rank gathers. Each rank's rows are padded to `most` rows before they are joined, so row i of rank
+    r has index r * most + i.
 
-    rows   int64 [N], on the device: the rows to gather, each at most twice
-    first  the first `first` rows are different ones, and so are the remaining rows
+    rows   int64 [N], on the device: indices of the rows to gather. An index occurs at most twice
+    first  a split of `rows`: rows[:first] has no duplicates, and neither has rows[first:]
+    most   the largest number of rows on a rank
     """
 
     rows: torch.Tensor
@@ -85,11 +88,11 @@ class RowPlan:
 
 
 def gather_rows(x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
-    """x [own, ...] of each rank -> the rows [N, ...] of this rank's plan.
+    """Gather the rows [N, ...] of this rank's plan from all ranks' x [own rows, ...].
 
-    A row's gradient is the sum of all ranks' gradients, which are rounded to x's dtype and added in fp32 (fp64 for
-    fp64) in the order of the ranks: the same bits in every run. All ranks must call this, and run backward, in the same
-    order.
+    A row's gradient is the sum of all ranks' gradients for the row. These are rounded to x's dtype and added in fp32
+    (fp64 for fp64) in the order of the ranks, so every run gives the same bits. All ranks must call this function, and
+    run backward, in the same order.
     """
     return _GatherRows.apply(x, plan, ranks)
 
@@ -107,7 +110,7 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         plan, ranks = ctx.plan, ctx.ranks
         sent = grad.new_zeros(ranks.size * plan.most, *grad.shape[1:])
-        # The rows of one call are different ones, so the order of the additions does not matter.
+        # A call of index_add_ adds to each row at most once, so the order of its additions does not change the result.
         for part in (slice(0, plan.first), slice(plan.first, None)):
             sent.index_add_(0, plan.rows[part], grad[part])
         parts = torch.empty_like(sent)
@@ -121,15 +124,16 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextBatch(SequenceBatch):
-    """A rank's share of the T tokens of packed sequences, for passes within the `IndexerStage` that made it
-    (`IndexerStage.share`). It has the chunks that `cut` gives to the rank.
+    """One rank's share of the T tokens of packed sequences. `cut` chooses the share. `IndexerStage.share` makes this
+    batch, for passes within that `IndexerStage`.
 
-    lens         the lengths of the whole sequences
-    query_lens,  the lengths of this rank's pieces. Attention gathers the other keys (`gather`) and sees them by `keyed`
-    key_lens
-    positions    int64 [own tokens]: positions in the whole sequences
+    lens                  the lengths of the whole sequences
+    query_lens, key_lens  the lengths of this rank's pieces
+    positions             int64 [own tokens]: positions in the whole sequences
 
-    `own` selects this rank's rows of a tensor for all tokens. `mean` and `over_ranks` compute losses.
+    Attention gathers the keys that a piece needs from other ranks with `gather`, and uses the batch `keyed` for them.
+    `own` selects this rank's rows of a tensor that has a row for each of the T tokens. `mean` and `over_ranks` compute
+    losses.
     """
 
     lens: tuple[int, ...]
@@ -138,9 +142,12 @@ class ContextBatch(SequenceBatch):
 
     @classmethod
     def of(cls, lens: Sequence[int], ranks: Ranks, device: torch.device | str) -> "ContextBatch":
-        """Return this rank's share. All ranks must call this: they compare their `lens`, and all raise the same
-        ValueError or TypeError if one of them has other or unsuitable lengths."""
-        if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
+        """Return this rank's share of sequences with these lengths. All ranks must call this method with equal `lens`.
+
+        Raise ValueError on all ranks if one rank's `lens` are unsuitable or differ from rank 0's. If `lens` have a
+        wrong type, the rank that has them raises TypeError instead. Raise ValueError if this process is not one of the
+        ranks, and RuntimeError if torch.distributed is not initialised."""
+        if not 0 <= ranks.rank < ranks.size:  # torch gives rank -1 to a process outside of the group
             raise ValueError(f"ranks: this process must be one of its {ranks.size} ranks, got rank {ranks.rank}")
         if ranks.size > 1 and not dist.is_initialized():
             raise RuntimeError("ranks: torch.distributed is not initialised: call init_process_group before")
@@ -158,8 +165,8 @@ class ContextBatch(SequenceBatch):
 
     @cached_property
     def keyed(self) -> SequenceBatch:
-        """The same tokens with all keys that they see. The keys of a piece are the tokens of its sequence up to the
-        piece's end, in the rows that `gather` returns."""
+        """A batch of this rank's tokens with all keys that they attend to. A piece's keys are the tokens of its
+        sequence up to the piece's end, in the order of the rows that `gather` returns."""
         return SequenceBatch(self.query_lens, tuple(piece.end for piece in self._share.pieces), self.device)
 
     @cached_property
@@ -167,14 +174,15 @@ class ContextBatch(SequenceBatch):
         return self.keyed.positions
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, ...] of all tokens, sequence after sequence -> this rank's rows, in the order of its pieces."""
+        """Return this rank's rows of x [T, ...], in the order of its pieces. x has one sequence after another."""
         if x.dim() == 0 or len(x) != sum(self.lens):
             raise ValueError(f"x: must have a row for each of {sum(self.lens)} tokens, got shape {list(x.shape)}")
         return x[self._own_tokens]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [own tokens, ...] of each rank -> [sum(keyed.key_lens), ...]: for each piece, the rows of its sequence up
-        to the piece's end. A row's gradient is the sum over all ranks (`gather_rows`)."""
+        """Gather rows [sum(keyed.key_lens), ...] from all ranks' x [own tokens, ...]. For each piece of this rank, they
+        are the rows of its sequence up to the piece's end. A row's gradient is the sum over all ranks (`gather_rows`).
+        """
         if len(x) != sum(self.query_lens):
             raise ValueError(
                 f"x: must have a row for each of this rank's {sum(self.query_lens)} tokens, got shape {list(x.shape)}"
@@ -182,9 +190,12 @@ class ContextBatch(SequenceBatch):
         return x if self.ranks.size == 1 else gather_rows(x, self._plan, self.ranks)
 
     def mean(self, values: torch.Tensor, count: int | None = None) -> torch.Tensor:
-        """values [own tokens] -> size / count * their sum. The mean of this over the ranks is the mean over `count`
-        tokens, or over all T for None. count: the tokens of all ranks that have a target, if the others' values are 0.
-        Its gradients, averaged over the ranks as DDP and FSDP2 do, are those of one rank that has all tokens."""
+        """Return size / count * the sum of values [own tokens]. The mean of the ranks' results is the sum of all
+        ranks' values, divided by `count`. DDP and FSDP2 average gradients over the ranks; these averages equal the
+        gradients of a single rank with all tokens.
+
+        count  the number of tokens on all ranks that have a target; the values of other tokens must be 0. None: T
+        """
         count = sum(self.lens) if count is None else integer("count", count, at_least=1, at_most=sum(self.lens))
         if values.shape != (sum(self.query_lens),):
             raise ValueError(
@@ -193,13 +204,13 @@ class ContextBatch(SequenceBatch):
         return values.sum() * (self.ranks.size / count)
 
     def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean of the ranks' losses, the same on all ranks, without gradients: for printing."""
+        """Return the mean of the ranks' losses, which is equal on all ranks. It has no gradient and is for printing."""
         return self.ranks.sum(loss.detach()[None])[0] / self.ranks.size
 
     @property
     def weight(self) -> float:
-        """The weight of the mean over this rank's tokens: size / T * own tokens. It is 1 if all ranks have equally
-        many."""
+        """The weight of a mean over this rank's tokens in `mean`: size / T * own tokens. It is 1 if all ranks have the
+        same number of tokens."""
         return self.ranks.size * sum(self.query_lens) / sum(self.lens)
 
     @property
@@ -215,7 +226,7 @@ class ContextBatch(SequenceBatch):
     @cached_property
     def _plan(self) -> RowPlan:
         begins, most = packing.starts(self.lens), max(share.tokens for share in self.shares)
-        row_of = torch.empty(sum(self.lens), dtype=torch.int64)  # of each token among the ranks' rows
+        row_of = torch.empty(sum(self.lens), dtype=torch.int64)  # each token's row in the joined rows
         for rank, share in enumerate(self.shares):
             row = rank * most
             for piece in share.pieces:

@@ -1,4 +1,5 @@
-"""Start a command as the ranks of one node by torch's elastic launcher, as torchrun does. Rank 0 has the terminal.
+"""Start a command as several ranks on one node with torch's elastic launcher, as torchrun does. Rank 0 uses the
+terminal.
 
 Importing this module does not import torch.
 """
@@ -25,39 +26,43 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-STOP_SECONDS = 5  # for ranks to end after a signal of the launcher
+STOP_SECONDS = 5  # the time that ranks have to end after the launcher signals them
 HOST = "127.0.0.1"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 LOGGERS = "torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api"
 Told = Callable[[str, int], None]
-LAST_LINES = 20  # of a failed rank's standard error
+LAST_LINES = 20  # lines of a failed rank's standard error that are shown
 
 
 def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
-    """Run `command`, a program and its arguments, in `ranks` processes. Return the exit code after all have ended.
+    """Run `command`, a program and its arguments, in `ranks` processes. Return the exit code after all processes have
+    ended.
 
-    The ranks have this process's environment and torchrun's variables. MASTER_PORT is a free port of 127.0.0.1, or the
-    MASTER_PORT of this process. Rank 0 has this process's standard input, output and error. The other ranks have an
-    empty input, and their output is dropped.
+    The ranks have this process's environment and torchrun's variables. Their MASTER_PORT is this process's MASTER_PORT
+    if it is set, otherwise a free port of 127.0.0.1. Rank 0 has this process's standard input, output and error. The
+    other ranks have an empty input, and their output is dropped.
 
-    If a rank fails, the others are stopped. The exit code is the failed rank's, or 1 if a signal killed it. The failed
-    rank's last lines and a line that names the rank are written to standard error; `told` gets this line and the exit
-    code. Nothing is written if rank 0 exits with this code itself, because rank 0 has the terminal; code 1 of another
-    rank is always reported. If this process gets one of SIGNALS, it forwards the signal to the ranks, and the exit code
-    is 128 + the signal's number.
+    If a rank fails, the launcher stops the other ranks. The exit code is the failed rank's exit code, or 1 if a signal
+    killed it. This process writes the failed rank's last lines and a line that names the rank to standard error. Then
+    it calls `told` with that line and the exit code. It writes nothing if rank 0 itself exits with this code, because
+    rank 0 has printed the cause on the terminal. It always reports another rank that exits with code 1.
 
-    Call this function in the main thread. Raise ValueError for a wrong argument or MASTER_PORT, or for a port in use.
+    If this process receives one of SIGNALS, it forwards the signal to the ranks, and the exit code is 128 + the
+    signal's number.
+
+    Call this function in the main thread. Raise ValueError if an argument or MASTER_PORT is wrong, or if the port is in
+    use.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks: must be an integer of at least 1, got {shown(ranks)}")
     if isinstance(command, str) or not command or shutil.which(command[0]) is None:
         raise ValueError(f"command: must be an existing program and its arguments, got {shown(command)}")
-    # These imports are slow, so wrong arguments fail before them.
+    # These imports are slow, so the arguments are checked first.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_SECONDS)  # no parameter in torch 2.11
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_SECONDS)  # torch 2.11 has no parameter for it
     start_rank = ["-I", "-S", str(Path(__file__).with_name("start_rank.py")), str(os.getpid())]
     arguments = [argument.replace("$", "$$") for argument in command]  # the launcher substitutes ${local_rank}
     store = _store()
@@ -73,7 +78,7 @@ def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
             rdzv_configs={"rank": 0},
             monitor_interval=0.01,
             signals_to_handle=",".join(n.name for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN),
-            # The filter drops the streams that are not redirected, except rank 0's.
+            # Streams that are not redirected are dropped for all ranks except rank 0.
             logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(range(1, ranks), Std.ERR), local_ranks_filter={0}),
         )
         try:
@@ -89,8 +94,8 @@ def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
 def _store() -> "TCPStore":
     """Return a store that only this node can connect to.
 
-    The launcher's own store would listen to the network. Because both have the same port, the launcher's store uses the
-    server of this one.
+    The launcher creates a store too, and that store's server would listen to the network. The launcher gets the port of
+    this store, and two stores of one process with the same port share one server.
     """
     from torch.distributed import TCPStore
 
@@ -108,7 +113,7 @@ def _store() -> "TCPStore":
 
 
 def _quiet_launcher() -> contextlib.ExitStack:
-    """Silence the launcher's log. On exit, restore the log levels and the signal handlers."""
+    """Silence the launcher's loggers. Return a context that restores the log levels and the signal handlers on exit."""
     restored = contextlib.ExitStack()
     for number in SIGNALS:
         restored.callback(signal.signal, number, signal.getsignal(number))
@@ -119,7 +124,7 @@ def _quiet_launcher() -> contextlib.ExitStack:
 
 
 def _report(failures: dict[int, "ProcessFailure"], ranks: int, folder: Path, told: Told | None) -> int:
-    """Write which rank failed, unless rank 0 has written why. Return the exit code."""
+    """Report the failed rank on standard error, unless rank 0 has printed the cause. Return the exit code."""
     rank = first_failed(failures)
     code = failures[rank].exitcode
     if code > 0 and (rank == 0 or (code > 1 and 0 in failures and failures[0].exitcode == code)):
@@ -139,8 +144,12 @@ def _report(failures: dict[int, "ProcessFailure"], ranks: int, folder: Path, tol
 
 
 def started_ranks() -> int | None:
-    """How many ranks were started together with this process; None where it was not started as one. ValueError for what
-    is no number, and for a rank beyond the last one: the others would wait for one that never comes."""
+    """Return WORLD_SIZE, the number of ranks that a launcher has started together with this process. Return None if a
+    variable of NUMBERS is not set, because this process is not a rank then.
+
+    Raise ValueError if one of these variables or MASTER_PORT is not a number, or if RANK is not below WORLD_SIZE. With
+    such a RANK, the other ranks would wait indefinitely for a missing rank.
+    """
     if any(name not in os.environ for name in NUMBERS):
         return None
     for name in (*NUMBERS, "MASTER_PORT"):
@@ -155,9 +164,9 @@ def started_ranks() -> int | None:
 def note_failure(problem: str) -> None:
     """Write the cause of this process's failure to torchrun's error file, if this process is a rank.
 
-    Call this function before the process ends, so that ranks that fail because of it note their failure later. After
-    the call, SIGTERM does not end this process: the launcher sends SIGTERM to all ranks as soon as one has ended, but
-    this rank has yet to print the cause. The launcher sends SIGKILL 30 s later.
+    Call this function before the process ends. Other ranks may fail because this process ends; they then note their
+    failures later. After the call, this process ignores SIGTERM: the launcher sends SIGTERM to all ranks as soon as one
+    rank has ended, but this rank still has to print the cause. The launcher sends SIGKILL 30 s later.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -170,11 +179,13 @@ def note_failure(problem: str) -> None:
 
 
 def first_failed(failures: dict[int, "ProcessFailure"]) -> int:
-    """Return the rank whose failure made the others fail. `failures` are in the order in which the launcher found them.
+    """Return the rank that caused the other ranks' failures. `failures` are in the order in which the launcher found
+    them.
 
-    A killed rank comes before ranks that failed by themselves, because those lost their connection to it. Between ranks
-    that failed by themselves, the time of `note_failure` decides. Last come ranks that the launcher stopped, by SIGTERM
-    or after STOP_SECONDS, and ranks that aborted: gloo and NCCL abort a process that lost a connection.
+    A rank that a signal killed is chosen before ranks that exited with an error, because these may have lost their
+    connection to the killed rank. Among ranks that exited with an error, the rank that called `note_failure` first is
+    chosen. Two kinds of ranks are chosen last: ranks that the launcher stopped, by SIGTERM or after STOP_SECONDS, and
+    ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
     """
     found_first = next(iter(failures))
     began = min(failure.timestamp for failure in failures.values())

@@ -1,4 +1,4 @@
-"""All-reduce of few bytes over the GPUs of a machine, in one kernel: each GPU writes its part to the memory of all."""
+"""All-reduce of small tensors over the GPUs of a machine in one kernel. Each GPU writes its summand to all GPUs."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
 from dsa.runtime import backends
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
 
-FEW = 128 << 10  # up to this many bytes of tokens, the kernel sums each token's experts too
-MEMORY = 32 << 20  # bytes per GPU for the parts of two sums from all GPUs; a part takes twice its size
-PATIENCE = 120 * 10**9  # cycles that a sum waits for a rank: a minute at 2 GHz
+FEW = 128 << 10  # the largest result, in bytes, for which the kernel also sums the experts of each token
+MEMORY = 32 << 20  # bytes per GPU of the buffers for two sums' parts from all GPUs; a part takes twice its size
+PATIENCE = 120 * 10**9  # cycles for which a sum waits for a rank: a minute at 2 GHz
 _DTYPES = {getattr(torch, name): name for name in DTYPES}
 
 
 def takes(x: torch.Tensor, ranks: int) -> bool:
-    """Whether the kernel takes these contiguous parts: few bytes, and a multiple of 16."""
+    """Return whether the kernel supports this contiguous part: a multiple of 16 bytes, at most `most_bytes`."""
     known = x.is_cuda and x.dtype in _DTYPES and ranks in RANKS and backends.allows_kernels()
     return known and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and 0 < x.nbytes <= most_bytes(ranks)
 
@@ -26,7 +26,7 @@ def takes(x: torch.Tensor, ranks: int) -> bool:
 def takes_experts(
     y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, ranks: int
 ) -> bool:
-    """Whether the kernel takes these arguments of `dsa.combine_experts`: few tokens."""
+    """Return whether the kernel supports these arguments of `dsa.combine_experts`; the result must be small (FEW)."""
     if weights is None or weights.dtype != torch.float32 or rows.dtype != torch.int32 or not len(y):
         return False
     size = len(rows), y.shape[1]
@@ -40,12 +40,13 @@ def takes_experts(
 
 
 def most_bytes(ranks: int) -> int:
-    """The largest part: 4 MiB for two GPUs, 1 MiB for eight."""
+    """Return the size of the largest part in bytes: 4 MiB for two GPUs, 1 MiB for eight."""
     return PART * _places(ranks)
 
 
 def compiled_sums(ranks: int) -> dict[tuple, Callable[..., None]]:
-    """All kernels for this number of ranks: (dtype,) sums parts, (dtype, with a shared expert) sums experts."""
+    """Compile all kernels for this number of ranks. Key (dtype,) is the kernel that sums parts. Key (dtype, whether
+    there is a shared expert) is the kernel that also sums experts."""
     from dsa.kernels.parallel.experts_sum_sm90 import compile_experts_sum
     from dsa.kernels.parallel.one_shot_sum_sm90 import compile_one_shot_sum
 
@@ -59,13 +60,13 @@ def compiled_sums(ranks: int) -> dict[tuple, Callable[..., None]]:
 
 @functools.cache
 def _lost() -> torch.Tensor:
-    """Pinned memory to which kernels write 1 + the rank that they have stopped waiting for; 0 if there is none. The
-    host reads it without a synchronisation."""
+    """Return the flag that kernels set if they stop waiting for a rank: they write 1 + the rank; before, it is 0. The
+    flag is in pinned memory, so the host reads it without a synchronisation."""
     return torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
 
 def check_ranks() -> None:
-    """Raise RuntimeError if a sum of this process has stopped waiting for a rank. Does not wait for the GPU."""
+    """Raise RuntimeError if a sum of this process has stopped waiting for a rank. Do not wait for the GPU."""
     if lost := int(_lost()):
         raise RuntimeError(
             f"sums over GPUs: rank {lost - 1} sent nothing for about a minute, so results are undefined since; end all "
@@ -74,12 +75,12 @@ def check_ranks() -> None:
 
 
 class OneShotSum:
-    """x_0 + x_1 + ... of the ranks' x, in fp32 and in the order of the ranks, rounded once.
+    """All-reduce kernels of one group: x_0 + x_1 + ..., added in fp32 in the order of the ranks and rounded once.
 
-    The parts are in torch's symmetric memory, and the kernels in dsa.kernels.parallel. A CUDA graph may contain them. A
-    kernel waits about a minute (PATIENCE) for the other ranks' parts. After that the results are undefined, later sums
-    do not wait, and every later call raises RuntimeError (`check_ranks`). All ranks make the same sums in the same
-    order, one at a time.
+    The ranks exchange their summands in torch's symmetric memory. The kernels are in dsa.kernels.parallel, and a CUDA
+    graph may contain them. A kernel waits about a minute (PATIENCE) for the other ranks' summands. After that the
+    results are undefined, later sums do not wait, and every later call raises RuntimeError (`check_ranks`). All ranks
+    must compute the same sums in the same order, one at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
@@ -92,7 +93,7 @@ class OneShotSum:
         self._kernels = compiled_sums(self._ranks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' x, for which `takes` is true."""
+        """Return the sum of the ranks' x. `takes` must accept x."""
         y = torch.empty_like(x)
         self._sum(self._kernels[(x.dtype,)], (x.view(-1),), y)
         return y
@@ -100,7 +101,7 @@ class OneShotSum:
     def of_experts(
         self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
     ) -> torch.Tensor:
-        """The sum of the ranks' `dsa.combine_experts` of these arguments, for which `takes_experts` is true."""
+        """Return the sum of the ranks' `dsa.combine_experts` results. `takes_experts` must accept the arguments."""
         out = y.new_empty(len(rows), y.shape[1])
         self._sum(self._kernels[y.dtype, shared is not None], (y, rows, weights, shared), out)
         return out
@@ -116,12 +117,13 @@ class OneShotSum:
 
 @functools.cache
 def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum | None:
-    """The sum of a group of ranks. All ranks call this together, the first time before a CUDA graph is captured. None
-    without NCCL, on several machines, without kernels on a rank, and if GPUs cannot write to each other's memory."""
+    """Return the all-reduce of a group, which the first call creates. All ranks must make the first call together, and
+    not during the capture of a CUDA graph. Return None without NCCL, on several machines, if a rank has no kernels, or
+    if GPUs cannot write to each other's memory."""
     ranks = dist.get_world_size(group)
 
     def memory() -> torch.Tensor:
-        # Zero before the ranks vote, so before any part arrives.
+        # Zero the memory before the ranks vote in `made_by_all`, and so before any part arrives.
         return allocate((HALVES, ranks, _places(ranks), 4), torch.int32, device).zero_()
 
     problem = backends.why_no_kernels()
@@ -129,5 +131,5 @@ def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum |
 
 
 def _places(ranks: int) -> int:
-    """How many pieces of PART bytes a part may have, so that all parts fit into MEMORY."""
+    """Return the largest number of PART-byte pieces in a part, so that all parts fit into MEMORY."""
     return MEMORY // (HALVES * ranks * 2 * PART)

@@ -1,4 +1,4 @@
-"""Messages between the GPUs of a machine by their copy engines, while the SMs compute."""
+"""Messages between the GPUs of a machine. Copy engines send them while the SMs compute."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,20 +10,20 @@ import torch.distributed as dist
 from dsa.runtime import backends
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, meet, share
 
-HALVES = 2  # a lane's memory has two halves, which messages use in turn
-UNIT = 2 << 20  # the size of a half is a multiple of this many bytes, because memory is shared in pages
+HALVES = 2  # a lane's memory has two halves, and consecutive messages alternate between them
+UNIT = 2 << 20  # bytes: a half's size is a multiple of UNIT, because GPUs share memory in pages
 
 
 class CopyStream:
-    """A second stream of a GPU for copies and flags: `begin`, copies, `end`; and `join` where the current stream needs
-    them.
+    """A second stream of a GPU for copies and flags. Call `begin`, then `copy` and `set_flag`, then `end`. Call `join`
+    before the current stream uses the results.
 
-    It makes the driver's own calls. torch's take the host several times as long, and a prompt's pass has thousands of
-    launches that would wait.
+    This class calls the CUDA driver directly. The equivalent calls of torch take several times as much host time, and
+    would delay the thousands of launches of a prefill pass.
     """
 
     def __init__(self, device: torch.device) -> None:
-        from cuda.bindings import driver  # comes with the kernels' DSL, which is for Linux
+        from cuda.bindings import driver  # this package comes with the kernels' DSL, which is for Linux only
 
         self._driver, self._device = driver, device
         self._torch_stream = torch.cuda.Stream(device)
@@ -38,23 +38,23 @@ class CopyStream:
         self._call("cuStreamWaitEvent", self._stream, self._begun, 0)
 
     def copy(self, x: torch.Tensor, address: int) -> None:
-        """Copy x, which is contiguous, to an address of any GPU. x must not be freed before `join`."""
+        """Copy contiguous x to an address in any GPU's memory. x must not be freed before `join`."""
         if x.nbytes:
             self._call("cuMemcpyAsync", address, x.data_ptr(), x.nbytes, self._stream)
 
     def set_flag(self, address: int, value: int) -> None:
-        """Write an int32 to an address of any GPU after the copies. The stream does this itself, without an SM."""
+        """Write an int32 to an address in any GPU's memory after the copies. This stream operation needs no SM."""
         self._call("cuStreamWriteValue32", self._stream, address, value, 0)
 
     def end(self) -> None:
         self._call("cuEventRecord", self._ended, self._stream)
 
     def join(self) -> None:
-        """Make the current stream wait for everything up to `end`."""
+        """Make the current stream wait for all operations before `end`."""
         self._call("cuStreamWaitEvent", self._current(), self._ended, 0)
 
     def _current(self) -> int:
-        # 1 is the legacy default stream in the driver's calls; 0 may mean another one.
+        # The driver's handle 1 is the legacy default stream; handle 0 may be the per-thread default stream.
         return torch.cuda.current_stream(self._device).cuda_stream or 1
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -65,12 +65,12 @@ class CopyStream:
 
 
 class PeerCopies:
-    """Messages between the ranks of a group: each rank sends bytes to every other, into torch's symmetric memory.
+    """Messages between the ranks of a group: each rank sends bytes to every other rank, into torch's symmetric memory.
 
-    A message is copies from GPU to GPU and a flag after them. It needs no SM, while NCCL's kernels take SMs from the
-    products that run at the same time. Several messages may be under way, each in a lane of its own. All ranks begin
-    and end them in the same order, in the stream in which they compute, and not in a CUDA graph. A rank waits for the
-    others' messages without a limit. A message that never ends keeps its lane.
+    A message consists of copies from GPU to GPU, each followed by a flag. It needs no SM, while NCCL's kernels take SMs
+    from matrix products that run at the same time. Several messages may be under way, each in a separate lane. All
+    ranks must begin and end messages in the same order, on the stream that computes, and outside of CUDA graphs. A rank
+    waits for the other ranks' messages without a time limit. A lane is occupied until its message has ended.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
@@ -81,11 +81,11 @@ class PeerCopies:
     def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Begin a message.
 
-        sent    for each rank, the contiguous tensors that go to it; their bytes arrive one after the other
-        places  for each rank, the most bytes that it gets from one rank; the same on all ranks
+        sent    a list per rank: the contiguous tensors to send to that rank. Their bytes arrive one after the other
+        places  a number per rank: the most bytes that it receives from one rank. All ranks must pass the same numbers
 
-        Return a function that makes the current stream wait for the other ranks' tensors. It returns what this rank has
-        received, uint8 [ranks * places[rank]], which is valid until this rank begins another message.
+        Return a function that ends the message: it makes the current stream wait for the other ranks' tensors, and
+        returns the received bytes, uint8 [ranks * places[rank]]. They are valid until this rank begins another message.
         """
         lane, most = next((lane for lane in self._lanes if not lane.busy), None), max(places)
         if lane is None:
@@ -98,30 +98,30 @@ class PeerCopies:
 
 
 class _Lane:
-    """Memory for one message at a time. A message begins after the previous one has ended. Then all ranks have ended
-    the message before that one, so the other half of the memory is free."""
+    """Memory for one message at a time, in two halves. Message n begins after message n - 1 has ended on this rank. By
+    then all ranks have ended message n - 2, so the half that messages n - 2 and n use is free."""
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self._others = [
             (self._rank + step) % self._ranks for step in range(1, self._ranks)
-        ]  # at each step, every rank sends to another one
+        ]  # at each step, every rank sends to a different rank
         self.busy, self._half = False, 0
         self.place(memory)
-        # A rank's copies to itself run in their own stream.
+        # A separate stream runs a rank's copies to itself, so that they overlap with the other copies.
         self._to_others, self._to_itself = CopyStream(memory.device), CopyStream(memory.device)
 
     def drop_memory(self) -> None:
-        """Free the memory, after all messages have ended. All ranks call this together."""
+        """Free the memory after all messages have ended. All ranks must call this method together."""
         device = self._memory.own.device
-        torch.cuda.synchronize(device)  # no copy may be under way when the mapping goes
+        torch.cuda.synchronize(device)  # a copy must not be under way while the memory is unmapped
         self._memory = None
-        torch.cuda.empty_cache()  # the next memory does not come from PyTorch's cache
-        meet(self._group, device)  # a GPU's memory is free after all ranks have unmapped it
+        torch.cuda.empty_cache()  # PyTorch's cache cannot supply the next memory, so release it
+        meet(self._group, device)  # a GPU's memory is not free until all ranks have unmapped it
 
     def place(self, memory: torch.Tensor) -> None:
-        """Use this memory for the next messages. All ranks call this together."""
-        torch.cuda.synchronize(memory.device)  # PyTorch may still be filling it with zeros
+        """Use this memory for the next messages. All ranks must call this method together."""
+        torch.cuda.synchronize(memory.device)  # PyTorch may still be filling the memory with zeros
         self._memory = share(self._group, memory)
         rows, bytes_of_half = range(self._ranks), memory.shape[1]
         self._begins = [
@@ -130,7 +130,7 @@ class _Lane:
         self._flags = [[self._memory.flag(rank, half) for rank in rows] for half in range(HALVES)]
 
     def try_out(self) -> None:
-        """Make the calls that a message makes. An error shows before the ranks choose to send messages."""
+        """Make all driver calls of a message once. An error is then raised before the ranks decide to use messages."""
         with backends.on_device(self._memory.own):
             self._to_others.begin()
             for rank in self._others:
@@ -141,7 +141,7 @@ class _Lane:
         torch.cuda.synchronize(self._memory.own.device)
 
     def takes(self, most: int) -> bool:
-        """Whether the memory has room for this many bytes from each rank."""
+        """Return whether the memory has room for `most` bytes from each rank."""
         return self._ranks * most <= self._memory.own.shape[1]
 
     def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -185,7 +185,7 @@ def lane_memory(most: int, ranks: int, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def peer_copies(group: dist.ProcessGroup, device: torch.device) -> PeerCopies | None:
-    """The messages of a group of ranks, all of which call this together. None without NCCL, on several machines, and
-    if GPUs cannot write to each other's memory."""
+    """Return the `PeerCopies` of a group, which the first call creates. All ranks must make the first call together.
+    Return None without NCCL, on several machines, or if GPUs cannot write to each other's memory."""
     memory = functools.partial(lane_memory, 1, dist.get_world_size(group), device)
     return made_by_all(group, device, "rows go", memory, lambda memory: PeerCopies(group, memory))

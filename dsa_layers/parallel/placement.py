@@ -1,4 +1,4 @@
-"""The placement of a pass on several ranks: every rank has all rows, or a shard of them if they are many."""
+"""The placement of a pass's rows on several ranks: every rank has all rows, or a shard of them if there are many."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +12,14 @@ from dsa_layers.batch.placement import WHOLE, Cached, Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
-# Passes of at least this many new tokens are sharded between layers.
+# The smallest number of new tokens for which the rows between layers are sharded.
 SHARDED_TOKENS = 256
-# Tensors whose local rows a `Sharded` keeps. A pass has fewer.
+# The most tensors whose local rows a `Sharded` caches. One pass has fewer such tensors.
 MOST_CACHED = 100
 
 
 def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
-    """The placement of a pass. All layers get the same object, which keeps local rows that several layers read."""
+    """Return the placement of a pass. All layers get the same object, because it caches rows for them."""
     if ranks.size == 1:
         return WHOLE
     count = sum(batch.query_lens)
@@ -32,8 +32,8 @@ def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
 
 
 class Replicated(Placement):
-    """Every rank has all rows. With few rows the layers between products are cheap, and an all-reduce costs its latency
-    alone."""
+    """Placement in which every rank has all rows. With few rows, norms and other elementwise layers are cheap, and the
+    cost of an all-reduce is its latency."""
 
     is_split = True
 
@@ -50,11 +50,12 @@ class Replicated(Placement):
 
 
 class Sharded(Placement):
-    """The rows are cut into 2 N about equal pieces, and rank r of N has pieces r and 2 N - 1 - r. Later tokens see more
-    keys, so this gives all ranks about as many pairs of a query and a key.
+    """Placement in which each rank has a shard of the rows. The rows are cut into 2 N pieces of nearly equal length,
+    and rank r of N has pieces r and 2 N - 1 - r. Later tokens attend to more keys, so these two pieces give all ranks
+    nearly the same number of query-key pairs.
 
-    Sums have the bits of `Ranks.sum`. A started collective runs in a stream of its own, by copies (`peer_copies`) or
-    NCCL, until the returned function makes the rank's stream wait for it.
+    Sums have the same bits as `Ranks.sum`. A started collective runs on a separate stream, by copies (`peer_copies`) or
+    NCCL. The returned function makes the rank's stream wait for it.
     """
 
     is_split = sharded = True
@@ -66,7 +67,7 @@ class Sharded(Placement):
         self._pieces = [(cuts[rank], cuts[-1 - rank]) for rank in range(ranks.size)]
         self._counts = [sum(piece.stop - piece.start for piece in own) for own in self._pieces]
         self._most = max(self._counts)
-        # The pieces in the order of all rows: (the rank that has the piece, its place among the rank's local rows).
+        # The pieces in the order of all rows: (rank that has the piece, slice of the piece in that rank's local rows).
         firsts = [own[0].stop - own[0].start for own in self._pieces]
         early = [(rank, slice(0, first)) for rank, first in enumerate(firsts)]
         late = [(rank, slice(first, self._counts[rank])) for rank, first in enumerate(firsts)]
@@ -85,7 +86,7 @@ class Sharded(Placement):
         return self._cache("bounds", bounds, self._rows_before)
 
     def pieces(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The two pieces of this rank's rows."""
+        """Split this rank's rows into its two pieces."""
         return local.split([piece.stop - piece.start for piece in self._pieces[self._ranks.rank]])
 
     def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -141,11 +142,11 @@ class Sharded(Placement):
         return type(x)(map(self.local_cached, x)) if isinstance(x, tuple) else self.local(x)
 
     def _cache(self, what: str, x: Cached, make: Callable[[Cached], Cached]) -> Cached:
-        """Return make(x), made once. what: the name of `make`."""
+        """Return make(x). Compute it once per x and cache it. what: a name for `make`, part of the cache's key."""
         if (what, id(x)) not in self._cached:
-            if len(self._cached) >= MOST_CACHED:  # from earlier passes over the same batch
+            if len(self._cached) >= MOST_CACHED:  # these entries are from earlier passes over the same batch
                 self._cached.clear()
-            self._cached[what, id(x)] = x, make(x)  # x is kept too, so that no other tensor gets its id
+            self._cached[what, id(x)] = x, make(x)  # the entry holds x, so that no other tensor gets the id of x
         return self._cached[what, id(x)][1]
 
     def _rows_before(self, bounds: torch.Tensor) -> torch.Tensor:
@@ -158,16 +159,16 @@ class Sharded(Placement):
     def _start_all_gather(
         self, local: tuple[torch.Tensor, ...], *, at_once: bool
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Send all tensors in one message, one after the other: a message takes the host as long as many kernels."""
+        """Start to gather all tensors in one message, because a message has the host overhead of many kernels."""
         if not local:
             return lambda: ()
         check_no_gradient(*local)
         shapes = [(x.dtype, x.shape[1:]) for x in local]
         flat = [x.contiguous().view(-1) for x in local]
         count = self._counts[self._ranks.rank]
-        # Bytes per row, also on a rank without rows.
+        # Compute bytes per row from the shapes, because a rank may have no rows.
         widths = [shape.numel() * dtype.itemsize for dtype, shape in shapes]
-        # NCCL and `cat` take int32; wide numbers are faster.
+        # NCCL and `torch.cat` are faster with int32 than with uint8.
         word = torch.int32 if all(width % 4 == 0 for width in widths) else torch.uint8
         words, widths = [x.view(word) for x in flat], [width // word.itemsize for width in widths]
         row = sum(widths)
@@ -175,7 +176,7 @@ class Sharded(Placement):
         if copies is None:
             sent = words[0]
             if len(words) > 1 or count < self._most:
-                sent = sent.new_empty(self._most * row)  # the rest is padding
+                sent = sent.new_empty(self._most * row)  # elements from count * row on are padding
                 torch.cat(words, out=sent[: count * row])
             parts = sent.new_empty(self._ranks.size * len(sent))
             work = self._ranks.all_gather(parts, sent, async_op=not at_once)
@@ -193,8 +194,13 @@ class Sharded(Placement):
         return end
 
     def _in_order(self, parts: torch.Tensor, local: torch.Tensor, before: int, width: int) -> torch.Tensor:
-        """All rows of a tensor with `width` words per row, in their order. parts: the ranks' messages, of equal length,
-        in which `before` words per row of other tensors come first. local: this rank's rows."""
+        """Return all rows of one tensor in order, as words.
+
+        parts   the ranks' messages, which have equal lengths
+        local   this rank's rows of the tensor
+        before  words per row of the tensors that precede this tensor in a message
+        width   words per row of this tensor
+        """
         pieces, of_rank = [], len(parts) // self._ranks.size
         for rank, piece in self._order:
             if rank == self._ranks.rank:

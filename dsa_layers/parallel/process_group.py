@@ -1,4 +1,4 @@
-"""This process as one of the ranks that torchrun or `launch` has started, and agreements between ranks."""
+"""Join the process group of ranks that torchrun or `launch` has started, and exchange small values between ranks."""
 
 import atexit
 import contextlib
@@ -14,23 +14,26 @@ import torch.distributed as dist
 from dsa_layers.parallel.ranks import Ranks
 
 Value = TypeVar("Value")
-# How long a rank waits for the others. It is long, because another rank may be reading large files or compiling. If a
-# rank fails, the launcher ends its peers.
+# How long a rank waits for the other ranks. The time is long, because another rank may be reading large files or
+# compiling. If a rank fails, the launcher ends the other ranks, so they do not wait for the timeout.
 TIMEOUT = timedelta(hours=2)
-# Environment variables that must be the same on all ranks: which kernels run, and so how ranks communicate.
+# Environment variables that must be equal on all ranks. They choose the kernels, and so how ranks communicate.
 SETTINGS = ("DSA_BACKEND",)
 
 
 def join(device: str) -> tuple[Ranks, torch.device]:
-    """Wait for all ranks, and return this rank and its device. "cuda" is the GPU with this rank's local number, with
-    NCCL; "cpu" is the CPU, with gloo. Raises ValueError for a missing GPU, and for another `device` than rank 0's.
+    """Join the process group, which waits for all ranks. Return this rank and its device.
 
-    NCCL's group is not destroyed before the process ends, because that would wait for CUDA graphs with its
+    device  "cuda": the GPU whose index is LOCAL_RANK, with NCCL; "cpu": the CPU, with gloo
+
+    Raise ValueError if the GPU or NCCL is missing, or if `device` differs from rank 0's.
+
+    The NCCL group is never destroyed explicitly, because destroying it would wait for CUDA graphs that contain its
     collectives."""
     local = int(os.environ["LOCAL_RANK"])
     if device == "cpu":
         dist.init_process_group("gloo", **_meeting_place(device))
-        # A thread of gloo that needs the interpreter while it shuts down would abort the process.
+        # A gloo thread that needs the Python interpreter during its shutdown would abort the process.
         atexit.register(_leave)
         return Ranks.of(), torch.device("cpu")
     if local >= torch.cuda.device_count():
@@ -44,8 +47,8 @@ def join(device: str) -> tuple[Ranks, torch.device]:
 
 
 def _meeting_place(device: str) -> dict[str, Any]:
-    """The arguments by which `init_process_group` finds the other ranks. Ranks with gloo and with NCCL would wait for
-    each other, so devices are compared first."""
+    """Return the arguments with which `init_process_group` finds the other ranks. Raise ValueError if `device` differs
+    from rank 0's: a rank with gloo and a rank with NCCL would wait for each other indefinitely."""
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     store.set(f"device of rank {rank}", device)
     first = store.get("device of rank 0").decode()
@@ -55,14 +58,15 @@ def _meeting_place(device: str) -> dict[str, Any]:
 
 
 def _leave() -> None:
-    """Destroy the group. Its threads end with the last reference to it, and an exception's frames may hold one."""
+    """Destroy the group. Its threads end when its last reference is dropped. Frames of an exception may hold a
+    reference, so run the garbage collector too."""
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
 
 
 def least(ranks: Ranks, value: int) -> int:
-    """Return the minimum of `value` over the ranks. With one rank, or without a process group, it is `value`."""
+    """Return the minimum of `value` over the ranks. With one rank or without a process group, return `value`."""
     if ranks.size == 1 or not dist.is_initialized():
         return value
     values = [value] * ranks.size
@@ -71,7 +75,7 @@ def least(ranks: Ranks, value: int) -> int:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
-    """Return on all ranks what `make` returns on rank 0. If it raises ValueError there, all ranks raise it."""
+    """Call `make` on rank 0, and return its result on all ranks. If `make` raises ValueError, all ranks raise it."""
     made: list[tuple[Value | None, str | None]] = [(None, None)]
     if ranks.rank == 0:
         try:
@@ -87,12 +91,13 @@ def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(ranks: Ranks, error: type[ValueError] = ValueError) -> Iterator[dict[str, Any]]:
-    """A context that all ranks enter. If one of them raises inside, all raise: that rank its own exception, the others
-    an `error` that names the rank. A RuntimeError, MemoryError or OSError becomes an `error`, so that all ranks end in
-    the same way.
+    """Raise on all ranks if one rank raises inside this context, which all ranks must enter. The failed rank raises its
+    exception, and the other ranks raise an `error` that names the failed rank. The failed rank converts a RuntimeError,
+    MemoryError or OSError to an `error`, so that all ranks end in the same way.
 
-    Yields a dictionary of facts that must be equal on all ranks, SETTINGS among them; otherwise all ranks raise an
-    `error` that names the fact. Nothing is exchanged for one rank, or without a process group.
+    The context yields a dictionary of facts. It contains SETTINGS, and the caller adds further facts. If a fact is not
+    equal on all ranks, all ranks raise an `error` that names the fact. With one rank or without a process group,
+    nothing is exchanged.
     """
     facts: dict[str, Any] = {}
     if ranks.size == 1 or not dist.is_initialized():
@@ -113,7 +118,7 @@ def raise_on_all_ranks(ranks: Ranks, error: type[ValueError] = ValueError) -> It
                 raise error(said) from caught
             raise caught
         finally:
-            del caught  # the exception refers to this frame, and so to the tensors of all frames
+            del caught  # the exception refers to this frame, and so would keep the tensors of all frames alive
     for rank, (problem, _) in enumerate(of_ranks):
         if problem is not None:
             raise error(f"{problem} (rank {rank})")

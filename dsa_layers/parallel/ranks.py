@@ -1,4 +1,4 @@
-"""The ranks that a model is split over, and their collectives, through torch.distributed."""
+"""The ranks over which a model is split, and their collectives through torch.distributed."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -15,9 +15,10 @@ from dsa_layers.parallel.peer_copies import PeerCopies, peer_copies
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.13 renamed it.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# From this many rows per rank on, each rank sums some of the rows: sending all parts to all ranks would be more bytes.
+# With at least this many rows per rank, each rank sums some of the rows and all ranks gather the results. This sends
+# fewer bytes than sending all summands to all ranks.
 SHARED_SUM_ROWS = 16
 
 
@@ -25,32 +26,35 @@ SHARED_SUM_ROWS = 16
 class Ranks:
     """The processes that hold parts of a model.
 
-    rank: this process's, from 0; size: how many there are; group: None without one.
-    Raises TypeError or ValueError, without a group, for a rank that is none of them."""
+    rank   the rank of this process, from 0
+    size   the number of ranks
+    group  their process group, or None
+
+    Without a group, raise TypeError or ValueError unless size is an integer of at least 1 and rank is in [0, size)."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        if self.group is not None:  # torch has -1 for a process outside of the group
+        if self.group is not None:  # torch gives rank -1 to a process outside of the group
             return
         size = integer("size", self.size, at_least=1)
         integer("rank", self.rank, at_least=0, at_most=size - 1)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
-        """The ranks of a process group, or of the default group. RuntimeError if torch.distributed is not
-        initialised."""
+        """Return the ranks of `group`; None: of the default process group. Raise RuntimeError if torch.distributed is
+        not initialised."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
         group = group or dist.group.WORLD
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """sum_r x_r over the ranks' x [T, ...], added in fp32 (fp64 for fp64) in the order of the ranks and rounded
+        """Return the sum of the ranks' x [T, ...], added in fp32 (fp64 for fp64) in the order of the ranks and rounded
         once. The result has the same bits on every rank and in every run, and a row does not depend on other rows.
-        Raises ValueError if x requires gradients, as all collectives between the parts of a model do."""
+        Raise ValueError if x requires gradients, as all collectives between the parts of a split model do."""
         if self.size == 1:
             return x
         check_no_gradient(x)
@@ -72,7 +76,7 @@ class Ranks:
     def sum_of_experts(
         self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`sum` of the ranks' dsa.combine_experts(y, rows, weights, shared)."""
+        """Return `sum` of the ranks' dsa.combine_experts(y, rows, weights, shared)."""
         if self.size > 1:
             check_no_gradient(y)
         if self.size > 1 and self.group is not None and takes_experts(y, rows, weights, shared, self.size):
@@ -84,10 +88,13 @@ class Ranks:
     def sum_parts(
         self, parts: torch.Tensor, shared: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The sum of parts [size, T, ...], all on this rank -> [T, ...]. shared [T, ...] is the last summand, added
-        before rounding. The result is residual + the rounded sum."""
+        """Return the sum [T, ...] of parts [size, T, ...], all of which are on this rank.
+
+        shared    [T, ...]: the last summand, added before rounding
+        residual  [T, ...]: added to the rounded sum
+        """
         size, rows = parts.shape[:2]
-        if size == 2 and shared is None and residual is None:  # PyTorch adds in fp32
+        if size == 2 and shared is None and residual is None:  # PyTorch adds two tensors in fp32 and rounds once
             return parts[0] + parts[1]
         columns = parts[0, 0].numel() if rows else 0
         if parts.dtype == torch.float64 or columns % CHANNEL_MULTIPLE or torch.is_grad_enabled():
@@ -96,34 +103,34 @@ class Ranks:
                 total = total + part
             total = total.to(parts.dtype)
             return total if residual is None else residual + total
-        # `combine_experts` computes the same sum: token t's experts are rows t, rows + t, 2 rows + t, ... here.
+        # `combine_experts` computes this sum if the rows of token t's experts are t, rows + t, 2 rows + t, ...
         of_ranks = torch.arange(size * rows, dtype=torch.int32, device=parts.device).view(size, rows).T
         own = (x if x is None else x.reshape(rows, columns) for x in (shared, residual))
         return dsa.combine_experts(parts.reshape(size * rows, columns), of_ranks, None, *own).view(parts.shape[1:])
 
     def join_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' x [..., C], joined along the last dimension in the order of the ranks: [..., size * C]."""
+        """Join the ranks' x [..., C] along the last dimension in the order of the ranks. Return [..., size * C]."""
         if self.size == 1:
             return x
         check_no_gradient(x)
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
 
     def copies(self, x: torch.Tensor) -> PeerCopies | None:
-        """Messages by copy engines for x's device. None if there are none, and while a CUDA graph is captured, because
-        it cannot contain them."""
+        """Return the `PeerCopies` of x's device. Return None if the device or group supports none. Also return None
+        while a CUDA graph is captured, because a graph cannot contain such messages."""
         if self.group is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         return peer_copies(self.group, x.device)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...]: every rank's x, which is contiguous."""
+        """Gather every rank's contiguous x [...]. Return [size, ...]."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         if x.numel():
             self.all_gather(parts, x)
         return parts.unflatten(0, (self.size, len(x)))
 
     def all_gather(self, parts: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
-        """parts [size * N, ...]: the ranks' x [N, ...], in their order."""
+        """Write the ranks' x [N, ...] to `parts` [size * N, ...] in the order of the ranks."""
         return _all_gather(parts, x, group=self.group, async_op=async_op)
 
     def all_to_all(
@@ -135,8 +142,11 @@ class Ranks:
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send rows of `sent` to each rank, and receive rows from each in `received`, in the order of the ranks. The
-        lists have the numbers of rows per rank; None: equally many."""
+        """Send rows of `sent` to each rank, and receive rows from each rank in `received`. Both tensors have
+        the rows in the order of the ranks.
+
+        received_rows, sent_rows  the number of rows per rank; None: equal numbers
+        """
         return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=async_op)
 
 
@@ -144,7 +154,7 @@ ALONE = Ranks(0, 1)
 
 
 def check_no_gradient(*sent: torch.Tensor) -> None:
-    """Raise ValueError if a tensor that goes to other ranks requires gradients: they would be lost."""
+    """Raise ValueError if a sent tensor requires gradients, because collectives between ranks would lose them."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
         raise ValueError(
             "requires_grad: a part of a model takes no gradient; accepted: False of all of its parameters, or a pass "
@@ -153,10 +163,13 @@ def check_no_gradient(*sent: torch.Tensor) -> None:
 
 
 def ranks_of(mesh: "DeviceMesh | Ranks | None") -> Ranks:
-    """The ranks of a mesh with one dimension; ALONE for None. Raises TypeError for anything else, and ValueError for
-    more dimensions or if this process is not one of the ranks."""
+    """Return the ranks of a one-dimensional mesh, or `mesh` itself if it is a `Ranks`. Return ALONE for None.
+
+    Raise TypeError if `mesh` has another type. Raise ValueError if it has more dimensions, or if this process is not
+    one of its ranks.
+    """
     ranks = mesh or ALONE if mesh is None or isinstance(mesh, Ranks) else _of_mesh(mesh)
-    if not 0 <= ranks.rank < ranks.size:  # torch.distributed has -1 for a process outside of the group
+    if not 0 <= ranks.rank < ranks.size:  # torch.distributed gives rank -1 to a process outside of the group
         raise ValueError(f"mesh: this process must be one of its ranks, got rank {ranks.rank} of {ranks.size}")
     return ranks
 

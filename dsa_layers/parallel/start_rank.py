@@ -1,8 +1,8 @@
 """Prepare this process as a rank and execute its command in it.
 
-`launch` starts this file as a script without site-packages, which takes 0.03 s. The script does what torch's launcher
-has no option for. All ranks except rank 0 get an empty standard input. On Linux, the kernel kills the rank as soon as
-the process that called `launch` has ended, even if that process was killed by SIGKILL.
+`launch` starts this file as a script without site-packages, which takes 0.03 s. torch's launcher has no options for the
+two settings that the script makes. First, all ranks except rank 0 have an empty standard input. Second, on Linux the
+kernel kills the rank as soon as the process that called `launch` has ended, even if SIGKILL killed that process.
 """
 
 import ctypes
@@ -17,12 +17,12 @@ def main(launcher: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != launcher:
-        sys.exit(1)  # the launcher ended before the call of prctl
+        sys.exit(1)  # the launcher had already ended before prctl was called
 
     if os.environ["RANK"] != "0":
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    # By default, torch's C++ warns about the NCCL group, which `process_group.join` leaves to the end of the process.
+    # By default, torch warns that the NCCL group is not destroyed; `process_group.join` explains why it is not.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.execvp(command[0], command)
 

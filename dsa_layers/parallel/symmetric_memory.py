@@ -15,14 +15,19 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """own: this rank's memory; of: the memory of every rank; handle: torch's handle, which has flags too."""
+    """Memory that the ranks of a group share.
+
+    own     this rank's memory
+    of      the memory of every rank, which this rank can access
+    handle  torch's handle, which also has flags
+    """
 
     own: torch.Tensor
     of: list[torch.Tensor]
     handle: Any
 
     def flag(self, rank: int, number: int) -> int:
-        """The address of this rank's int32 flag with a number, in another rank's memory."""
+        """Return the address of this rank's int32 flag `number` in the memory of `rank`."""
         return self.handle.signal_pad_ptrs[rank] + 4 * (number * len(self.of) + self.handle.rank)
 
     def await_flag(self, rank: int, number: int) -> None:
@@ -32,15 +37,16 @@ class SharedMemory:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate memory that can be shared. Its contents are undefined. Raises torch's errors."""
+    """Allocate memory that ranks can share. Its contents are undefined. Raise torch's errors unchanged."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.empty(shape, dtype=dtype, device=device)
 
 
 def share(group: dist.ProcessGroup, memory: torch.Tensor) -> SharedMemory:
-    """Share memory that all ranks of a group have allocated in the same way; all call this together. Raises
-    RuntimeError for a part of a larger memory, and torch's errors if GPUs cannot write to each other's memory."""
+    """Share memory that all ranks of a group have allocated with the same arguments. All ranks must call this function
+    together. Raise RuntimeError if `memory` is a part of a larger allocation. Raise torch's errors if GPUs cannot write
+    to each other's memory."""
     from torch.distributed import _symmetric_memory
 
     handle = _symmetric_memory.rendezvous(memory, group)
@@ -58,21 +64,24 @@ def made_by_all(
     make: Callable[[torch.Tensor], Made],
     problem: str | None = None,
 ) -> Made | None:
-    """Return make(memory()) on every rank of a group, or None on all ranks. All ranks call this together.
+    """Return make(memory()) on every rank of a group, or None on all ranks. All ranks must call this function together.
 
     The result is None without NCCL, and for ranks on several machines. If a rank has a `problem`, or if `memory` or
-    `make` raises on a rank, the result is None with a warning. A rank calls `make` after all ranks have their memory.
-    what: the subject of the warning
+    `make` raises on a rank, the result is None and all ranks warn. A rank calls `make` after all ranks have allocated
+    their memory.
+
+    what     the first words of the warning: its subject and verb
+    problem  why this rank cannot use symmetric memory, or None
     """
-    # A group may have a backend for each kind of device.
+    # A group may have one backend per device type.
     if "cuda:nccl" not in dist.get_backend_config(group).split(",") or not _on_one_machine(group):
         return None
-    # Creating NVLink multicast objects may hang, and they are not used here.
+    # This module needs no NVLink multicast objects, and their creation may hang.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     made, fault = None, problem
     try:
         own = memory()
-    except Exception as error:  # any error: the other ranks must not wait
+    except Exception as error:  # catch any error, because the other ranks wait for this rank's vote
         fault = fault or error
     if _all(fault is None, group, device):
         try:
@@ -88,7 +97,7 @@ def made_by_all(
 
 
 def meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make the host wait until all ranks of a group and their GPUs have come here."""
+    """Make the host wait until all ranks of a group and their GPUs have reached this call."""
     _all(True, group, device)
 
 
