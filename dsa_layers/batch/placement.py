@@ -34,8 +34,9 @@ class Placement:
         return self.local(x)
 
     def local_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
-        """Return the sequence boundaries among the local rows, which are in the order of all rows. The result is cached
-        as in `local_cached`. bounds: int32 [B + 1], the sequence boundaries among all rows."""
+        """Return the sequence boundaries within the local rows. The local rows keep the order that they have among all
+        rows. The result is cached as in `local_cached`. bounds: int32 [B + 1], the sequence boundaries within all
+        rows."""
         return bounds
 
     def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -145,8 +145,8 @@ class _SameBlock(nn.Module):
 
 
 class _SameStreams(nn.Module):
-    """A replacement for a `HyperDecoderBlock` of the same kind as an earlier block. It returns its input, but as the
-    last block it unwraps `MixedStreams`."""
+    """A replacement for a `HyperDecoderBlock` of the same kind as an earlier block. It returns its input. If it is
+    the last block and its input is a `MixedStreams`, it returns only the streams."""
 
     def __init__(self, is_last: bool) -> None:
         super().__init__()

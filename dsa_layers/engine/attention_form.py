@@ -96,7 +96,7 @@ def visible_keys(new: int, total: int) -> int:
 
 
 def _beyond(new: int, total: int, top_k: int) -> int:
-    """Return how many of the pairs that `visible_keys` counts the selection leaves out.
+    """Return the number of pairs that `visible_keys` counts but that are not selected.
 
     The query at position p sees p + 1 keys, so the selection leaves out max(p + 1 - top_k, 0) of them.
     """

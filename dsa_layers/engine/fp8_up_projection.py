@@ -13,7 +13,7 @@ from dsa_layers.engine.batch_invariance import has_any_rows
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 
-MOST_TOKENS = 16  # with 32 tokens, one bf16 product per head is as fast
+MOST_TOKENS = 16  # with 32 tokens, one bf16 product per head is as fast as these kernels
 NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32  # supported sizes; a head's rows are a multiple of ROWS
 
 

@@ -126,7 +126,7 @@ class FusedMoE(MoE):
         return total(shared, residual)
 
     def _outputs(self, x: torch.Tensor, cast: Cast | None, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """Return `Experts.outputs`. cast: x in FP8 with scales if all experts read it, else None."""
+        """Return `Experts.outputs`. cast: FP8 rows and scales that FP8 experts read instead of x, or None."""
         if cast is None or not self.experts.fp8:
             return self.experts.outputs(x, by_expert, top_k)
         order, _, ends = by_expert

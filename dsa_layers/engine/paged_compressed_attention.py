@@ -73,8 +73,9 @@ class PagedCompressedAttention(CompressedAttention):
     rope  cos and sin; pass a `RopeAngles` if several layers rotate by the same angles
     cast  x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
 
-    ranks, part, part_of_ranks  the attributes of `PagedAttention`. If this layer has a `part` and each rank has some of
-                                the rows, a rank computes all heads for its local rows
+    ranks, part, part_of_ranks  see `PagedAttention`. With several ranks, each rank computes its heads for all rows. But
+                                if `part` is not None and the rows are sharded, each rank instead computes all
+                                heads for its local rows
     """
 
     ranks: Ranks = ALONE

@@ -24,7 +24,8 @@ class SplitEmbedding(Embedding):
         count, channels = self.weight.shape
         known = str(self.weight.dtype).removeprefix("torch.") in COMBINE_DTYPES
         if known and channels % CHANNEL_MULTIPLE == 0 and backends.runs_kernel("combine_experts", self.weight):
-            # One kernel, which returns 0 for rows outside the weight. The op's reference would copy the weight.
+            # One kernel, which returns 0 for rows outside the weight. Where the kernel is not available, do not call
+            # this op, because its reference implementation would copy the weight.
             return dsa.combine_experts(self.weight, rows.reshape(-1, 1)).view(*rows.shape, channels)
         own = (rows >= 0) & (rows < count)
         y = nn.functional.embedding(rows.clamp(0, count - 1), self.weight)

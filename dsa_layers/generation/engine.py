@@ -137,8 +137,8 @@ class Scheduler:
         """Capture the CUDA graphs of decoding passes before requests arrive. Otherwise the first pass of each size is
         captured while its sequences wait.
 
-        There is one graph per pair of powers of two: a number of sequences, up to max_sequences, and a number of pages
-        per sequence. Do nothing if passes are not captured.
+        There is one graph per size of a pass: a number of sequences, up to max_sequences, and a number of pages of the
+        longest sequence, each rounded up to a power of two. Do nothing if passes are not captured.
 
         max_tokens  the most tokens of a sequence, which bounds the number of pages. None: the model's context, or the
                     number of tokens that the cache holds if that is less

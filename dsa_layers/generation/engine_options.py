@@ -33,8 +33,9 @@ class EngineOptions:
     max_sequences  largest number of sequences that run at a time; other sequences wait (64)
     prefill_chunk  largest number of prompt tokens per pass, over all sequences. It bounds how long a running sequence
                    waits between two tokens (2048)
-    cuda_graphs    whether decoding passes on a GPU are captured and replayed. There is one graph per pair of powers of
-                   two: the number of sequences, and the number of pages of the longest sequence (True)
+    cuda_graphs    whether decoding passes on a GPU are captured and replayed. There is one graph per size of a
+                   pass: the number of sequences and the number of pages of the longest sequence, each rounded up to a
+                   power of two (True)
     draft_tokens   number of tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True)
                    drafts after each sequence. The next pass computes the model's token after each draft. Each draft
                    that equals the model's choice saves a pass. Output matches runs without drafts up to rounding: a

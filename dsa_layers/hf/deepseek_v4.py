@@ -99,7 +99,7 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Pa
         return getattr(self.compressor, "indexer", None)
 
     def _casts_results(self, rope: Angles) -> bool:
-        return False  # transformers' grouped output projection does not accept a cast result
+        return False  # transformers' grouped output projection does not accept FP8 values with scales
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
         out = self._rotate(out, RopeAngles.of(rope).back)

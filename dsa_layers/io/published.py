@@ -48,9 +48,9 @@ def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) 
     """Return the tensors of a checkpoint in the published format: first the main model's tensors, then the tensors of
     each multi-token-prediction layer. Each scale follows its weight, and the tensors of an expert are contiguous.
 
-    fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization` all weights are
-    BF16. With quantisation experts are FP4 unless `config` says "fp8": one early published configuration has FP4
-    experts and does not name their dtype.
+    fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization`, all weights are
+    BF16. With it, experts are FP4 unless its expert_dtype is "fp8". None means FP4, because one early published
+    configuration has FP4 experts and does not name their dtype.
     """
     fp8 = config.quantization is not None
     if fp4_experts is None:

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 import dsa
-from dsa.runtime.checks import check_number
+from dsa.runtime.checks import check_number, check_same_dtype
 from dsa_layers.arguments import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_batch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.causal_attention import causal_attention
-from dsa_layers.layers.indexer import Indexer, Rope, check_indexer
-from dsa_layers.layers.linear import check_rows, make_linear, weight_of
+from dsa_layers.layers.indexer import Indexer, LightningIndexer, Rope
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
@@ -88,7 +88,7 @@ class DSAAttention(nn.Module):
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
         if indexer is not None:
-            check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
+            _check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
         self.indexer = indexer
         # The stage while the indexer is trained, else None.
         self.indexer_stage: TrainingStage | None = None
@@ -190,3 +190,22 @@ class DSAAttention(nn.Module):
         weight = weight_of(self.kv_b_proj, self.kv_lora_rank, dtype)
         weight = weight.unflatten(0, (self.n_heads, self.nope_dim + self.v_dim))
         return weight.split((self.nope_dim, self.v_dim), 1)
+
+
+def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
+    """Raise TypeError or ValueError if `indexer` does not fit an attention layer of these sizes.
+
+    reader: the attention layer's projection of x. A lightning indexer must have the same weight dtype
+    """
+    if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
+        raise TypeError(
+            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "
+            f"{type(indexer).__name__}"
+        )
+    if not isinstance(indexer, LightningIndexer):
+        return
+    for name, size, projection in (("hidden", hidden, indexer.wk), ("q_lora_rank", q_lora_rank, indexer.wq_b)):
+        if type(projection) in (Linear, BlockFP8Linear) and projection.weight.shape[1] != size:
+            raise ValueError(f"indexer: its {name} must be the layer's {size}, got {projection.weight.shape[1]}")
+    if type(reader) is type(indexer.wk) is Linear:
+        check_same_dtype(("layer", reader.weight), indexer=indexer.wk.weight)

@@ -10,11 +10,11 @@ from torch import nn
 import dsa
 from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
-from dsa.runtime.checks import check_choice, check_dtype, check_same_dtype
+from dsa.runtime.checks import check_choice, check_dtype
 from dsa_layers.arguments import flag, instance, integer
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
+from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
 from dsa_layers.layers.trained_attention import TrainedAttention
 
@@ -260,25 +260,6 @@ def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Hadamard-transform and quantise k [N, D]. Return e4m3 [N, D] and one scale per key, fp32 [N]."""
     k, scale = dsa.per_token_cast_to_fp8(k, True, k.shape[-1], hadamard=True)
     return k, scale.squeeze(-1)
-
-
-def check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
-    """Raise TypeError or ValueError if `indexer` does not fit an attention layer of these sizes.
-
-    reader: the attention layer's projection of x. A lightning indexer must have the same weight dtype
-    """
-    if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
-        raise TypeError(
-            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "
-            f"{type(indexer).__name__}"
-        )
-    if not isinstance(indexer, LightningIndexer):
-        return
-    for name, size, projection in (("hidden", hidden, indexer.wk), ("q_lora_rank", q_lora_rank, indexer.wq_b)):
-        if type(projection) in (Linear, BlockFP8Linear) and projection.weight.shape[1] != size:
-            raise ValueError(f"indexer: its {name} must be the layer's {size}, got {projection.weight.shape[1]}")
-    if type(reader) is type(indexer.wk) is Linear:
-        check_same_dtype(("layer", reader.weight), indexer=indexer.wk.weight)
 
 
 def set_score_accumulators(model: Module, accumulators: torch.dtype) -> Module:

@@ -444,8 +444,8 @@ class DeepseekV4Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
         rope = RopeAngles(target.rotaries["main"](batch.positions))
-        # Training shifts the tokens by one, so the first position also has a next token and its embedding. (vLLM sets
-        # the embedding at the first position to zero.)
+        # `tokens` has the next token of every position, also of position 0. So position 0 uses the embedding of its
+        # next token, as in training. (vLLM replaces this embedding with zero.)
         e = self.e_proj(self.enorm(target.embed(tokens)))
         streams = self.h_proj(self.hnorm(states)) + e[:, None]
         return self.block(streams, tokens, rope, None, batch, None if cache is None else cache.layer(0))

@@ -1,9 +1,9 @@
 """GLM-5, 5.1 and 5.2: DeepSeek-V3.2's model with other options. In GLM-5.2, layers share selected keys.
 
-Keys of a head have 192 + 64 channels, and values have 256 channels. The models have 32 index heads, plain rope and one
-routing group; rope also rotates pairs (2i, 2i + 1) in the indexer. In GLM-5.2 (IndexShare) only some layers have an
-indexer and an index cache. Let S_t^l be the keys that token t attends to in layer l. In a layer without an indexer,
-S_t^l = S_t^(l-1).
+Keys of a head have 192 + 64 channels, and values have 256 channels. The models have 32 index heads, rope without YaRN,
+and one routing group. Rope rotates pairs (2i, 2i + 1) both in attention and in the indexer. In GLM-5.2 (IndexShare)
+only some layers have an indexer and an index cache. Let S_t^l be the keys that token t attends to in layer l. In a
+layer without an indexer, S_t^l = S_t^(l-1).
 Source: GLM-5's report (arXiv 2602.15763), IndexShare (arXiv 2603.12201), and `GlmMoeDsa` of transformers 5.
 """
 
@@ -78,8 +78,8 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     """GLM-5. It is `DeepseekV32ForCausalLM` with a `GlmMoeDsaConfig`."""
 
 
-# Rows: an index of N rows of states. Slots: a function from rows to int32 [N, top_k], the slots in the drafter's cache
-# of the keys that each row selected, padded with -1.
+# Rows: an index that selects N rows of states. Slots: a function from rows to int32 [N, top_k]. For each row, it
+# returns the slots of the row's selected keys in the drafter's cache, padded with -1.
 Rows = slice | torch.Tensor
 Slots = Callable[[Rows], torch.Tensor]
 

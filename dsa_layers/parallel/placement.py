@@ -32,8 +32,8 @@ def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
 
 
 class Replicated(Placement):
-    """Placement in which every rank has all rows. With few rows, norms and other elementwise layers are cheap, and the
-    cost of an all-reduce is its latency."""
+    """Placement in which every rank has all rows. This is for few rows: it costs little to repeat norms and
+    elementwise layers on every rank, and an all-reduce takes little longer than its latency."""
 
     is_split = True
 
@@ -54,8 +54,8 @@ class Sharded(Placement):
     and rank r of N has pieces r and 2 N - 1 - r. Later tokens attend to more keys, so these two pieces give all ranks
     nearly the same number of query-key pairs.
 
-    Sums have the same bits as `Ranks.sum`. A started collective runs on a separate stream, by copies (`peer_copies`) or
-    NCCL. The returned function makes the rank's stream wait for it.
+    Sums have the same bits as `Ranks.sum`. The `start_` methods run a collective on a separate stream, by copies
+    (`peer_copies`) or NCCL. The function that they return makes the rank's current stream wait for the collective.
     """
 
     is_split = sharded = True
