@@ -143,11 +143,11 @@ def verify(args: argparse.Namespace) -> int:
     same_twice = first == second
     add("generation", {"same_twice": same_twice, "completions": [(one.tokens, one.text) for one in first]})
     add("throughput", asdict(generator.throughput))
-    losses = {"of the text": held_out_loss(model, [tokens], chunk=args.prefill_chunk)}
+    losses = {"text": held_out_loss(model, [tokens], chunk=args.prefill_chunk)}
     few = [tokens[: _REFERENCE_TOKENS + 1]]
-    losses["of its first tokens"] = held_out_loss(model, few, chunk=args.prefill_chunk)
+    losses["first_tokens"] = held_out_loss(model, few, chunk=args.prefill_chunk)
     with dsa.use_backend("reference"):
-        losses["of its first tokens by the references"] = held_out_loss(model, few, chunk=args.prefill_chunk)
+        losses["first_tokens_reference"] = held_out_loss(model, few, chunk=args.prefill_chunk)
     add("loss", losses)
 
     if ranks is None or ranks.rank == 0:

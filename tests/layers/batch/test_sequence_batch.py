@@ -1,4 +1,4 @@
-"""Packed batches and their views are what is computed by hand."""
+"""Packed batches and their views, against values computed by hand."""
 
 import pytest
 import torch

@@ -73,7 +73,7 @@ def watched(monkeypatch):
     @contextmanager
     def watch(*reads):
         for earlier in open_:
-            earlier.reads = ()  # a later side stream is joined in its place
+            earlier.reads = ()  # the later side stream is joined instead of this one
         open_.append(made := Watched(accesses, open_, reads))
         found.append(made)
         accesses.into = made.inside

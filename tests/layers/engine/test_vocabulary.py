@@ -1,4 +1,5 @@
-"""Ranks' embeddings: each has the rows of its own tokens and zeros for others, by either way of computing them."""
+"""A rank's embedding returns its rows of the weight, and zeros for tokens of other ranks, both with `combine_experts`
+and with `torch.nn.functional.embedding`."""
 
 from types import SimpleNamespace
 

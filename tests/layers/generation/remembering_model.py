@@ -113,7 +113,7 @@ class RememberingModel(torch.nn.Module):
 
 
 class RememberingDrafter(RememberingModel):
-    """Its first draft is `next_draft`. Its states are those of its own cache."""
+    """A drafter with a cache of its own. Its first draft is `next_draft`."""
 
     def forward(self, tokens, states, batch, cache):
         return cache.extended(entry(states, tokens), batch)

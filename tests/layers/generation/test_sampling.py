@@ -63,7 +63,7 @@ def probabilities(logits, temperature, top_k, top_p, min_p):
     ],
 )
 def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_p, min_p):
-    """Of logits that are often equal, also at the end of what is kept, and one of minus infinity."""
+    """With many equal logits, also where the kept tokens end, and with a logit of minus infinity."""
     logits = (torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2).round()
     logits[3] = -torch.inf
     given = arguments(logits, temperature, top_k, top_p, min_p)
@@ -77,7 +77,7 @@ def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_
 
 
 def test_a_row_depends_on_no_other():
-    """Beside rows that keep more tokens, and such that are not finite."""
+    """Also if other rows keep more tokens or are not finite."""
     logits = torch.randn(64, 3001, generator=torch.Generator().manual_seed(2))
     top_k = torch.arange(1, 65)[:, None] * 40
     top_p, temperature, numbers = torch.rand(3, 64, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

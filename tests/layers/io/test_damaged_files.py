@@ -1,4 +1,4 @@
-"""What is wrong with the files themselves: each refusal is one error that names the file, before anything is read."""
+"""Damaged files. Each is refused with one error that names the file, before any tensor is read."""
 
 import os
 import re

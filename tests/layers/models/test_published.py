@@ -128,8 +128,8 @@ def test_fp4_experts_take_what_their_files_take(tmp_path):
 
 
 def test_glm_5_2_has_the_published_totals(tmp_path):
-    """By the totals over the headers of all files; what is not BF16 are the gates' biases, of the sparse layers and the
-    MTP layer's."""
+    """The totals are those in the headers of all files. All tensors are BF16 except the gates' biases, which the sparse
+    layers and the MTP layer have."""
     model = unfilled_model(read(tmp_path, "glm_5_2"), None)
     manifest = published_manifest(model.config)
     sizes = {name: math.prod(shape) for name, (shape, _) in manifest.items()}

@@ -69,7 +69,7 @@ def fuse_experts(tensors):
 
 @torch.inference_mode()
 def logits_of(model):
-    """Logits of the model, and of its drafter in its first step."""
+    """Return the model's logits and the logits of the drafter's first step."""
     batch, tokens = SequenceBatch.without_cache(LENGTHS), torch.tensor(TOKENS[:260])
     states = model.states(tokens, batch)
     drafted = model.drafter(tokens.roll(-1), states, batch)
@@ -77,8 +77,8 @@ def logits_of(model):
 
 
 def outcome(directory, **options):
-    """(logits, generated tokens, weights' shapes). In four steps each sequence of deepseek_v4 gets an entry of four
-    tokens."""
+    """Return (logits, generated tokens, weights' shapes). The four decoding steps complete an entry of four tokens in
+    each sequence of deepseek_v4."""
     model = load_model(directory, **OPTIONS | options)
     generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2)
     completions = generator.generate(PROMPTS, SamplingParams(max_tokens=5))

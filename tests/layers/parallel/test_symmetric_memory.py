@@ -42,7 +42,7 @@ class Faulty(Made):
         missing()
 
 
-# {what is made: (what makes it, where its class is, how the warning starts)}
+# {name: (its constructor, (the class's module, the class's name), how the warning starts)}
 WAYS = {
     "sums": (one_shot_sum.one_shot_sum, (one_shot_sum, "OneShotSum"), "sums go"),
     "copies": (peer_copies.peer_copies, (peer_copies, "PeerCopies"), "rows go"),
