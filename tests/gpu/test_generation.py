@@ -156,17 +156,16 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
 
 
 def mixtures():
-    """Return two MoE layers whose shared experts run on another stream, at the same time as the routed experts."""
     torch.manual_seed(0)
     made = [MoE(1024, 512, GroupedSigmoidRouter(1024, 8, 2, dtype=torch.bfloat16), dtype=torch.bfloat16) for _ in "ab"]
-    return [fuse(moe.cuda()) for moe in made]
+    return [moe.cuda() for moe in made]
 
 
 @torch.no_grad()
 def test_branches_of_two_streams_in_one_graph():
-    """Two layers run on two streams, as for two parts of a batch, and each has a branch on a further stream. A branch
-    must not reuse the other layer's memory, even if the first layer's experts are late."""
-    layers, x = mixtures(), torch.randn(16, 1024, device="cuda").bfloat16()
+    """Two layers run on two streams, as for two parts of a batch, and each runs its shared expert on a further stream.
+    A shared expert must not reuse the other layer's memory, even if the first layer's experts are late."""
+    layers, x = [fuse(layer) for layer in mixtures()], torch.randn(16, 1024, device="cuda").bfloat16()
     expected = [layer(x) for layer in layers]
     outputs = layers[0].experts.outputs
     layers[0].experts.outputs = lambda *arguments: (torch.cuda._sleep(2_000_000), outputs(*arguments))[1]

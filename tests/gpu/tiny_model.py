@@ -21,14 +21,14 @@ import dsa
 from dsa import reference
 from dsa.cases.attention import PREFILL_TOLERANCES, SPARSE_TOLERANCES
 from dsa.testing import assert_close, calc_diff
-from dsa_layers.engine import paged_attention
+from dsa_layers.engine import fused_moe, paged_attention
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.generation import steps
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.tensors import split_experts
 from dsa_layers.io.weights import load_weights
-from dsa_layers.layers.moe import GroupedSigmoidRouter
+from dsa_layers.layers.experts import ByExpert
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.precision import Precision
@@ -65,14 +65,14 @@ class Run:
     """The choices and results of a run, in the order of the calls.
 
     topk_indices  the results of every call of topk_indices with the run's own scores
-    routes        (experts, weights) of every call of a router with the run's own activations
+    routes        the results of every call of `fused_moe.route` with the run's own activations
     logits        the logits [vocabulary] of every new token
     tokens        the new tokens of every pass, by the run's own logits
     launched      the ops that ran their kernels
     """
 
     topk_indices: list[torch.Tensor] = field(default_factory=list)
-    routes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    routes: list[tuple[torch.Tensor, torch.Tensor, ByExpert]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     launched: set[str] = field(default_factory=set)
@@ -117,8 +117,7 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
         # The references' run uses the absorbed form of attention. The kernels' run uses its selections call by call.
         patch.setattr(paged_attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))
-        router = _following(GroupedSigmoidRouter.forward, run.routes, followed.routes)
-        patch.setattr(GroupedSigmoidRouter, "forward", router)
+        patch.setattr(fused_moe, "route", _following(fused_moe.route, run.routes, followed.routes))
         patch.setattr(steps, "sample", _following(sample_and_note, run.tokens, followed.tokens))
         # Choices inside a graph cannot be replaced.
         generator = Generator(model, cache_tokens=1024, prefill_chunk=chunk, cuda_graphs=False)
