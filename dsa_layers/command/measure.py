@@ -20,7 +20,7 @@ from dsa_layers.command.messages import say, say_json
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks
 from dsa_layers.command.parser import COMPARED_TOKENS, SELECTIONS
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.evaluation import KeysRead, all_keys, held_out_loss, latest_keys
+from dsa_layers.evaluation import all_keys, held_out_loss, keys_read, latest_keys
 from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.models.protocols import Model
 
@@ -61,11 +61,10 @@ def compare(args: argparse.Namespace) -> int:
             if found["backend"] == "cute":  # warm up, because kernels compile at their first call
                 held_out_loss(model, sequences[:1], chunk=args.prefill_chunk)
             began = time.perf_counter()
-            with KeysRead(model) as keys_read:
-                loss = held_out_loss(model, sequences, chunk=args.prefill_chunk)
+            loss = held_out_loss(model, sequences, chunk=args.prefill_chunk)
             seconds = time.perf_counter() - began
+            keys = counts[attention] = keys_read(model, length)
         perplexity = math.exp(min(loss, 700.0))
-        keys = counts[attention] = keys_read.counts()
         if args.json:
             figures = {"loss": loss, "perplexity": perplexity, "seconds": seconds, "share": keys.share}
             say_json("attention", attention=attention, tokens=len(sequences) * length, **figures, **asdict(keys))

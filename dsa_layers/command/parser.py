@@ -298,8 +298,8 @@ def _add_chat(commands: _Commands) -> None:
 _COMPARE = """\
 With --json the standard output is one JSON object a line, each with the key "event":
   start      checkpoint, device, backend, dequantized, text, sequences, length, index_topk
-  attention  attention ("sparse", "latest" or "dense"), loss, perplexity, tokens, seconds, read, dense (what dense
-             attention over the same cache reads), context, share (read / dense), most_read, most_dense, longest_context
+  attention  attention ("sparse", "latest" or "dense"), loss, perplexity, tokens, seconds, read (keys per
+             token), dense (what dense attention over the same cache reads), context, share (read / dense)
   error      error, exit_code: nothing follows"""
 
 

@@ -1,7 +1,7 @@
 """The inputs of a fused layer in a pass, except x: tokens, rope angles, cache, and the placement of rows."""
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -50,17 +50,3 @@ class EntryPass(LayerPass[Cache]):
     """
 
     entry_angles: Angles | None = None
-
-
-class KeyCounter(Protocol):
-    """Interface that counts the keys that each token reads. While keys are counted, a layer calls it once per pass."""
-
-    def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
-        """Add the counts of a pass. All arguments are integers [T], one number per new token.
-
-        read     the number of keys that the token's attention reads
-        dense    the number of keys that dense attention over the same cache would read
-        context  the number of tokens up to and including the token
-
-        A key is a row of the cache. It represents one token, or several tokens if it is a compressed entry.
-        """

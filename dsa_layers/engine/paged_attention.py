@@ -19,7 +19,7 @@ from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_hea
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.engine.fp8_up_projection import stored_up_projection
 from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
-from dsa_layers.engine.layer_pass import KeyCounter, LayerPass
+from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.attention import DSAAttention
@@ -110,8 +110,6 @@ class PagedAttention(DSAAttention):
     ranks: Ranks = ALONE
     part: Self | None = None
     part_of_ranks: Ranks | None = None
-    # `KeysRead` sets `key_counter` while it counts the keys that each token reads.
-    key_counter: KeyCounter | None = None
 
     def forward(
         self,
@@ -206,12 +204,6 @@ class PagedAttention(DSAAttention):
         side.join()
         if kv is None:  # after the selection, because both need much memory in a long context
             kv = self._stored_keys(step, x.dtype)
-        if self.key_counter is not None:
-            read = visible = batch.visible_keys
-            if topk_indices is not None:
-                (read,) = queries.all_gather((topk_indices >= 0).sum(-1))
-            self.key_counter.add(read, visible, visible)
-
         if step.multi_head:
             return self.o_proj(self._multi_head(q, kv, step, bits).flatten(-2)), selected
         if step.decode:

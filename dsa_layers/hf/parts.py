@@ -55,7 +55,6 @@ class AttentionInPlace:
     Gradients are enabled in `attend_packed` if and only if x or a parameter of the layer requires them.
     """
 
-    key_counter: ClassVar[None] = None  # `KeysRead` sets this attribute
     consecutive: ClassVar[bool] = False  # whether the positions of a sequence's tokens must be consecutive
     returns_selected: ClassVar[bool] = False  # whether `forward` also returns the selected keys, for later layers
 
