@@ -19,7 +19,7 @@ from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
-from dsa_layers.engine.fused_hyper_block import MixedStreams
+from dsa_layers.engine.fused_blocks import MixedStreams
 from dsa_layers.engine.split import split
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.layers.indexer import FUSED_TOKENS

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 
 from dsa_layers.batch.placement import WHOLE, Placement
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_all_keys_are_new
 
 Cache = TypeVar("Cache")
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
@@ -50,3 +50,16 @@ class EntryPass(LayerPass[Cache]):
     """
 
     entry_angles: Angles | None = None
+
+
+def check_inference(x: torch.Tensor, batch: TokenBatch, cache: object, kind: type) -> None:
+    """Check the arguments of a fused layer's pass. kind: the class of the layer's cache."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
+            "torch.no_grad(), got requires_grad=True"
+        )
+    if cache is None:
+        check_all_keys_are_new(batch)
+    elif not isinstance(cache, kind):
+        raise TypeError(f"cache: must be a {kind.__name__} or None, got {type(cache).__name__}")

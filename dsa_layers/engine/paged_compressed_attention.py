@@ -9,15 +9,13 @@ import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, redistribute
 from dsa_layers.batch.token_batch import TokenBatch, check_pages
-from dsa_layers.batch.window_view import WindowView
-from dsa_layers.cache.cache import check_cache
+from dsa_layers.batch.views import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
-from dsa_layers.engine.grouped_product import grouped_products, grouped_products_of_cast
-from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
-from dsa_layers.engine.layer_pass import EntryPass
-from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor, Products
+from dsa_layers.engine.joint_linear import Cast, Layer, grouped_products, grouped_products_of_cast, norm_and_cast
+from dsa_layers.engine.layer_pass import EntryPass, check_inference
+from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor, Products
 from dsa_layers.engine.side_stream import side_stream
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear
@@ -93,19 +91,12 @@ class PagedCompressedAttention(CompressedAttention):
         cast: Cast | None = None,
     ) -> torch.Tensor:
         self.check_pass(x, batch)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
-                "torch.no_grad(), got requires_grad=True"
-            )
+        check_inference(x, batch, cache, CompressedLayerCache)
         if cache is not None:
-            check_cache(cache, CompressedLayerCache)
             if self.compressor is not None:
                 _check_entries("entries", cache.entries, self.compressor.ratio, batch)
             if self.indexer is not None:
                 _check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
-        elif batch.query_lens != batch.key_lens:
-            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         step = Pass(batch, rope, cache, placement_of(batch, self.ranks), entry_angles=entry_rope)
         with torch.no_grad():
             if self.part is not None and step.placement.sharded:
@@ -163,7 +154,7 @@ class PagedCompressedAttention(CompressedAttention):
         # If the pass selects nothing, the indexer still writes its keys to the cache.
         indexes = self._shares_products and (selects or step.cache is not None)
         entries, of_index, weights = self._products(x, indexes, selects and self._shares_products)
-        gathering = step.placement.start_joint_all_gather(kv, *(entries or ()), *(of_index or ()))
+        gathering = step.placement.start_all_gather(kv, *(entries or ()), *(of_index or ()))
 
         def end() -> Projections:
             keys, *products = gathering()

@@ -12,7 +12,7 @@ from dsa.runtime.checks import MOST_SLOTS
 from dsa_layers.arguments import flag, integer
 from dsa_layers.cache.cache import most_tokens
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.engine.fp8_up_projection import can_stay_stored
+from dsa_layers.engine.attention_form import can_stay_stored
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.models.protocols import Model
 

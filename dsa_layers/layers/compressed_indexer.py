@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 
 import dsa
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE, KeySelection, Rope, quantized_keys
@@ -75,8 +75,7 @@ class CompressedIndexer(KeySelection):
         *,
         entry_rope: Rope,
     ) -> torch.Tensor:
-        if cache is not None:
-            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
+        check_no_cache(cache, batch)
         q, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.head_weights(x)
         keys = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
         if self.quantize:

@@ -12,7 +12,7 @@ from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_choice, check_dtype
 from dsa_layers.arguments import flag, instance, integer
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
@@ -225,8 +225,7 @@ class LightningIndexer(KeySelection):
     def select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        if cache is not None:
-            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
+        check_no_cache(cache, batch)
         self.check_selects()
         q, k = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(self.wk(x), rope)
         weights = self.head_weights(x)

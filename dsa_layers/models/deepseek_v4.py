@@ -30,12 +30,11 @@ from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.linear import Embedding, LanguageModelHead, make_linear
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import JointRotary, RopeAngles
+from dsa_layers.layers.rope import JointRotary, RopeAngles, make_rotary
 from dsa_layers.models import deepseek_v4_names as names
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
-from dsa_layers.models.rotary import make_rotary
 
 # {layer type of transformers: tokens per compressed entry}. 0: the layer has a window and no entries.
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}

@@ -155,8 +155,8 @@ def test_plain_layers_take_no_cache(make):
 
 def test_plain_indexers_take_no_cache():
     select, of_entries = indexer().select, compressed_indexer().select
-    refused(lambda: select(*[None] * 4, pages()), BEFORE_FUSE + "an indexer for inference")
-    refused(lambda: of_entries(*[None] * 4, pages(), entry_rope=None), BEFORE_FUSE + "an indexer for inference")
+    refused(lambda: select(*[None] * 4, pages()), BEFORE_FUSE + "a layer for inference")
+    refused(lambda: of_entries(*[None] * 4, pages(), entry_rope=None), BEFORE_FUSE + "a layer for inference")
 
 
 @pytest.mark.parametrize(
