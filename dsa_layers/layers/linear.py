@@ -34,10 +34,20 @@ class Linear(nn.Linear):
         return self.weight.to(dtype)
 
 
+def computes_product_alone(linear: nn.Module) -> bool:
+    """Return whether a call of the layer only multiplies by its weight. This is so for an `nn.Linear` without hooks
+    whose weight is not offloaded. Adapters and quantised layers are other classes."""
+    hooks = linear._forward_hooks or linear._forward_pre_hooks
+    return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
+
+
 def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return W [O, I] in `dtype` for a module that computes y = x W^T: a layer of this file or an adapter around it."""
+    """Return the weight W [O, in_features] of a linear layer y = x W^T, in `dtype`. The layer may be of any class."""
     if isinstance(linear, Linear | BlockFP8Linear):
         return linear.float_weight(dtype)
+    if computes_product_alone(linear):
+        return linear.weight.to(dtype)
+    # Quantised and adapted layers store the weight in many ways, so apply the layer to the identity matrix.
     eye = torch.eye(in_features, dtype=dtype, device=next(linear.parameters()).device)
     return linear(eye).T
 
