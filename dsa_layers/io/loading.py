@@ -77,7 +77,7 @@ def load_model(
 
     The returned model has the class of its family.
     `SCORE_ACCUMULATORS` of `dsa_layers.layers.indexer` is the accumulator dtype of prompts' index scores for all
-    models. `set_score_accumulators(model, ...)` changes it for one model.
+    models. The attribute `accumulators` of an indexer changes it for one indexer.
     Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,
     so tensors derived from weights could not be cached between passes.
     Raises ConfigError or CheckpointError, both ValueErrors that name the file, field or tensor. Raises ValueError or

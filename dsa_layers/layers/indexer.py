@@ -11,7 +11,7 @@ import dsa
 from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_choice, check_dtype
-from dsa_layers.arguments import flag, instance, integer
+from dsa_layers.arguments import flag, integer
 from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
@@ -259,27 +259,3 @@ def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Hadamard-transform and quantise k [N, D]. Return e4m3 [N, D] and one scale per key, fp32 [N]."""
     k, scale = dsa.per_token_cast_to_fp8(k, True, k.shape[-1], hadamard=True)
     return k, scale.squeeze(-1)
-
-
-def set_score_accumulators(model: Module, accumulators: torch.dtype) -> Module:
-    """Set the dtype in which a model's indexers accumulate the scores of prompts. Return the model.
-
-        model = set_score_accumulators(load_model(CHECKPOINT, device="cuda"), torch.float32)
-
-    model         a model with a `LightningIndexer` or `CompressedIndexer`: from `load_model`, from transformers with
-                  `dsa_layers.hf`, or the caller's model
-    accumulators  torch.float32, or torch.float16 (the default, `SCORE_ACCUMULATORS`)
-
-    The setting applies from the next prompt on. `dsa compile` does not build the kernels for torch.float32 in advance.
-    Raises TypeError or ValueError that names the argument, also for a model without such an indexer.
-    """
-    instance("model", model, nn.Module, "a torch.nn.Module")
-    check_dtype("accumulators", accumulators, ACCUMULATORS)
-    indexers = [module for module in model.modules() if hasattr(module, "accumulators")]
-    if not indexers:
-        raise ValueError(
-            f"model: must have a LightningIndexer or a CompressedIndexer, got {type(model).__name__} without one"
-        )
-    for indexer in indexers:
-        indexer.accumulators = accumulators
-    return model
