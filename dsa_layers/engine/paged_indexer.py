@@ -42,12 +42,8 @@ class PagedSelection(KeySelection, Generic[Projected]):
         weights    `head_weights` for the local rows
         """
         view = self.selectable(step.batch)
-        q = queries.unflatten(-1, (self.n_heads, self.head_dim))
         angles = placement.local_cached(step.angles[0]), placement.local_cached(step.angles[1])
-        if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
-        else:
-            q = dsa.apply_rotary(q, *angles, **self.rope)
+        q, weights = self.rotated_queries(queries, weights, angles)
         if self.quantize and step.decode:
             return self._select_in_pages(q, weights, view, step)
         starts, lengths, most = view.visible_ranges
@@ -59,6 +55,9 @@ class PagedSelection(KeySelection, Generic[Projected]):
         key_lens = view.key_lens if step.batch.is_decode else None
         keys = self._all_keys(projected, step, queries.dtype)
         return self.select_packed(q, keys, weights, ranges, key_lens, paging)
+
+    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
+        return fp32_product(x, self.weights_proj.weight, self.weight_scale)
 
     def selectable(self, batch: TokenBatch) -> SelectableKeys:
         """Return the keys among which the indexer selects."""
@@ -107,17 +106,12 @@ class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
     def select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        self.check_selects()
         step = LayerPass(batch, rope, cache)
         return self.pick(self.wq_b(qr), self.wk(x), self.head_weights(x), step, step.placement)
 
     @torch.no_grad()
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
         self.write(self.wk(x), LayerPass(batch, rope, cache))
-
-    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weights of the index heads, fp32 [T, n_heads]."""
-        return fp32_product(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
     def write(self, projected: torch.Tensor, step: LayerPass[LayerCache]) -> None:
         """Write the index keys of the new tokens to the cache. projected: wk(x) of all rows."""
@@ -200,10 +194,6 @@ class PagedCompressedIndexer(PagedSelection[Products], CompressedIndexer):
     ) -> torch.Tensor:
         step = EntryPass(batch, rope, cache, entry_angles=entry_rope)
         return self.pick(self.wq_b(qr), self.compressor.project(x), self.head_weights(x), step, step.placement)
-
-    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weights of the index heads, fp32 [T, n_heads]."""
-        return fp32_product(x, self.weights_proj.weight, self.weight_scale)
 
     def selectable(self, batch: TokenBatch) -> EntryView:
         return batch.entries(self.compressor.ratio)

@@ -44,7 +44,7 @@ class HeadWeightsInPlace:
         # transformers stores this weight in fp32 in models of other dtypes too, and casts x to the weight's dtype.
         weight = getattr(linear, "weight", None)
         x = x.to(weight.dtype) if weight is not None and weight.dtype in FLOATS else x
-        return linear(x).float() * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        return linear(x).float() * self.weight_scale
 
 
 class AttentionInPlace:
