@@ -16,6 +16,7 @@ ALLOWED = {
     "dsa/cases": {"dsa"},
     "dsa/kernels": {"dsa.cute", "dsa.kernels", "dsa.runtime"},
     "dsa/ops": {"dsa.ops", "dsa.kernels", "dsa.runtime", "dsa.reference"},
+    "dsa/parallel": {"dsa.parallel", "dsa.kernels", "dsa.runtime"},
     "dsa/compat": {"dsa.compat", "dsa.ops", "dsa.runtime", "dsa.reference"},
     "dsa_layers/layers": {"dsa", "dsa_layers.arguments", "dsa_layers.layers", "dsa_layers.cache", "dsa_layers.batch"},
     "dsa_layers": {"dsa", "dsa_layers", "dsa_bench"},
@@ -169,6 +170,7 @@ def test_importing_dsa_imports_no_dsl_and_initialises_no_gpu():
     script = (
         "import sys, dsa, torch; "
         "assert not {'cutlass', 'tvm_ffi', 'dsa_engines'} & {m.partition('.')[0] for m in sys.modules}; "
+        "assert 'dsa.parallel' not in sys.modules; "
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from dsa.parallel.one_shot_sum import RANKS, compiled_sums
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
 from dsa_layers.batch.decode_batch import DecodeInputs
@@ -26,7 +27,6 @@ from dsa_layers.layers.indexer import FUSED_TOKENS
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
-from dsa_layers.parallel.one_shot_sum import RANKS, compiled_sums
 from dsa_layers.parallel.ranks import Ranks
 
 MOST_ROWS = 32768  # new tokens per pass; larger passes use the same kernels
