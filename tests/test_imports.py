@@ -138,7 +138,6 @@ SHORT = {
     "dsa/cute/slices.py": "the order of sums of two families",
     "dsa/cute/tile_counter.py": "read by all dynamic persistent schedulers",
     "dsa/cute/wgmma.py": "an act of its own",
-    "dsa/runtime/variants.py": "imports no compiler, and is imported by what does and by what does not",
 }
 
 
