@@ -18,7 +18,7 @@ ALLOWED = {
     "dsa/ops": {"dsa.ops", "dsa.kernels", "dsa.runtime", "dsa.reference"},
     "dsa/parallel": {"dsa.parallel", "dsa.kernels", "dsa.runtime"},
     "dsa/compat": {"dsa.compat", "dsa.ops", "dsa.runtime", "dsa.reference"},
-    "dsa_layers/layers": {"dsa", "dsa_layers.arguments", "dsa_layers.layers", "dsa_layers.cache", "dsa_layers.batch"},
+    "dsa_layers/layers": {"dsa", "dsa_layers.layers", "dsa_layers.cache", "dsa_layers.batch"},
     "dsa_layers": {"dsa", "dsa_layers", "dsa_bench"},
     "dsa_bench": {"dsa", "dsa_layers", "dsa_bench"},
     "dsa_engines": {"dsa", "dsa_layers", "dsa_engines"},
