@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from dsa_layers.arguments import flag, integer, path_of
+from dsa.runtime.values import check_flag, integer, path_of
 from dsa_layers.config.fields import Fields
 from dsa_layers.io.chat_template import FORMATS
 from dsa_layers.io.published import (
@@ -67,7 +67,7 @@ def write_tiny_checkpoint(
         raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
     directory = path_of("directory", directory)
     integer("seed", seed, at_least=0, at_most=2**63 - 1)
-    flag("quantized", quantized)
+    check_flag("quantized", quantized)
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory}: must be new or empty for a tiny checkpoint")
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.arguments import shown_json
+from dsa.runtime.values import shown_json
 
 ACCEPTED = (
     "accepted: Hugging Face's safetensors, in bfloat16, float16 or float32, or in DeepSeek's FP8 (quant_method 'fp8', "

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from dsa.runtime.checks import MOST_SLOTS
-from dsa_layers.arguments import integer, shown
+from dsa.runtime.values import integer, shown
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dsa.runtime.values import shown
 from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent
-from dsa_layers.arguments import shown
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks

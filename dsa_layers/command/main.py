@@ -20,6 +20,7 @@ INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 # name.
 _MODULES = {
     "chat": "generate",
+    "check": "measure",
     "compare": "measure",
     "verify": "measure",
     "plan": "checkpoints",

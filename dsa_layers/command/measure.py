@@ -1,4 +1,5 @@
-"""`dsa compare` and `dsa verify`: compare attention variants on a text, and test a checkpoint on this machine."""
+"""`dsa check`, `dsa compare` and `dsa verify`: test the ops, compare attention variants on a text, and test a
+checkpoint on this machine."""
 
 import argparse
 import contextlib
@@ -12,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import dsa
+import dsa.check
 from dsa_layers import Generator, SamplingParams, Tokenizer, options, read_config
-from dsa_layers.command.check import PACKAGES, versions
 from dsa_layers.command.generate import read_text
 from dsa_layers.command.messages import say, say_json
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks
@@ -34,6 +34,10 @@ _NEW_TOKENS = 32
 _TEXT_TOKENS = 4096
 _REFERENCE_TOKENS = 256  # tokens of the text for the references, which are slow
 _NUMBERS = 2**26  # elements that `not_finite` converts to fp32 at a time
+
+
+def check(args: argparse.Namespace) -> int:
+    return dsa.check.check()
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -132,7 +136,8 @@ def verify(args: argparse.Namespace) -> int:
 
     device = torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else "CPU"
     add("machine", place(args) | {"device": f"{1 if ranks is None else ranks.size} x {device}"})
-    add("versions", {package: found for package, found in versions(PACKAGES).items() if found})
+    found = dsa.check.versions(dsa.check.PACKAGES)
+    add("versions", {package: version for package, version in found.items() if version})
     fields = {name: getattr(config, name) for name in ("model_type", "num_hidden_layers", "num_nextn_predict_layers")}
     add("checkpoint", fields | {"config_sha256": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest()})
     add("tensors", {"checked": len(model.state_dict()), "not_finite": not_finite(model)})

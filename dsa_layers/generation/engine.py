@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsa_layers.arguments import integer, shown
+from dsa.runtime.values import integer, shown
 from dsa_layers.cache.cache import Cache, OutOfPages
 from dsa_layers.generation.engine_options import checked_options
 from dsa_layers.generation.requests import (

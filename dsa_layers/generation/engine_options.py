@@ -9,7 +9,7 @@ from torch import nn
 
 from dsa.runtime import backends
 from dsa.runtime.checks import MOST_SLOTS
-from dsa_layers.arguments import flag, integer
+from dsa.runtime.values import check_flag, integer
 from dsa_layers.cache.cache import most_tokens
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.engine.attention_form import can_stay_stored
@@ -73,7 +73,7 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
         most = most_tokens(options.page_size)
         options.cache_tokens = integer("cache_tokens", options.cache_tokens, at_least=1, at_most=most)
     for name in ("cuda_graphs", "prefix_cache", "batch_invariant"):
-        flag(name, getattr(options, name))
+        check_flag(name, getattr(options, name))
     if options.draft_tokens and getattr(model, "drafter", None) is None:
         raise ValueError(
             "draft_tokens: must be 0 for a model without a drafter (load_model's drafter=True), "

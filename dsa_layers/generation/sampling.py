@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from dsa_layers.arguments import flag, integer, number, shown
+from dsa.runtime.values import check_flag, integer, number, shown
 from dsa_layers.errors import ConfigError
 from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object
@@ -130,7 +130,8 @@ def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
     do_sample = fields.get("do_sample")
     try:
         if do_sample is not None:
-            found["temperature"] = found.get("temperature", 1.0) if flag("do_sample", do_sample) else 0.0
+            check_flag("do_sample", do_sample)
+            found["temperature"] = found.get("temperature", 1.0) if do_sample else 0.0
         SamplingParams(**found)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: field {error}") from None

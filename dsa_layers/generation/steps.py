@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from dsa.parallel.one_shot_sum import check_ranks
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeInputs, Running
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
@@ -16,7 +17,6 @@ from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.requests import RunningSequence, Throughput, TokenEvent
 from dsa_layers.generation.sampler import logprobs_of, penalised, sample
 from dsa_layers.models.protocols import Drafter, Model
-from dsa_layers.parallel.one_shot_sum import check_ranks
 
 Inputs = TypeVar("Inputs", bound=DecodeInputs)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsa_layers.arguments import path_of, shown_json
+from dsa.runtime.values import path_of, shown_json
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.tensors import Index
 from dsa_layers.untrusted_files import ACCEPTED, check_no_pointer, found_instead, is_there, read_json_object

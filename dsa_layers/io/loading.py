@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import dsa
-from dsa_layers.arguments import flag
+from dsa.runtime.values import check_flag
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import split
@@ -85,10 +85,10 @@ def load_model(
     cannot be split into equal parts for the ranks. No error leaves a partly loaded model.
     """
     device = check_device(device)
-    flag("dequantize", dequantize)
-    flag("widen_experts", widen_experts)
-    flag("trainable", trainable)
-    flag("drafter", drafter)
+    check_flag("dequantize", dequantize)
+    check_flag("widen_experts", widen_experts)
+    check_flag("trainable", trainable)
+    check_flag("drafter", drafter)
     ranks = ranks_of(mesh)
     if trainable and ranks.size > 1:
         raise ValueError(f"trainable: a part of a model takes no gradient; accepted on one rank, got {ranks.size}")

@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
+from dsa.reference.gemm.fp4_cast import GROUP, dequantize_fp4
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import Checkpoint, TensorInfo
 from dsa_layers.io.tensors import (
     BLOCK_SCALE_SUFFIX,
     DTYPES,
     FLOATS,
-    GROUP,
     SCALE_SUFFIX,
     Index,
-    dequantize_fp4,
     quantize,
     sliced,
 )

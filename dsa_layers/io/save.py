@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from dsa.runtime.checks import check_choice
-from dsa_layers.arguments import integer, path_of, shown
+from dsa.runtime.values import check_choice, integer, path_of, shown
 from dsa_layers.io.directory import (
     INDEX_NAME,
     SINGLE_NAME,

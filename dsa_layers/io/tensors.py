@@ -1,14 +1,11 @@
-"""Names, dtypes, FP4 conversion and slices of the tensors of checkpoints and models.
-
-`dsa.widen_fp4` describes the FP4 format.
-"""
+"""Names, dtypes, quantisation and slices of the tensors of checkpoints and models."""
 
 import re
 
 import torch
 
 from dsa import per_block_cast_to_fp8
-from dsa.reference.gemm.fp4_cast import E2M1, GROUP, LOWEST_EXPONENT, e2m1_groups, powers_of_two
+from dsa.reference import quantize_fp4
 from dsa_layers.errors import CheckpointError
 
 SCALE_SUFFIX = "_scale_inv"
@@ -39,33 +36,6 @@ _FUSED = re.compile(
 def quantize(values: torch.Tensor, kind: str, *, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (quantised weight, scale). kind: "FP4" or "FP8"; use_ue8m0: whether FP8 scales are powers of two."""
     return quantize_fp4(values) if kind == "FP4" else per_block_cast_to_fp8(values, use_ue8m0)
-
-
-def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return w[..., i, j] = e2m1[..., i, j] * scale[..., i, j // 32] in `dtype`, shape [..., O, I].
-
-    The result is exact if the range of `dtype` includes it.
-    packed: [..., O, I / 2] int8 or uint8; scale: [..., O, I / 32] float8_e8m0fnu
-    """
-    return (e2m1_groups(packed) * scale.float()[..., None]).flatten(-2).to(dtype)
-
-
-def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight to FP4. Return (packed [O, I / 2] int8, scale [O, I / 32] float8_e8m0fnu).
-
-    weight: float [O, I], finite; I is a multiple of 32
-    The scale of a group of 32 columns is the smallest power of two s, at least 2^-126, for which 6 * s is at least the
-    group's largest magnitude. The scale of a group of zeros is 1. Values are rounded to the nearest FP4 value, and ties
-    to the smaller magnitude.
-    """
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    mantissa, exponent = torch.frexp(groups.abs().amax(-1) / E2M1[-1].item())
-    exponent = (exponent - (mantissa == 0.5).int()).clamp_min(LOWEST_EXPONENT)
-    middles = ((E2M1[1:] + E2M1[:-1]) / 2).to(weight.device)
-    codes = torch.bucketize(groups.abs() / powers_of_two(exponent)[..., None], middles, out_int32=True)
-    codes = (codes | groups.signbit().int() << 3).flatten(1).to(torch.uint8)
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
-    return packed, (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None) -> dict[str, Index]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from dsa_layers.arguments import instance, shown, shown_json
+from dsa.runtime.values import check_instance, shown, shown_json
 from dsa_layers.errors import TokenizerError
 from dsa_layers.io.chat_template import FORMATS, NEEDED, format_source, render
 from dsa_layers.io.directory import checkpoint_directory
@@ -73,7 +73,7 @@ class Tokenizer:
         is never added.
         Raises TokenizerError if the tokenizer cannot encode the text, and TypeError if `text` is not a string.
         """
-        instance("text", text, str, "a string")
+        check_instance("text", text, str, "a string")
         with _failures(f"{self._path}: cannot encode a text of {len(text)} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:

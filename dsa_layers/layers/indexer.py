@@ -10,8 +10,8 @@ from torch import nn
 import dsa
 from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
-from dsa.runtime.checks import check_choice, check_dtype
-from dsa_layers.arguments import flag, integer
+from dsa.runtime.checks import check_dtype
+from dsa.runtime.values import check_choice, check_flag, integer
 from dsa_layers.batch.selectable_keys import SelectableKeys
 from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
@@ -246,9 +246,9 @@ class LightningIndexer(KeySelection):
         sizes = {"hidden": hidden, "q_lora_rank": q_lora_rank, "n_heads": n_heads, "head_dim": head_dim}
         for name, size in sizes.items():
             integer(name, size, at_least=1)
-        flag("rope_interleaved", rope_interleaved)
+        check_flag("rope_interleaved", rope_interleaved)
         check_choice("rope_dims", rope_dims, ("first", "last"))
-        flag("quantize", quantize)
+        check_flag("quantize", quantize)
         self.n_heads, self.head_dim = n_heads, head_dim
         self.rope = {"interleaved": rope_interleaved, "dims": rope_dims}
         self.quantize = quantize

@@ -6,7 +6,7 @@ from torch import nn
 import dsa
 from dsa.reference.autocast import without_autocast
 from dsa.runtime.checks import FLOATS, check_dtype, check_tensor
-from dsa_layers.arguments import flag
+from dsa.runtime.values import check_flag
 
 BLOCK = 128
 HALVES = torch.bfloat16, torch.float16
@@ -129,8 +129,8 @@ def make_linear(
 ) -> Linear | BlockFP8Linear:
     """Return a projection that FP8 checkpoints store quantised. Its weight is in FP8 blocks if `fp8`, else in `dtype`.
     Raise TypeError or ValueError for invalid options."""
-    flag("fp8", fp8)
-    flag("use_ue8m0", use_ue8m0)
+    check_flag("fp8", fp8)
+    check_flag("use_ue8m0", use_ue8m0)
     if dtype is not None:
         check_dtype("dtype", dtype, FLOATS)
     if fp8:

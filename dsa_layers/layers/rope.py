@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dsa_layers.arguments import integer, number, shown
+from dsa.runtime.values import integer, number, shown
 from dsa_layers.batch.selectable_keys import cached_property
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dsa_layers.arguments import integer
+from dsa.runtime.values import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.parallel.process_group import raise_on_all_ranks

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsa_layers.arguments import shown
-
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -54,9 +52,9 @@ def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
     use.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks: must be an integer of at least 1, got {shown(ranks)}")
+        raise ValueError(f"ranks: must be an integer of at least 1, got {ranks!r}")
     if isinstance(command, str) or not command or shutil.which(command[0]) is None:
-        raise ValueError(f"command: must be an existing program and its arguments, got {shown(command)}")
+        raise ValueError(f"command: must be an existing program and its arguments, got {command!r}")
     # These imports are slow, so the arguments are checked first.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -101,7 +99,7 @@ def _store() -> "TCPStore":
 
     given = os.environ.get("MASTER_PORT", "0")
     if not (given.isdecimal() and int(given) < 2**16):
-        raise ValueError(f"MASTER_PORT: must be a port's number, 0 for any free one, got {shown(given)}")
+        raise ValueError(f"MASTER_PORT: must be a port's number, 0 for any free one, got {given!r}")
     try:
         listener = socket.create_server((HOST, int(given)))
     except OSError as error:

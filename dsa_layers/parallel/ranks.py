@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
-from dsa_layers.arguments import integer
-from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes, takes_experts
-from dsa_layers.parallel.peer_copies import PeerCopies, peer_copies
+from dsa.parallel.one_shot_sum import one_shot_sum, takes, takes_experts
+from dsa.parallel.peer_copies import PeerCopies, peer_copies
+from dsa.runtime.values import integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from dsa import dequantize_per_block
+from dsa.reference import dequantize_fp4
 from dsa_layers.command import main as cli
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.directory import INDEX_NAME, Checkpoint
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.published import published_manifest
-from dsa_layers.io.tensors import dequantize_fp4
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.registry import FAMILIES

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from dsa.runtime.variants import Variant
+from dsa_layers import compilation
 from dsa_layers.command.main import main
-from dsa_layers.compilation import passes
 from dsa_layers.models.family import VENDORED
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
@@ -24,7 +24,7 @@ def asked(monkeypatch):
         found.append((config, precision, drafts, gpus))
         return [Variant(SORT, "compile_sort_by_expert", ("int64",))]
 
-    monkeypatch.setattr(passes, "model_variants", model_variants)
+    monkeypatch.setattr(compilation, "model_variants", model_variants)
     return found
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.runtime import asked_variants
 from dsa_layers.batch.decode_batch import DecodeInputs
-from dsa_layers.compilation.passes import META, without_memory
+from dsa_layers.compilation import META, without_memory
 from dsa_layers.generation.steps import DraftInputs, DraftStep
 from dsa_layers.io.gpu_plan import precision_of
 from tests.layers.compilation.configs import published

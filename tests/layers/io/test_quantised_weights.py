@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from dsa import fp4_block_scales, widen_fp4
+from dsa.reference import dequantize_fp4
 from dsa_layers.io.directory import SINGLE_NAME, Checkpoint
-from dsa_layers.io.tensors import dequantize_fp4
 from dsa_layers.io.weights import load_weights
 from tests.layers.io.stand_ins import BF16, E8M0, F32, FP8, failure, powers, stand_in, write
 

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from dsa.reference import dequantize_fp4, quantize_fp4
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io import save as saving
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.save import convert_checkpoint, save_model
-from dsa_layers.io.tensors import dequantize_fp4, quantize_fp4
 from tests.layers.generation.families import FAMILIES
 from tests.layers.io.stand_ins import changed, read_tensors
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dsa
+from dsa.reference import dequantize_fp4
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.loading import load_model
-from dsa_layers.io.tensors import dequantize_fp4
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.precision import Precision
