@@ -3,7 +3,6 @@
 # Avoid slow imports such as torch in this module, so that --help responds at once.
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from dsa_bench import command as bench
@@ -52,7 +51,6 @@ def make_parser() -> Parser:
     _add_chat(commands)
     _add_compare(commands)
     commands.add_parser("check", help="print versions, GPU and backend, and test every op")
-    _add_verify(commands)
     _add_compile(commands)
     _add_plan(commands)
     _add_convert(commands)
@@ -335,38 +333,6 @@ def _add_compare(commands: _Commands) -> None:
         f"{COMPARED_TOKENS})",
     )
     parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
-
-
-_VERIFY = """\
-The report, one JSON object, holds what is printed, the tokens of the fixed prompts, the configuration's digest and the
-versions of the libraries. It has no path, no user's name and nothing of --text but its loss.
-Exit codes: 0; 1 where a tensor has NaN or infinity or a second run gave other tokens; 2 for a wrong call or input."""
-
-
-def _add_verify(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "verify",
-        help="test a checkpoint's weights on this machine and write a report to send to the project",
-        description="Load a checkpoint, look for NaN in every tensor, generate from fixed prompts twice, and measure "
-        "the loss on a text; on a GPU compare the kernels with the PyTorch references on the text's first tokens.",
-        epilog=_VERIFY,
-    )
-    _add_model_options(parser)
-    _add_gpus_option(parser)
-    parser.add_argument(
-        "--text",
-        type=path,
-        metavar="FILE",
-        default=HELD_OUT_TEXT,
-        help="a UTF-8 text (default: a module of Python's standard library)",
-    )
-    parser.add_argument(
-        "--report",
-        type=path,
-        metavar="FILE",
-        default=Path("dsa-verify.json"),
-        help="where the report is written (default: %(default)s)",
-    )
 
 
 _COMPILE = """\
