@@ -273,9 +273,9 @@ class Passes:
             if self._draft is not None:
                 self._draft(sequences, [[0]] * count, states)
 
-    def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
-        """Run a pass over the next n prompt tokens of each (sequence, n) in `work`. Return the event of the first new
-        token of each sequence whose prompt ends in this pass."""
+    def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[tuple[RunningSequence, TokenEvent]]:
+        """Run a pass over the next n prompt tokens of each (sequence, n) in `work`. Return each sequence whose prompt
+        ends in this pass, and the event of its first new token."""
         chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
         batch = prefill_batch(chunks, self._cache.page_size, self._device)
         tokens = self._packed([s.tokens[s.cached : s.cached + n] for s, n in work])
@@ -292,7 +292,7 @@ class Passes:
         events = []
         if ready:
             logits = logits if len(rows) == len(work) else logits[rows]
-            events = [event for own in _taken(ready, logits[:, None]) for event in own]
+            events = _taken(ready, logits[:, None])
         if self._draft is not None:
             # The drafter needs the token after each token of this pass. A sequence that has just ended has 0 there.
             after = self._packed([[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work])
@@ -300,11 +300,13 @@ class Passes:
             if ready:
                 for s, drafts in zip(ready, self._draft.after_prompts(ready, states[batch.last_tokens[rows]])):
                     s.drafts = drafts
-        return events
+        return [(s, event) for s, own in zip(ready, events) for event in own]
 
-    def extend(self, sequences: Sequence[RunningSequence], throughput: Throughput) -> list[TokenEvent]:
-        """Run a decoding pass, and compute the next drafts. Return the events of one new token per sequence, and of the
-        drafts that the model accepts. Count drafts and accepted drafts in `throughput`."""
+    def extend(
+        self, sequences: Sequence[RunningSequence], throughput: Throughput
+    ) -> list[tuple[RunningSequence, TokenEvent]]:
+        """Run a decoding pass, and compute the next drafts. Return each sequence with the events of its new token and
+        of the drafts that the model accepts. Count drafts and accepted drafts in `throughput`."""
         logits, states = self._decode(sequences)
         events = _taken(sequences, logits)
         for s in sequences:
@@ -316,7 +318,7 @@ class Passes:
             if any(own[-1].finish_reason is None for own in events):
                 for s, drafts in zip(sequences, self._draft(sequences, taken, states)):
                     s.drafts = drafts
-        return [event for own in events for event in own]
+        return [(s, event) for s, own in zip(sequences, events) for event in own]
 
     def _packed(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         return packing.to_device([token for own in tokens for token in own], torch.int64, self._device)

@@ -157,11 +157,15 @@ def test_a_reader_gets_an_event_that_another_threads_pass_has_computed():
         return extend(ready, counts)
 
     engine.passes.extend = read_meanwhile
-    with engine._turn():
-        events = engine._step()  # and this thread's turn does not end
+
+    def pass_after_pass():
+        events = engine._pass()  # this thread's turn does not end
         with engine._changed:
             engine._changed.notify_all()
         reader.join(5)
+        return events
+
+    events = engine._alone(pass_after_pass)
     assert not reader.is_alive() and found == [e.token for e in events if e.sequence == 0] == continued([1], 2)[1:]
     stream.close()
     run(engine)
