@@ -81,9 +81,7 @@ class Scheduler:
             _LOGGER.info("The cache holds %d tokens.", self.capacity.pages * self.options.page_size)
         self.memory = SequenceMemory(self.passes.caches, self.capacity, self.options)
         self.throughput = Throughput()
-        self._requests: dict[
-            int, Request
-        ] = {}  # by number: unfinished requests, and the latest ended ones for `stream`
+        self._requests: dict[int, Request] = {}  # by number: unfinished requests, and the latest ended requests
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._numbers = 0
@@ -186,7 +184,7 @@ class Scheduler:
             for number in ended[: -self.options.max_sequences]:
                 del self._requests[number]
             self._requests[request.number] = request
-            self._numbers += len(sequences)
+            self._numbers += max(len(sequences), 1)  # requests without sequences have different numbers too
             self._waiting += sequences
         return request
 
