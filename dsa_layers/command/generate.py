@@ -17,7 +17,6 @@ from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks
 from dsa_layers.generation.requests import check_stop_strings, encode_prompts
 from dsa_layers.generation.sampling import sampling_defaults, with_seed
-from dsa_layers.models.precision import check_device
 from dsa_layers.parallel.process_group import agreed
 
 BEGIN_REASONING, END_REASONING = "<think>", "</think>"
@@ -28,10 +27,6 @@ def generate(args: argparse.Namespace) -> int:
         raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
-    if args.batch_invariant and (
-        args.dequantize or args.prefix_cache or check_device(args.device).type != "cuda"
-    ):  # `Generator` makes the same check, but only after the weights are loaded
-        raise ValueError("--batch-invariant: takes a GPU and FP8 weights, without --dequantize and --prefix-cache")
     params = sampling(args)
     exit_code = start_ranks(args)
     if exit_code is not None:

@@ -114,17 +114,6 @@ def _add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
     )
 
 
-def _add_gpus_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpus",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="split the model over N GPUs of this machine, a process each, or with --device cpu over N processes; "
-        "torchrun may start them too (default: 1)",
-    )
-
-
 def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str) -> None:
     """Add the options of `SamplingParams` and the chat template.
 
@@ -222,7 +211,14 @@ Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or i
 def _add_generate(commands: _Commands) -> None:
     parser = commands.add_parser("generate", help="continue prompts with a checkpoint", epilog=_GENERATE)
     _add_model_options(parser)
-    _add_gpus_option(parser)
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        default=None,
+        metavar="N",
+        help="split the model over N GPUs of this machine, a process each, or with --device cpu over N processes; "
+        "torchrun may start them too (default: 1)",
+    )
     parser.add_argument(
         "--prompt",
         action="append",

@@ -2,7 +2,7 @@
 decoding passes are captured as CUDA graphs, one graph per size."""
 
 from collections.abc import Callable, Sequence
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -81,21 +81,14 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << i for i in reversed(range((most - 1).bit_length() + 1))]
 
 
+@dataclass
 class Padding:
-    """A sequence of one token and its drafts, which pads a batch. No running sequence uses its pages and
-    state slot."""
+    """A sequence that pads a batch. No running sequence uses its pages and state slot."""
 
-    def __init__(self, cache: Cache, drafts: int) -> None:
-        self.tokens, self.drafts = [0], [0] * drafts
-        self.pages = cache.allocator.allocate(-(-(1 + drafts) // cache.page_size))
-        (self.state_slot,) = cache.state_slots.allocate(1)
-
-    def longer(self, tokens: int) -> "Padding":
-        """Return a sequence of `tokens` tokens, including drafts. All its pages are the first page of this sequence."""
-        longer = copy(self)
-        longer.tokens = [0] * (tokens - len(self.drafts))
-        longer.pages = self.pages[:1] * tokens
-        return longer
+    tokens: list[int]
+    drafts: list[int]
+    pages: list[int]
+    state_slot: int
 
 
 class DecodeStep(CapturedStep[DecodeInputs]):
@@ -122,7 +115,8 @@ class DecodeStep(CapturedStep[DecodeInputs]):
     ) -> None:
         super().__init__(next(model.parameters()).device, capture and model.captures_decode)
         self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
-        self.padding = Padding(cache, drafts)
+        pages = cache.allocator.allocate(-(-(1 + drafts) // cache.page_size))
+        self.padding = Padding([0], [0] * drafts, pages, *cache.state_slots.allocate(1))
 
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Running]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -259,16 +253,17 @@ class Passes:
         drafts, capture = options.draft_tokens, options.cuda_graphs and model.captures_decode
         self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture, invariant=options.batch_invariant)
         self._draft: DraftStep | None = None
-        self.caches = [cache]
         if drafts:
-            of_model = model.drafter, cache, drafts, self._decode.padding, self._device
-            self._draft = DraftStep(*of_model, capture=capture)
-            self.caches.append(self._draft.cache)
+            self._draft = DraftStep(model.drafter, cache, drafts, self._decode.padding, self._device, capture=capture)
+        self.caches = [cache] if self._draft is None else [cache, self._draft.cache]
 
     def warm_up(self, count: int, pages: int) -> None:
         """Capture the passes over `count` sequences of `pages` pages each, if passes are captured."""
         if self._decode.captures:
-            sequences = [self._decode.padding.longer(pages * self._cache.page_size)] * count
+            padding, tokens = self._decode.padding, pages * self._cache.page_size
+            # All pages of this sequence are the first page of the padding.
+            longest = replace(padding, tokens=[0] * (tokens - len(padding.drafts)), pages=padding.pages[:1] * pages)
+            sequences = [longest] * count
             _, states = self._decode(sequences)
             if self._draft is not None:
                 self._draft(sequences, [[0]] * count, states)
