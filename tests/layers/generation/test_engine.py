@@ -104,6 +104,21 @@ def test_an_aborted_request_has_no_further_events(by_stream):
         engine.abort(ended)
 
 
+def test_requests_that_have_ended_lately_have_streams():
+    engine = engine_of(max_sequences=2)
+    unfinished = engine.add_request([1], SamplingParams(40))
+    requests = [engine.add_request([2], SamplingParams(1)) for _ in range(4)]
+    while engine.unfinished > 1:
+        engine.step()
+    requests.append(engine.add_request([2], SamplingParams(1)))
+    for request in requests[:2]:
+        with pytest.raises(ValueError, match="^request: must be unfinished or have ended lately, got "):
+            engine.stream(request)
+    for request in requests[2:]:
+        assert [event.token for event in engine.stream(request)] == continued([2], 1)
+    assert [event.token for event in engine.stream(unfinished)] == continued([1], 40)
+
+
 def test_a_stream_that_is_dropped_ends_its_request():
     """Also one in a cycle, which the garbage collector drops while a thread holds the engine's lock."""
     engine = engine_of()
