@@ -318,9 +318,10 @@ class Engine(Scheduler):
         The request must be unfinished or one of the latest `max_sequences` requests that have ended. Ended requests are
         accepted because another thread may finish a request before this call. Raise ValueError for other requests.
         """
-        if request not in self._requests:
+        found = self._requests.get(request)
+        if found is None:
             raise ValueError(f"request: must be unfinished or have ended lately, got {shown(request)}")
-        return EventStream(self, self._requests[request])
+        return EventStream(self, found)
 
 
 class EventStream(Iterator[TokenEvent]):

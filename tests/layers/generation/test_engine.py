@@ -112,7 +112,7 @@ def test_requests_that_have_ended_lately_have_streams():
         engine.step()
     requests.append(engine.add_request([2], SamplingParams(1)))
     for request in requests[:2]:
-        with pytest.raises(ValueError, match="^request: must be unfinished or have ended lately, got "):
+        with pytest.raises(ValueError, match="request: must be unfinished or have ended lately, got"):
             engine.stream(request)
     for request in requests[2:]:
         assert [event.token for event in engine.stream(request)] == continued([2], 1)
