@@ -77,7 +77,7 @@ def _timed(
     among = [ms for first, ms in gaps if begin < first < end]
     alone = [ms for first, ms in gaps if first > end]
     return {
-        "prefill_chunk": generator.prefill_chunk,
+        "prefill_chunk": generator.options.prefill_chunk,
         "ms": statistics.median(among),
         "ms_max": max(among),
         "alone_ms": statistics.median(alone),

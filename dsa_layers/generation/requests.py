@@ -212,6 +212,11 @@ class Request:
     def ended(self) -> bool:
         return all(s.ended for s in reversed(self.sequences))  # later sequences usually end last
 
+    @property
+    def needs_pass(self) -> bool:
+        """Whether the request's next event is not computed yet."""
+        return not (self.events or self.ended)
+
     def end(self) -> None:
         for s in self.sequences:
             s.ended = True

@@ -138,13 +138,15 @@ class StreamDecoder:
 
     A character can span several tokens, so the decoder holds back text that ends in U+FFFD until a token completes the
     character. The decoder decodes the previous piece's tokens again together with the new tokens, because some
-    tokenizers strip the leading space of a text's first token.
+    tokenizers strip the leading space of a text's first token. `tokenizers.decoders.DecodeStream` would raise an
+    exception for some ids whose bytes are not UTF-8.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """decode: a function from ids to text, such as `Tokenizer.decode`"""
         self._decode = decode
-        self._start()
+        self._ids: list[int] = []  # the tokens of the previous piece, then the tokens whose text is held back
+        self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, often a word. Return "" for a special token or an incomplete
@@ -159,15 +161,8 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return the held-back text, which is U+FFFD if the ids end inside a character. Reset the decoder for another
-        text."""
-        piece = self._decode(self._ids)[self._shown :]
-        self._start()
-        return piece
-
-    def _start(self) -> None:
-        self._ids: list[int] = []  # the tokens of the previous piece, then the tokens whose text is held back
-        self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
+        """Return the held-back text, which is U+FFFD if the ids end inside a character. Call it after the last id."""
+        return self._decode(self._ids)[self._shown :]
 
 
 @contextmanager

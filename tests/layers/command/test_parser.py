@@ -26,7 +26,7 @@ try:
 except SystemExit:
     sys.exit(bool({"torch", "numpy", "tokenizers", "dsa", "tqdm", "jinja2"} & sys.modules.keys()))
 """
-COMMANDS = ["generate", "chat", "compare", "check", "verify", "compile", "plan", "convert", "bench", "tune", "tiny"]
+COMMANDS = ["generate", "chat", "compare", "check", "compile", "plan", "convert", "bench", "tune", "tiny"]
 (_SUBPARSERS,) = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
 
 
