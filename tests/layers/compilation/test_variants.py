@@ -24,7 +24,7 @@ from dsa_layers.compilation.passes import (
     without_memory,
 )
 from dsa_layers.engine.batch_invariance import batch_invariant
-from dsa_layers.io.gpu_plan import precision_of
+from dsa_layers.io.loading import precision_of
 from tests.kernels.variants import all_compile_functions
 from tests.layers.compilation.configs import published, tiny
 
