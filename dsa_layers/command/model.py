@@ -27,7 +27,8 @@ from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import Checkpoint, checkpoint_directory
-from dsa_layers.io.gpu_plan import GpuPlan, check_fits, plans, precision_of
+from dsa_layers.io.gpu_plan import GpuPlan, check_fits, plans
+from dsa_layers.io.loading import precision_of
 from dsa_layers.models.precision import check_device
 from dsa_layers.models.protocols import Model
 from dsa_layers.parallel.launch import launch, started_ranks

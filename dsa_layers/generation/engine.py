@@ -28,7 +28,7 @@ from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.steps import Passes, powers_of_two
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.models.protocols import Model
-from dsa_layers.parallel.process_group import agreed, least, raise_on_all_ranks
+from dsa_layers.parallel.process_group import agreed, gathered, raise_on_all_ranks
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 _LOGGER = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Scheduler:
             self.capacity = Capacity(model, self.options, self.device)
             facts |= {name: str(value) for name, value in asdict(self.options).items()}
             facts["tokens that end"] = str(sorted(self.eos))
-        self.capacity.pages = least(self.ranks, self.capacity.pages)
+        self.capacity.pages = min(gathered(self.ranks, self.capacity.pages))
         # Create the cache outside of inference mode, because callers may write to it outside of inference mode.
         with raise_on_all_ranks(self.ranks), torch.inference_mode(False):
             self.cache: Cache = self.capacity.make_cache(model, self.device)

@@ -122,8 +122,8 @@ class Capacity:
     context  the number of tokens in the model's context
     pages    the number of pages for sequences. cache_tokens sets it. Without cache_tokens, it depends on the device. On
              a GPU, the pages fill the free memory, up to max_sequences sequences of the whole context. On a CPU, the
-             pages hold at least CPU_CACHE_TOKENS tokens and, if there is enough memory, one sequence of the whole
-             context. A CPU commits memory only for pages that are written
+             pages hold at least CPU_CACHE_TOKENS tokens and one sequence of the whole context. A CPU commits memory
+             only for pages that are written
 
     The cache has additional pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). Raise
     ValueError if a GPU has no room for a cache.
@@ -151,17 +151,13 @@ class Capacity:
 
     def _default_pages(self, model: Model, device: torch.device) -> int:
         options = self._options
-        modules = (model, model.drafter) if options.draft_tokens else (model,)
-        sizes = CacheSizes.of(modules, options.page_size)
-        pages = most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
-        room = room_for_caches(device)
-        if room is not None:
-            with_copies = replace(sizes, slot=sizes.slot * (1 + options.prefix_cache))
-            reserved = self.of(1) * sizes.page + sizes.slot
-            pages = min(most, with_copies.pages(room - reserved, options.max_sequences))
-        if device.type == "cpu":
-            few = -(-CPU_CACHE_TOKENS // options.page_size)
-            return min(most, max(few, min(pages, self.of(self.context))))
+        most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
+        if device.type != "cuda":
+            return min(most, max(-(-CPU_CACHE_TOKENS // options.page_size), self.of(self.context)))
+        sizes = CacheSizes.of((model, model.drafter) if options.draft_tokens else (model,), options.page_size)
+        room = room_for_caches(device) - self.of(1) * sizes.page - sizes.slot
+        with_copies = replace(sizes, slot=sizes.slot * (1 + options.prefix_cache))
+        pages = min(most, with_copies.pages(room, options.max_sequences))
         if pages < 1:
             raise ValueError(f"cache_tokens: the memory of {device} has no room for the model and a cache")
         return pages

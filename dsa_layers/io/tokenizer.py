@@ -12,7 +12,7 @@ from dsa.runtime.values import check_instance, shown, shown_json
 from dsa_layers.errors import TokenizerError
 from dsa_layers.io.chat_template import FORMATS, NEEDED, format_source, render
 from dsa_layers.io.directory import checkpoint_directory
-from dsa_layers.untrusted_files import is_there, read_json_object, read_text
+from dsa_layers.untrusted_files import read_json_object, read_text
 
 # Maximum file sizes in bytes. The largest published tokenizer.json has 35 MB.
 _MAX_TOKENIZER = 2**26
@@ -51,8 +51,8 @@ class Tokenizer:
         self.special_tokens = frozenset(token.content for token in added if token.special)
 
         config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
-        named = {name: config[name] for name in _SPECIAL if config.get(name) is not None}
-        self._special = {name: _token_text(config_path, name, value) for name, value in named.items()}
+        named = (name for name in _SPECIAL if config.get(name) is not None)
+        self._special = {name: _token_text(config_path, name, config[name]) for name in named}
         self.bos_token_id = self._token_id("bos_token", config_path)
         self.eos_token_id = self._token_id("eos_token", config_path)
 
@@ -194,7 +194,7 @@ def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str])
     tokens: the tokenizer's added tokens
     """
     path = directory / "chat_template.jinja"
-    if is_there(path):
+    if path.exists():
         return path, read_text(path, TokenizerError, _MAX_TEMPLATE)
     path, template = directory / "tokenizer_config.json", config.get("chat_template")
     if template is not None:
@@ -202,7 +202,7 @@ def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str])
             raise TokenizerError(f"{path}: chat_template is {shown_json(template)}; accepted: a string")
         return path, template
     model_config = directory / "config.json"
-    if is_there(model_config) and tokens.issuperset(NEEDED):
+    if model_config.exists() and tokens.issuperset(NEEDED):
         model_type = read_json_object(model_config, TokenizerError, _MAX_CONFIG).get("model_type")
         if isinstance(model_type, str) and model_type in FORMATS:
             return FORMATS[model_type], format_source(FORMATS[model_type])

@@ -56,11 +56,6 @@ def test_tokens_models_and_ranks(call, arguments, message):
     refused(message, call, *arguments)
 
 
-def test_a_process_outside_of_a_group_has_no_rank():
-    """As torch.distributed says it; what is split over the group says so."""
-    assert Ranks(-1, -1, object()).rank == -1
-
-
 @pytest.mark.parametrize(
     ("dim", "theta", "message"),
     [

@@ -16,7 +16,7 @@ from dsa_layers.compilation import (
     without_memory,
 )
 from dsa_layers.engine.batch_invariance import batch_invariant
-from dsa_layers.io.gpu_plan import precision_of
+from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published, tiny
 
 

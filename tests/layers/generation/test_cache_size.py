@@ -7,7 +7,7 @@ from dsa_layers.cache.cache import CacheSizes
 from dsa_layers.generation import engine_options
 from dsa_layers.generation.engine_options import Capacity, EngineOptions
 from dsa_layers.io import memory
-from dsa_layers.parallel.process_group import least
+from dsa_layers.parallel.process_group import gathered
 from dsa_layers.parallel.ranks import Ranks
 from tests.layers.generation.remembering_model import RememberingModel, engine_of
 
@@ -41,7 +41,7 @@ def test_a_gpu_without_room_is_refused(monkeypatch):
 def test_ranks_take_the_smallest_cache(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.all_gather_object", lambda out, own, group: out.__setitem__(1, own - 5))
-    assert least(Ranks(0, 2), 70) == 65
+    assert min(gathered(Ranks(0, 2), 70)) == 65
 
 
 def test_the_room_of_a_gpu_leaves_a_tenth(monkeypatch):

@@ -68,11 +68,11 @@ def test_a_refused_save_writes_nothing(checkpoint, tmp_path):
     like, out = tmp_path / "like", tmp_path / "out"
     like.mkdir()
     for changes, problem in (
-        ({"vocab_size": 17, "eos_token_id": 1, "bos_token_id": 0}, "like: by its config.json .* has shape"),
+        ({"vocab_size": 17, "eos_token_id": 1, "bos_token_id": 0}, "(?s)like: .*the model: lm_head.weight has shape"),
         ({"hidden_act": "relu"}, f"{like / 'config.json'}: field 'hidden_act' is 'relu'"),
     ):
         (like / "config.json").write_text(json.dumps(fields_of(checkpoint) | changes))
-        with pytest.raises(ValueError, match=f"^{problem}"):
+        with pytest.raises(ValueError, match=problem):
             save_model(model, out, like=like, progress=False)
     with pytest.raises(ValueError, match="dtype: must be 'bf16', 'fp8' or 'fp4', got 'int8'"):
         save_model(model, out, like=checkpoint, dtype="int8", progress=False)

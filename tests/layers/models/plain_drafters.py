@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.loading import load_model
-from dsa_layers.io.published import as_published, published_manifest, shape_of_values
+from dsa_layers.io.published import published_manifest
+from dsa_layers.io.tensors import TORCH_DTYPES
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.registry import family
 from dsa_layers.tiny import random_values
@@ -53,9 +54,9 @@ def write_small(directory: Path, model: str, **changes) -> dict[str, torch.Tenso
     manifest = published_manifest(config)
     generator = torch.Generator().manual_seed(3)
     tensors = {}
-    for name in manifest:
-        values = random_values(name, shape_of_values(name, manifest), generator, config.n_routed_experts)
-        tensors |= as_published(name, values, manifest, {}, use_ue8m0=False)
+    for name, info in manifest.items():
+        values = random_values(name, info.shape, generator, config.n_routed_experts)
+        tensors[name] = values.to(TORCH_DTYPES[info.dtype])
     save_file(tensors, directory / SINGLE_NAME)
     return tensors
 

@@ -105,10 +105,10 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"sliding_window": 4096}, ["field 'sliding_window' is not supported", "accepted: null", "got 4096"]),
-        ({"quantization": {"group_size": 64, "bits": 4}}, ["field 'quantization' is not supported: accepted: null"]),
-        ({"rope_scaling.foo": 1}, ["field 'rope_scaling.foo' is not supported"]),
-        ({"quantization_config.foo": 1}, ["field 'quantization_config.foo' is not supported"]),
+        ({"sliding_window": 4096}, ["field 'sliding_window' is 4096; accepted: null"]),
+        ({"quantization": {"group_size": 64, "bits": 4}}, ["field 'quantization' is {", "; accepted: null"]),
+        ({"rope_scaling.foo": 1}, ["field 'rope_scaling.foo' is 1; accepted: null"]),
+        ({"quantization_config.foo": 1}, ["field 'quantization_config.foo' is 1; accepted: null"]),
         ({"model_type": "llama"}, ["field 'model_type' is 'llama'", "accepted: 'deepseek_v32'"]),
         ({"model_type": configs.ABSENT}, ["field 'model_type' is missing", "accepted: 'deepseek_v32'"]),
         # values that would need other code
@@ -201,13 +201,11 @@ def test_unknown_fields_are_named_in_one_warning(tmp_path):
         (b"\xff", "cannot be read"),
         (b" " * 2**20 + b"{}", "has 1048578 bytes; accepted: at most 1048576"),
         (LFS_POINTER, "is a git-LFS pointer"),
-        (None, "no such file"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, content, problem):
     configs.write(tmp_path, NAME)
     path = tmp_path / name
-    path.unlink(missing_ok=True)
-    path.symlink_to("nowhere") if content is None else path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(f"{path}: {problem}")):
         read_config(tmp_path)

@@ -42,7 +42,7 @@ def write_published(directory: Path, *, expert_dtype: str = "fp4", scale_fmt: st
     state = parts(model)
 
     stored, worth = {}, {}
-    for name, (shape, dtype) in published_manifest(config).items():
+    for name, (shape, dtype, _) in published_manifest(config).items():
         if name.endswith(".scale"):
             continue  # made with its weight
         skipped = model.skips(name)
