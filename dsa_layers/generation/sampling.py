@@ -9,7 +9,7 @@ from typing import Any
 from dsa.runtime.values import check_flag, integer, number, shown
 from dsa_layers.errors import ConfigError
 from dsa_layers.io.directory import checkpoint_directory
-from dsa_layers.untrusted_files import is_there, read_json_object
+from dsa_layers.untrusted_files import read_json_object
 
 # Parameter name -> (type check, function that tells whether a value is accepted, description of accepted values)
 _PARAMETERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], str]] = {
@@ -122,7 +122,7 @@ def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
     Raise ConfigError (a ValueError) that names the file, the field, its value and the accepted values.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
-    if not is_there(path):
+    if not path.exists():
         return {}
     fields = read_json_object(path, ConfigError, _MAX_BYTES)
     found = {name: fields[name] for name in _DEFAULTS if fields.get(name) is not None}

@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
 from dsa.reference import dequantize_fp4
+from dsa.reference.gemm.fp4_cast import GROUP
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import Checkpoint, raise_problems
 from dsa_layers.io.tensors import (
     BLOCK_SCALE_SUFFIX,
     DTYPES,
     FLOATS,
-    GROUP,
     KINDS,
     SCALE_SUFFIX,
     TORCH_DTYPES,
