@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsa_layers.layers.indexer import LightningIndexer
     from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
     from dsa_layers.layers.trained_attention import TrainedAttention
-    from dsa_layers.models.config_file import read_config
+    from dsa_layers.models.family import read_config
     from dsa_layers.models.precision import Precision
     from dsa_layers.parallel.context import ContextBatch
     from dsa_layers.parallel.ranks import Ranks
@@ -87,7 +87,7 @@ _MODULES = {
     "fused": "dsa_layers.engine.fuse",
     "load_model": "dsa_layers.io.loading",
     "next_tokens": "dsa_layers.training",
-    "read_config": "dsa_layers.models.config_file",
+    "read_config": "dsa_layers.models.family",
     "rope_frequencies": "dsa_layers.layers.rope",
     "save_model": "dsa_layers.io.save",
     "write_tiny_checkpoint": "dsa_layers.tiny",

@@ -16,7 +16,7 @@ from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant, growing, with_all_tiles
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
-from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.kv_cache import Cache
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import split

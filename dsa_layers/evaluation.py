@@ -4,34 +4,19 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dsa_layers.batch.placement import Placement
-from dsa_layers.batch.selectable_keys import SelectableKeys
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.indexer import Indexer
 from dsa_layers.models.protocols import Model
-
-
-class SelectingAttention(Protocol):
-    """The protocol of attention layers for `all_keys` and `latest_keys`.
-
-    indexer  an object with `top_k` and `select` of `Indexer`; None: the layer's tokens read all keys, or the keys that
-             another layer selected. A token that sees at most `top_k` keys reads all of them
-    """
-
-    indexer: Indexer | None
-
-    def selectable(self, batch: TokenBatch) -> SelectableKeys:
-        """Return the keys that the indexer can select in a pass over `batch`: tokens, or compressed entries."""
 
 
 @torch.inference_mode()
@@ -125,7 +110,8 @@ def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:
 
     longest  the maximum number of tokens per sequence
 
-    Use it for passes over several tokens of a sequence, as in prefill.
+    Use it for passes over several tokens of a sequence, as in prefill. The model may have attention layers of any class
+    with an attribute `indexer`, an `Indexer` or None.
     Raises ValueError for a model without indexers.
     """
     return _changed_indexers(model, lambda layer: ("top_k", max(longest, layer.indexer.top_k)))
@@ -133,7 +119,8 @@ def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:
 
 def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager for sliding-window attention: every token reads its latest `top_k` keys, the number that
-    its indexer would select. In DeepSeek-V4 a token reads the latest compressed entries.
+    its indexer would select. In DeepSeek-V4 a token reads the latest compressed entries. An attention layer of another
+    class also needs the method `selectable(batch)`, which returns the keys among which the indexer selects.
 
     Raises ValueError for a model without indexers.
     """
@@ -141,7 +128,7 @@ def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _changed_indexers(model: nn.Module, change: Callable[[SelectingAttention], tuple[str, Any]]) -> Iterator[None]:
+def _changed_indexers(model: nn.Module, change: Callable[[Any], tuple[str, Any]]) -> Iterator[None]:
     """Replace one attribute of each layer's indexer inside a `with` block, and restore it afterwards.
 
     change: a function from a layer to (attribute's name, temporary value)
@@ -163,7 +150,7 @@ def _changed_indexers(model: nn.Module, change: Callable[[SelectingAttention], t
         yield
 
 
-def _latest(layer: SelectingAttention) -> tuple[str, Callable[..., torch.Tensor]]:
+def _latest(layer: Any) -> tuple[str, Callable[..., torch.Tensor]]:
     """Return (name, function): the name of the indexer's selection method, and a function that selects the latest keys
     instead. The method is `pick` in fused attention, else `select`."""
     top_k, selectable = layer.indexer.top_k, layer.selectable

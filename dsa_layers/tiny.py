@@ -22,7 +22,7 @@ from dsa_layers.io.published import copied_from, published_manifest, scales_of
 from dsa_layers.io.save import steps_of, to_json, write_shards
 from dsa_layers.io.tensors import KINDS, TensorInfo
 from dsa_layers.io.weights import Part, unpacked
-from dsa_layers.models.config_file import config_of
+from dsa_layers.models.family import config_of
 from dsa_layers.models.registry import FAMILIES, family
 
 _SHARD_BYTES = 12 * 2**20

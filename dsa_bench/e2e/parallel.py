@@ -42,8 +42,7 @@ from dsa_layers.models.family import published_config
 from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.options import positive
 from dsa_layers.parallel.launch import launch, started_ranks
-from dsa_layers.parallel.process_group import join
-from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.ranks import ALONE, Ranks, join
 
 MANY = 8  # number of GPUs for which `computed.py` computes the time, from measurements on fewer GPUs
 COMMAND = (sys.executable, "-m", "dsa_bench.e2e.parallel")

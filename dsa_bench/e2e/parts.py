@@ -25,7 +25,7 @@ from dsa_bench.e2e.replacing import replaced
 from dsa_layers.engine.fused_moe import FusedMoE
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.compressor import CompressedIndexer
 from dsa_layers.layers.indexer import LightningIndexer
 
 REST = "rest"

@@ -7,8 +7,7 @@ import torch
 
 import dsa
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
-from dsa_layers.cache.cache import Cache
-from dsa_layers.cache.kv_cache import LATENT_FP8_BYTES
+from dsa_layers.cache.kv_cache import LATENT_FP8_BYTES, Cache
 from dsa_layers.generation.steps import DecodeStep
 from dsa_layers.models.protocols import Model
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from dsa_bench.e2e.replacing import replaced
 from dsa_layers.batch.placement import Placement
-from dsa_layers.engine.vocabulary import SplitEmbedding
+from dsa_layers.engine.split import SplitEmbedding
 from dsa_layers.parallel.placement import Sharded
 from dsa_layers.parallel.ranks import Ranks
 

@@ -31,7 +31,7 @@ from dsa_bench.engines.command import add_engine, check_engine, positive, print_
 from dsa_bench.engines.turns import Side, started
 from dsa_layers import Tokenizer, load_model
 from dsa_layers.evaluation import predictions
-from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import read_config
 
 # Of each request: `logprobs` of the prompt's tokens but the first, `tokens`, and for each of these `likely`, the most
 # likely ones as [token, log-probability].

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 import dsa
-from dsa_layers.cache.cache import Cache, check_storage
 from dsa_layers.cache.drafts import DRAFTS
+from dsa_layers.cache.kv_cache import Cache, check_storage
 
 
 @dataclass(frozen=True)

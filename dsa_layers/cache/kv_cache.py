@@ -1,13 +1,138 @@
-"""The paged cache of latents and index keys."""
+"""Pages and their owners, the base class of a model's cache, and the paged cache of latents and index keys."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 
-from dsa_layers.cache.cache import Cache, check_storage
-from dsa_layers.cache.cache import OutOfPages as OutOfPages
+from dsa.runtime.checks import MOST_SLOTS
+from dsa.runtime.values import integer, shown
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class OutOfPages(RuntimeError):
+    """The cache has fewer free pages than a sequence needs."""
+
+
+class PageAllocator:
+    """An allocator of page numbers. Each page has at most one owner at a time."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._used: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` free pages and return their numbers. If fewer pages are free, raise OutOfPages and allocate
+        none."""
+        if integer("count", count, at_least=0) > len(self._free):
+            raise OutOfPages(f"{count} pages are needed and {len(self._free)} of {self.num_pages} are free")
+        pages = [self._free.pop() for _ in range(count)]
+        self._used.update(pages)
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Free pages. If a page is not in use or is named twice, raise ValueError and free none: otherwise a page could
+        get two owners and mix the data of two sequences."""
+        if wrong := sorted(set(pages) - self._used):
+            raise ValueError(f"pages: {wrong} are not in use")
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"pages: must name each page once, got {pages}")
+        self._used.difference_update(pages)
+        self._free.extend(reversed(pages))
+
+
+class Cache:
+    """A paged cache. Each sequence has pages for its tokens and one state slot for its data that is not in pages. State
+    slots limit the number of sequences, even if a cache stores all data in pages.
+
+    page_size    tokens per page
+    allocator    allocator of pages; in every layer, page p stores the same tokens
+    state_slots  allocator of state slots
+
+    Memory is not cleared, because the contents of an unused slot never affect a result. The constructor raises
+    TypeError or ValueError for invalid sizes, and for more token slots than int32 can number.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, state_slots: int) -> None:
+        integer("num_pages", num_pages, at_least=0)
+        integer("page_size", page_size, at_least=1)
+        integer("state_slots", state_slots, at_least=0)
+        if num_pages * page_size > MOST_SLOTS:
+            raise ValueError(
+                f"num_pages: must be at most {MOST_SLOTS // page_size}, so that slots are int32, for pages of "
+                f"{page_size} tokens, got {shown(num_pages)}"
+            )
+        self.page_size = page_size
+        self.allocator, self.state_slots = PageAllocator(num_pages), PageAllocator(state_slots)
+
+    def layer(self, i: int) -> Any:
+        """Return the tensors that layer i of the model reads and writes."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors of the cache."""
+        raise NotImplementedError
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that have one row per state slot. All other tensors have one row per page."""
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """The cache size in bytes. page: bytes per page of `page_size` tokens; slot: bytes per state slot.
+
+    The numbers are sums over the caches of a model and its drafter, which have equal numbers of pages and state slots.
+    They include the padding of DeepSeek-V4's pages.
+    """
+
+    page: int
+    slot: int
+    page_size: int
+
+    @classmethod
+    def of(cls, modules: Iterable[Any], page_size: int) -> Self:
+        """Measure the caches of `modules`: a model and, if it has one, its drafter."""
+        modules = list(modules)
+
+        def held(pages: int, slots: int) -> int:
+            caches = (one.make_cache(pages, page_size, torch.device("meta"), state_slots=slots) for one in modules)
+            return sum(tensor.untyped_storage().nbytes() for cache in caches for tensor in cache.tensors())
+
+        one = held(1, 1)
+        return cls(held(2, 1) - one, held(1, 2) - one, page_size)
+
+    def pages(self, room: int, sequences: int) -> int:
+        """Return the number of pages that fit into `room` bytes together with the state slots. There is one state slot
+        per sequence. There are at most `sequences` sequences, and each has at least one page."""
+        pages = max(room, 0) // (self.page + self.slot)
+        if pages > sequences:
+            pages = (room - sequences * self.slot) // self.page
+        return pages
+
+
+def most_tokens(page_size: int) -> int:
+    """Return the largest cache size, in tokens, that a caller may request. It leaves slots for the pages of padding
+    sequences."""
+    return MOST_SLOTS - 2 * page_size
+
+
+def check_storage(name: str, kind: torch.dtype | str) -> None:
+    """Raise ValueError unless `kind` is "fp8" or a float dtype that caches support."""
+    if kind != "fp8" and kind not in _FLOATS:
+        raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")
+
 
 LATENT_FP8_BYTES = 656
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa_layers.cache.cache import PageAllocator
+from dsa_layers.cache.kv_cache import PageAllocator
 
 
 class PrefixPages:

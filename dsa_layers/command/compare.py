@@ -8,9 +8,8 @@ from dataclasses import asdict
 
 from dsa_layers import Tokenizer
 from dsa_layers.command.generate import read_text
-from dsa_layers.command.messages import say_json
 from dsa_layers.command.model import load, place, read_files, start_ranks
-from dsa_layers.command.parser import COMPARED_TOKENS, SELECTIONS
+from dsa_layers.command.parser import COMPARED_TOKENS, SELECTIONS, say_json
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.evaluation import all_keys, held_out_loss, keys_read, latest_keys
 

@@ -13,11 +13,11 @@ from tqdm import tqdm
 from dsa.runtime.values import shown
 from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent
 from dsa_layers.cache.kv_cache import OutOfPages
-from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks
+from dsa_layers.command.parser import by_options, say, say_json
 from dsa_layers.generation.requests import check_stop_strings, encode_prompts
 from dsa_layers.generation.sampling import sampling_defaults, with_seed
-from dsa_layers.parallel.process_group import agreed
+from dsa_layers.parallel.ranks import agreed
 
 BEGIN_REASONING, END_REASONING = "<think>", "</think>"
 

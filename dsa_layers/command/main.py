@@ -10,8 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from dsa_layers.command.messages import by_options, say, say_json
-from dsa_layers.command.parser import make_parser
+from dsa_layers.command.parser import by_options, make_parser, say, say_json
 from dsa_layers.parallel.launch import note_failure
 
 # Exit codes that a shell reports for a process that SIGINT or SIGPIPE ended.
@@ -20,6 +19,7 @@ INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 # name.
 _MODULES = {
     "chat": "generate",
+    "compile": "model",
     "plan": "model",
     "convert": "model",
     "tiny": "model",

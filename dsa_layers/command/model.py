@@ -1,6 +1,8 @@
-"""`dsa plan`, `dsa convert` and `dsa tiny`, and the model of a command's options, on one device or on several ranks."""
+"""`dsa plan`, `dsa convert`, `dsa tiny` and `dsa compile`, and the model of a command's options, on one device or on
+several ranks."""
 
 import argparse
+import importlib.util
 import logging
 import os
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from dsa.runtime import backends
 from dsa_layers import (
@@ -21,8 +24,7 @@ from dsa_layers import (
     read_config,
     write_tiny_checkpoint,
 )
-from dsa_layers.command.messages import say_json
-from dsa_layers.command.parser import MOST_GPUS
+from dsa_layers.command.parser import MOST_GPUS, say, say_json
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
@@ -32,7 +34,7 @@ from dsa_layers.io.loading import precision_of
 from dsa_layers.models.precision import check_device
 from dsa_layers.models.protocols import Model
 from dsa_layers.parallel.launch import launch, started_ranks
-from dsa_layers.parallel.process_group import join
+from dsa_layers.parallel.ranks import join
 
 
 def start_ranks(args: argparse.Namespace) -> int | None:
@@ -181,4 +183,25 @@ def convert(args: argparse.Namespace) -> int:
 def tiny(args: argparse.Namespace) -> int:
     write_tiny_checkpoint(args.directory, model=args.model, seed=args.seed)
     print(f"wrote {args.directory}")
+    return 0
+
+
+def compile(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("cutlass") is None:
+        raise ImportError("nvidia-cutlass-dsl is not installed, which compiles the kernels; it is there for Linux")
+    from dsa.runtime.build import build
+    from dsa.runtime.compile_cache import cache_dir, private_folder
+    from dsa_layers.compilation import model_variants
+
+    config, precision = stored_model(args)
+    directory = args.out or cache_dir()
+    if directory is None:
+        raise ValueError("--out: must be given if DSA_CACHE_DIR is empty")
+    directory = private_folder(directory)
+
+    say(f"{args.checkpoint}: looking for what its passes ask for")
+    variants = model_variants(config, precision, drafts=args.draft, gpus=args.gpus)
+    work = build(variants, directory, args.jobs or len(os.sched_getaffinity(0)))
+    compiled = sum(new for _, new in tqdm(work, desc="Compiling", total=len(variants), unit="kernel", disable=None))
+    print(f"{directory}: {compiled} kernels compiled, {len(variants) - compiled} were there")
     return 0

@@ -1,8 +1,9 @@
-"""The argument parser of the `dsa` command with the options of all subcommands."""
+"""The argument parser of the `dsa` command with the options of all subcommands, and the command's messages."""
 
-# Avoid slow imports such as torch in this module, so that --help responds at once.
 import argparse
 import json
+import re
+import sys
 from typing import Any
 
 from dsa_bench import command as bench
@@ -437,3 +438,24 @@ def _add_tiny(commands: _Commands) -> None:
         "--model", choices=tuple(FAMILIES), default="deepseek_v32", help="its model_type (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
+
+
+# {parameter of the library: option}, for options with another name than their parameter
+_OPTIONS = {"draft_tokens": "--draft", "drafter": "--draft"}
+_POSITIONAL = {"checkpoint", "directory", "op"}
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def say_json(event: str, **fields: object) -> None:
+    """Print an event as one line of JSON."""
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+def by_options(problem: str, args: argparse.Namespace) -> str:
+    """Replace parameter names in an error message of the library by the command's options. For example, "top_p: ..."
+    becomes "--top-p: ...", and "... (cache_tokens)" becomes "... (--cache-tokens)"."""
+    options = {name: f"--{name.replace('_', '-')}" for name in vars(args).keys() - _POSITIONAL} | _OPTIONS
+    return re.sub(r"(^|(?<=\())\w+(?=:|\)$)", lambda found: options.get(found[0], found[0]), problem)

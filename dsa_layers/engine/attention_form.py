@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 import dsa.runtime.backends
-from dsa_layers.engine.batch_invariance import has_any_rows
+from dsa_layers.engine.fp32_product import has_any_rows
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 

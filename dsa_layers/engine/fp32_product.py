@@ -1,4 +1,9 @@
-"""The product x W^T in fp32. Inference uses it for router logits, index weights, compressors and vocabulary logits."""
+"""Products in fp32 for inference, and the mode in which results do not depend on the batch (batch-invariant)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
 
 import torch
 from torch import nn
@@ -7,7 +12,6 @@ import dsa
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_TOKENS
 from dsa.reference.autocast import without_autocast
 from dsa.runtime import backends
-from dsa_layers.engine.batch_invariance import has_any_rows
 from dsa_layers.layers.linear import HALVES
 
 # Use the kernel for at most this number of results. For more results PyTorch's product is faster, because each token
@@ -53,3 +57,37 @@ def has_aligned_rows(x: torch.Tensor) -> bool:
     """Return whether every row begins at a multiple of 16 bytes."""
     apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
     return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0
+
+
+_PASS: ContextVar[str | None] = ContextVar("batch_invariant", default=None)
+
+
+@contextmanager
+def batch_invariant(kind: Literal["decoding", "prompt"] | None) -> Iterator[None]:
+    """Make the passes inside the `with` block batch-invariant.
+
+    kind: "decoding" for decoding passes, "prompt" for passes over one prompt, None to disable batch invariance.
+    """
+    token = _PASS.set(kind)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+def is_batch_invariant() -> bool:
+    """Return whether this pass is batch-invariant."""
+    return _PASS.get() is not None
+
+
+def of_attention() -> dict[str, bool]:
+    """Return the keyword arguments that batch invariance adds to a call of an attention op.
+
+    The dict is empty without batch invariance, so a replacement of an op need not accept `enable_batch_invariant`.
+    """
+    return {"enable_batch_invariant": True} if is_batch_invariant() else {}
+
+
+def has_any_rows() -> bool:
+    """Return whether this is a batch-invariant decoding pass. Its batch may have any number of rows."""
+    return _PASS.get() == "decoding"

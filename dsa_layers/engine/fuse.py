@@ -7,18 +7,22 @@ from typing import TypeVar
 
 from torch import nn
 
-from dsa_layers.engine.fused_blocks import FusedDecoderBlock, FusedHyperBlock, FusedHyperConnection, FusedHyperHead
+from dsa_layers.engine.fused_blocks import (
+    FusedDecoderBlock,
+    FusedHead,
+    FusedHyperBlock,
+    FusedHyperConnection,
+    FusedHyperHead,
+)
 from dsa_layers.engine.fused_moe import FusedMoE, FusedSwiGLU
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
 from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor, PagedIndexer
 from dsa_layers.engine.split import SplitDeepseekV4, make_parts
-from dsa_layers.engine.vocabulary import FusedHead
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.indexer import LightningIndexer

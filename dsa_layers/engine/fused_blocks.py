@@ -10,9 +10,11 @@ from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.joint_linear import Cast, norm_and_cast, norm_cast_scaling
 from dsa_layers.layers.compressed_attention import Angles
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, StreamMixing
+from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
@@ -198,3 +200,13 @@ class FusedHyperBlock(HyperDecoderBlock):
         if self.following:
             return streams
         return placement.all_gather(streams.streams)[0] if self.is_last else streams.streams
+
+
+class FusedHead(LanguageModelHead):
+    """`LanguageModelHead` without gradients. Each rank computes some columns of the logits; the result has all."""
+
+    ranks: Ranks = ALONE
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.join_columns(fp32_product(x, self.weight))

@@ -11,8 +11,7 @@ from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, MAX_EXPERT
 from dsa.runtime import backends
 from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.engine import joint_linear
-from dsa_layers.engine.batch_invariance import has_any_rows
-from dsa_layers.engine.fp32_product import fp32_product, has_aligned_rows
+from dsa_layers.engine.fp32_product import fp32_product, has_aligned_rows, has_any_rows
 from dsa_layers.engine.joint_linear import Cast, Layer
 from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.experts import ByExpert, Experts, gated

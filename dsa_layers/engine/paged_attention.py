@@ -15,7 +15,7 @@ from dsa_layers.batch.token_batch import TokenBatch, check_pages
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster, stored_up_projection
-from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
+from dsa_layers.engine.fp32_product import is_batch_invariant, of_attention
 from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
 from dsa_layers.engine.layer_pass import LayerPass, check_inference
 from dsa_layers.engine.paged_indexer import PagedIndexer

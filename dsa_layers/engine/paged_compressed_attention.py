@@ -12,7 +12,7 @@ from dsa_layers.batch.token_batch import TokenBatch, check_pages
 from dsa_layers.batch.views import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.engine import joint_linear
-from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
+from dsa_layers.engine.fp32_product import is_batch_invariant, of_attention
 from dsa_layers.engine.joint_linear import Cast, Layer, grouped_products, grouped_products_of_cast, norm_and_cast
 from dsa_layers.engine.layer_pass import EntryPass, check_inference
 from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor, Products

@@ -14,8 +14,7 @@ from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.layer_pass import Angles, EntryPass, LayerPass
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.indexer import Keys, KeySelection, LightningIndexer, quantized_keys
 from dsa_layers.layers.linear import FP32Linear
 

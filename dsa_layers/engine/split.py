@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+import dsa
+from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_DTYPES
+from dsa.runtime import backends
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.engine.fused_blocks import FusedDecoderBlock, FusedHyperBlock
 from dsa_layers.engine.joint_linear import join_layers
-from dsa_layers.engine.vocabulary import SplitEmbedding
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
@@ -27,6 +29,8 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 
 # The tile of the sparse attention kernels has 64 heads. Fewer heads take about the same time, because a query gathers
 # its keys once for all heads of the tile.
+
+
 TILE_OF_HEADS = 64
 SCALES = "_scale_inv"
 
@@ -289,3 +293,24 @@ class SplitDeepseekV4(DeepseekV4ForCausalLM):
         if self.ranks.size == 1:
             return super().first_streams(tokens)
         return self.embed(tokens)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+
+
+class SplitEmbedding(Embedding):
+    """`Embedding` split over ranks. Rank r has the len(weight) tokens from r * len(weight) on."""
+
+    ranks: Ranks = ALONE
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.ranks.sum(self._own(tokens - self.ranks.rank * len(self.weight)))
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of rows in [0, len(weight)), which this rank has; 0 for all other rows."""
+        count, channels = self.weight.shape
+        known = str(self.weight.dtype).removeprefix("torch.") in COMBINE_DTYPES
+        if known and channels % CHANNEL_MULTIPLE == 0 and backends.runs_kernel("combine_experts", self.weight):
+            # One kernel, which returns 0 for rows outside the weight. Where the kernel is not available, do not call
+            # this op, because its reference implementation would copy the weight.
+            return dsa.combine_experts(self.weight, rows.reshape(-1, 1)).view(*rows.shape, channels)
+        own = (rows >= 0) & (rows < count)
+        y = nn.functional.embedding(rows.clamp(0, count - 1), self.weight)
+        return y.masked_fill(~own[..., None], 0)

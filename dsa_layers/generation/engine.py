@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsa.runtime.values import integer, shown
-from dsa_layers.cache.cache import Cache, OutOfPages
+from dsa_layers.cache.kv_cache import Cache, OutOfPages
 from dsa_layers.generation.engine_options import Capacity, checked_options
 from dsa_layers.generation.requests import (
     Request,
@@ -28,8 +28,7 @@ from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.steps import Passes, powers_of_two
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.models.protocols import Model
-from dsa_layers.parallel.process_group import agreed, gathered, raise_on_all_ranks
-from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.ranks import ALONE, Ranks, agreed, gathered, raise_on_all_ranks
 
 _LOGGER = logging.getLogger(__name__)
 GREEDY = SamplingParams()

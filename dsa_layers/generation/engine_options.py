@@ -10,10 +10,10 @@ from torch import nn
 from dsa.runtime import backends
 from dsa.runtime.checks import MOST_SLOTS
 from dsa.runtime.values import check_flag, integer
-from dsa_layers.cache.cache import Cache, CacheSizes, most_tokens
 from dsa_layers.cache.drafts import DRAFTS
+from dsa_layers.cache.kv_cache import Cache, CacheSizes, most_tokens
 from dsa_layers.engine.attention_form import can_stay_stored
-from dsa_layers.io.memory import room_for_caches
+from dsa_layers.io.gpu_plan import room_for_caches
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.models.protocols import Model
 

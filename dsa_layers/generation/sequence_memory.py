@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.kv_cache import Cache
 from dsa_layers.cache.prefix_pages import PrefixPages, StateCopies
 from dsa_layers.generation.engine_options import Capacity, EngineOptions
 from dsa_layers.generation.requests import RunningSequence

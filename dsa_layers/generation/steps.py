@@ -11,8 +11,8 @@ from dsa.parallel.one_shot_sum import check_ranks
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeInputs, Running
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
-from dsa_layers.cache.cache import Cache
-from dsa_layers.engine.batch_invariance import batch_invariant
+from dsa_layers.cache.kv_cache import Cache
+from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.requests import RunningSequence, Throughput, TokenEvent
 from dsa_layers.generation.sampler import logprobs_of, penalised, sample

@@ -1,14 +1,15 @@
-"""Predict the memory of weights and caches per GPU if N GPUs share a model. Only the configuration is needed."""
+"""The memory of GPUs: what each of several GPUs would hold of a model, and the room for caches."""
 
 import math
 from dataclasses import dataclass
 
-from dsa_layers.cache.cache import CacheSizes
+import torch
+
+from dsa_layers.cache.kv_cache import CacheSizes
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.split import DoesNotDivide, copied, cuts_of, planned_layers, rank_part
 from dsa_layers.io.loading import unfilled_model
-from dsa_layers.io.memory import SHARE
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
 
@@ -86,3 +87,19 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
         part += sum(x.nbytes for layer in whole for x in copied(rank_part(layer, 0, gpus)))
     sizes = CacheSizes.of([model] if model.drafter is None else [model, model.drafter], model.page_size)
     return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)
+
+
+# Fraction of a GPU's memory for weights and caches. The remainder is for activations, scores, kernels, CUDA, NCCL and
+# copies.
+SHARE = 0.9
+
+
+def room_for_caches(device: torch.device) -> int:
+    """Return how many more bytes caches may allocate on a GPU.
+
+    This is the free memory minus (1 - SHARE) of the total memory, which is left for passes.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    # Memory that torch's caching allocator holds without using it counts as free.
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(free + unused - int((1 - SHARE) * total), 0)

@@ -18,8 +18,7 @@ from dsa_layers.io.tensors import (
     sliced,
     split_experts,
 )
-from dsa_layers.models.config_file import config_of, read_config
-from dsa_layers.models.family import published_config
+from dsa_layers.models.family import config_of, published_config, read_config
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.registry import family
 from dsa_layers.untrusted_files import read_json_object

@@ -29,7 +29,7 @@ from dsa_layers.io.published import (
 )
 from dsa_layers.io.tensors import DTYPES, TensorInfo, split_experts
 from dsa_layers.io.weights import Part, Step, make_plan, parts_of_checkpoint, read_step
-from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import read_config
 from dsa_layers.models.precision import Precision, check_device
 from dsa_layers.models.protocols import CheckpointModel
 

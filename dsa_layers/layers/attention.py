@@ -1,6 +1,6 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,15 +15,6 @@ from dsa_layers.layers.indexer import Indexer, LightningIndexer, Rope
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
-
-
-class TrainingStage(Protocol):
-    """The training stage of indexers. Each layer reports its indexer's loss to it. name: "warmup" or "sparse"."""
-
-    name: str
-
-    def add(self, kl: torch.Tensor, batch: TokenBatch) -> None:
-        """Record the loss of one layer. kl: fp32 [T], the loss of each token of the batch."""
 
 
 class DSAAttention(nn.Module):
@@ -90,7 +81,7 @@ class DSAAttention(nn.Module):
             _check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
         self.indexer = indexer
         # The stage while the indexer is trained, else None.
-        self.indexer_stage: TrainingStage | None = None
+        self.indexer_stage: Any = None
 
     def forward(
         self,

@@ -8,8 +8,7 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
 from dsa_layers.batch.views import EntryView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.linear import GroupedLinear, check_rows, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RopeAngles

@@ -5,8 +5,6 @@ indexer's scores. In the warm-up stage, p and I cover all keys. In the sparse st
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
 
-from typing import Protocol
-
 import torch
 
 import dsa
@@ -14,27 +12,10 @@ from dsa.reference.training.masked_softmax import kl_divergence
 from dsa_layers.batch.token_batch import TokenBatch
 
 
-class TrainedAttention(Protocol):
-    """The argument `attention` of an indexer's `loss`. The indexer calls `kl` or `lightning_kl` once. The called method
-    computes the layer's attention and returns the loss of each token, fp32 [T]. This loss has gradients only for the
-    method's arguments."""
-
-    def gather(self, k: torch.Tensor) -> torch.Tensor:
-        """Return the rows [S, ...] of all keys that the tokens see, from the tokens' rows k [T, ...]. Return k itself
-        unless several ranks divide the tokens of a sequence."""
-
-    def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]). The kernels never store
-        all [T, T] scores. q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
-
-    def kl(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the loss of arbitrary scores [T, S]: one score per token and key. Keys have the order of the rows of
-        `gather`. Scores of keys that a token may not see are ignored. This method is for experiments with new scores:
-        it is plain PyTorch and needs memory for [heads, T, S] numbers."""
-
-
-class _StageAttention:
-    """The base class of the attention of both stages."""
+class TrainedAttention:
+    """The argument `attention` of an indexer's `loss`, and the base class of the attention of both stages. The indexer
+    calls `kl` or `lightning_kl` once. The called method computes the layer's attention and returns the loss of each
+    token, fp32 [T]. This loss has gradients only for the method's arguments."""
 
     _batch: TokenBatch
     _out: torch.Tensor | None = None
@@ -47,10 +28,23 @@ class _StageAttention:
         return self._out
 
     def gather(self, k: torch.Tensor) -> torch.Tensor:
+        """Return the rows [S, ...] of all keys that the tokens see, from the tokens' rows k [T, ...]. Return k itself
+        unless several ranks divide the tokens of a sequence."""
         return self._batch.gather(k)
 
+    def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]). The kernels never store
+        all [T, T] scores. q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
+        raise NotImplementedError
 
-class WarmupAttention(_StageAttention):
+    def kl(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the loss of arbitrary scores [T, S]: one score per token and key. Keys have the order of the rows of
+        `gather`. Scores of keys that a token may not see are ignored. This method is for experiments with new scores:
+        it is plain PyTorch and needs memory for [heads, T, S] numbers."""
+        raise NotImplementedError
+
+
+class WarmupAttention(TrainedAttention):
     """Causal attention to all keys of packed sequences. The KL divergence covers all keys.
 
     q [T, heads, d]. k [S, heads, d] and v [S, heads, v_dim] have the rows of `batch.gather`. out [T, heads, v_dim] is
@@ -75,7 +69,7 @@ class WarmupAttention(_StageAttention):
         return kl_divergence(weights.detach().mean(0), scores.float(), visible)
 
 
-class SparseAttention(_StageAttention):
+class SparseAttention(TrainedAttention):
     """Attention to the top_k keys with the largest scores. The KL divergence covers these keys.
 
     q [T, heads, latent + rope], absorbed. kv [S, latent + rope] has the rows of `batch.gather`. d_v: channels of a

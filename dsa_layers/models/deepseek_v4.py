@@ -24,8 +24,7 @@ from dsa_layers.config.model_config import (
     read_yarn,
 )
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.linear import Embedding, LanguageModelHead, make_linear
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
@@ -401,11 +400,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         kinds = self._angle_kinds()
         self.joint_rotary = JointRotary([(self.rotaries[kind], ratio) for kind, ratio in kinds])
 
-    def name_of(self, stored: str) -> str:
-        return names.name_of(stored)
-
-    def stored_name(self, name: str, mtp_layer: int = 0) -> str:
-        return names.stored_name(name, mtp_layer)
+    name_of = staticmethod(names.name_of)
+    stored_name = staticmethod(names.stored_name)
 
     def skips(self, name: str) -> bool:
         return names.skips(name, drafter=self.drafter is not None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.kv_cache import Cache
 from dsa_layers.config.model_config import ModelConfig
 
 

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from dsa.runtime.values import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.parallel.process_group import raise_on_all_ranks
-from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.ranks import Ranks, raise_on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,6 @@ if os.getppid() != int(launcher):
 if os.environ["RANK"] != "0":
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-# By default, torch warns that the NCCL group is not destroyed; `process_group.join` explains why it is not.
+# By default, torch warns that the NCCL group is not destroyed; `ranks.join` explains why it is not.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.execvp(command[0], command)

@@ -4,7 +4,7 @@ clock."""
 import sys
 
 from dsa_bench.e2e import parallel
-from dsa_layers.parallel.process_group import join
+from dsa_layers.parallel.ranks import join
 from tests.bench import parallel_ranks
 
 COMMAND = (sys.executable, "-m", "tests.bench.parallel_command")

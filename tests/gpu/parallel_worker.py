@@ -22,8 +22,7 @@ from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io import loading
 from dsa_layers.parallel.placement import Sharded
-from dsa_layers.parallel.process_group import join
-from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.ranks import ALONE, Ranks, join
 from tests.gpu.batch_invariant_tokens import assert_batch_invariant
 from tests.gpu.op_checks import captured
 

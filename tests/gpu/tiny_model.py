@@ -29,8 +29,8 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.tensors import split_experts
 from dsa_layers.io.weights import load_weights
 from dsa_layers.layers.experts import ByExpert
-from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.family import read_config
 from dsa_layers.models.precision import Precision
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu.launched_ops import launched_ops

@@ -19,7 +19,7 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.tokenizer import Tokenizer
-from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import read_config
 
 ROOT = Path(__file__).parent.parent.parent
 METRICS = json.loads((SHIPPED_MODEL / "metrics.json").read_text(encoding="utf-8"))

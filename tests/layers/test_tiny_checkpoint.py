@@ -16,7 +16,7 @@ from dsa_layers.io.directory import INDEX_NAME, Checkpoint
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.published import published_manifest
 from dsa_layers.io.tokenizer import Tokenizer
-from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import read_config
 from dsa_layers.models.registry import FAMILIES
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import read_tensors

@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 
-from dsa_layers.cache.cache import OutOfPages, PageAllocator
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
-from dsa_layers.cache.kv_cache import PagedKVCache
+from dsa_layers.cache.kv_cache import OutOfPages, PageAllocator, PagedKVCache
 
 
 def test_every_page_is_allocated_to_one_owner():

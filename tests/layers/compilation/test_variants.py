@@ -15,7 +15,7 @@ from dsa_layers.compilation import (
     prefill,
     without_memory,
 )
-from dsa_layers.engine.batch_invariance import batch_invariant
+from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published, tiny
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsa_layers.engine import vocabulary
-from dsa_layers.engine.vocabulary import SplitEmbedding
+from dsa_layers.engine import split
+from dsa_layers.engine.split import SplitEmbedding
 from dsa_layers.layers.linear import Embedding
 from dsa_layers.parallel.ranks import Ranks
 
@@ -23,7 +23,7 @@ def embedding_of(rank, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.inference_mode()
 def test_the_ranks_embeddings_add_up(shape, dtype, one_kernel, monkeypatch):
-    monkeypatch.setattr(vocabulary, "backends", SimpleNamespace(runs_kernel=lambda *_: one_kernel))
+    monkeypatch.setattr(split, "backends", SimpleNamespace(runs_kernel=lambda *_: one_kernel))
     monkeypatch.setattr(Ranks, "sum", lambda self, x: x)  # each rank's part by itself
     whole = Embedding(12, 8, dtype=dtype)
     tokens = torch.randint(12, shape)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.kv_cache import Cache
 from dsa_layers.generation.engine import Engine
 
 VOCABULARY = 7

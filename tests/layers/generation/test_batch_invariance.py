@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsa.runtime import backends
-from dsa_layers.engine.batch_invariance import batch_invariant, has_any_rows, is_batch_invariant
+from dsa_layers.engine.fp32_product import batch_invariant, has_any_rows, is_batch_invariant
 from dsa_layers.generation import engine_options
 from dsa_layers.generation.engine_options import check_invariant
 from dsa_layers.generation.generator import Generator

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from dsa_layers.cache.cache import CacheSizes
+from dsa_layers.cache.kv_cache import CacheSizes
 from dsa_layers.generation import engine_options
 from dsa_layers.generation.engine_options import Capacity, EngineOptions
-from dsa_layers.io import memory
-from dsa_layers.parallel.process_group import gathered
-from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.io import gpu_plan
+from dsa_layers.parallel.ranks import Ranks, gathered
 from tests.layers.generation.remembering_model import RememberingModel, engine_of
 
 GB = 2**30
@@ -48,7 +47,7 @@ def test_the_room_of_a_gpu_leaves_a_tenth(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * GB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GB)
-    assert memory.room_for_caches(torch.device("cuda")) == pytest.approx(45 * GB)
+    assert gpu_plan.room_for_caches(torch.device("cuda")) == pytest.approx(45 * GB)
     assert CacheSizes(page=10, slot=5, page_size=4).pages(100, 2) == 9
     assert CacheSizes(page=10, slot=5, page_size=4).pages(44, 99) == 2
 

@@ -15,8 +15,8 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.steps import DecodeStep, DraftInputs
 from dsa_layers.io.loading import load_model
-from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
+from dsa_layers.models.family import read_config
 from dsa_layers.models.precision import Precision
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.replay import capture_passes

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dsa_layers.cache.cache import OutOfPages
+from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.generation.remembering_model import continued, engine_of, is_free
 

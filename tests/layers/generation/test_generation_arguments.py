@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from dsa_layers.cache.cache import OutOfPages
+from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model

@@ -8,7 +8,7 @@ import torch
 
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
-from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import read_config
 from tests.layers.io.stand_ins import LFS_POINTER, write
 
 FIRST = {"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4, dtype=torch.int8)}

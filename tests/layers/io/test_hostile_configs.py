@@ -9,8 +9,7 @@ import torch
 from dsa_layers.config.fields import NO_INFLUENCE
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.loading import load_model
-from dsa_layers.models.config_file import read_config
-from dsa_layers.models.family import VENDORED
+from dsa_layers.models.family import VENDORED, read_config
 from tests.layers.io.stand_ins import changed as changed_checkpoint
 from tests.layers.models.v4_checkpoints import write_published
 

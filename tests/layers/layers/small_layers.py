@@ -9,8 +9,7 @@ from torch import nn
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.compressed_indexer import CompressedIndexer
-from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead

@@ -8,8 +8,7 @@ import pytest
 
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.errors import ConfigError
-from dsa_layers.models.config_file import read_config
-from dsa_layers.models.family import published_config
+from dsa_layers.models.family import published_config, read_config
 
 ABSENT = object()
 

@@ -7,7 +7,7 @@ import pytest
 
 from dsa_layers.config.model_config import QuantizationConfig, RopeConfig, YarnConfig
 from dsa_layers.errors import ConfigError
-from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import read_config
 from tests.layers.io.stand_ins import LFS_POINTER
 from tests.layers.models import configs
 

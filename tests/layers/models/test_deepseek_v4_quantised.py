@@ -15,8 +15,8 @@ from dsa_layers.engine.fuse import fuse
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.loading import load_model
-from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsa_layers.models.family import read_config
 from dsa_layers.models.precision import Precision
 from tests.layers.models.listings import parts
 from tests.layers.models.v4_checkpoints import write_published

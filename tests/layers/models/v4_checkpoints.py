@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 
 from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.published import published_manifest
-from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
-from dsa_layers.models.family import VENDORED
+from dsa_layers.models.family import VENDORED, read_config
 from dsa_layers.models.precision import Precision
 from tests.layers.models.listings import parts
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsa_layers.parallel import launch, process_group
+from dsa_layers.parallel import launch
+from dsa_layers.parallel import ranks as parallel_ranks
 from dsa_layers.parallel.context import cut
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training import STAGES, IndexerStage
@@ -90,7 +91,7 @@ def check_documented_loop(ranks):
         exec(of_stage, alone)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "started_ranks", lambda: ranks.size)
-            patch.setattr(process_group, "join", lambda kind: (ranks, torch.device(kind)))
+            patch.setattr(parallel_ranks, "join", lambda kind: (ranks, torch.device(kind)))
             exec(of_stage, shared)
         assert shared["share"].ranks.size == 2 and alone["share"].ranks.size == 1
         assert shared["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsa_layers.parallel.process_group import join
+from dsa_layers.parallel.ranks import join
 
 SECONDS = 300  # for what takes few
 
@@ -24,8 +24,8 @@ THREADS = """
         return sum("gloo" in name for name in names)
 
     atexit.register(lambda: print(f"left: {of_gloo()}\\n", end=""))
-    from dsa_layers.parallel.process_group import join
-    from dsa_layers.parallel.process_group import raise_on_all_ranks
+    from dsa_layers.parallel.ranks import join
+    from dsa_layers.parallel.ranks import raise_on_all_ranks
 
     def run():
         ranks, _ = join("cpu")
