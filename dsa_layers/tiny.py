@@ -22,8 +22,8 @@ from dsa_layers.io.published import copied_from, published_manifest, scales_of
 from dsa_layers.io.save import steps_of, to_json, write_shards
 from dsa_layers.io.tensors import KINDS, TensorInfo
 from dsa_layers.io.weights import Part, unpacked
-from dsa_layers.models.family import config_of
-from dsa_layers.models.registry import FAMILIES, family
+from dsa_layers.models.family import config_of, family
+from dsa_layers.models.registry import FAMILIES
 
 _SHARD_BYTES = 12 * 2**20
 

@@ -23,10 +23,9 @@ from dsa_layers.io.tensors import SCALE_SUFFIX, Index, split_experts
 from dsa_layers.io.weights import load_weights
 from dsa_layers.layers.indexer import FP8_DIM
 from dsa_layers.layers.linear import BLOCK
-from dsa_layers.models.family import read_config
+from dsa_layers.models.family import family, read_config
 from dsa_layers.models.precision import Precision, check_device
 from dsa_layers.models.protocols import CheckpointModel
-from dsa_layers.models.registry import family
 from dsa_layers.parallel.ranks import Ranks, raise_on_all_ranks, ranks_of
 
 _OF_EXPERT = re.compile(r".*\.experts\.(\d+)\..*")

@@ -18,9 +18,8 @@ from dsa_layers.io.tensors import (
     sliced,
     split_experts,
 )
-from dsa_layers.models.family import config_of, published_config, read_config
+from dsa_layers.models.family import config_of, family, published_config, read_config
 from dsa_layers.models.precision import Precision
-from dsa_layers.models.registry import family
 from dsa_layers.untrusted_files import read_json_object
 
 Manifest = dict[str, TensorInfo]

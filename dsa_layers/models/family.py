@@ -9,6 +9,7 @@ config.json. `read_config` silently ignores fields that are known to have no inf
 ignores all other fields with one warning.
 """
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from dsa_layers.config.fields import Fields, one_of, token_ids
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel, Drafter
-from dsa_layers.models.registry import FAMILIES, family
+from dsa_layers.models.registry import FAMILIES
 
 VENDORED = Path(__file__).parents[1] / "vendored"
 
@@ -82,6 +83,13 @@ class Family:
     format: PublishedFormat
     tiny: TinyFields
     drafter: Callable[[Any], Drafter] | None = None
+
+
+def family(model_type: str) -> Family:
+    """Return the family for a model type. Raise ValueError if the model type is unknown."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type: must be one of {', '.join(map(repr, FAMILIES))}, got {model_type!r}")
+    return importlib.import_module(FAMILIES[model_type]).FAMILY
 
 
 def read_config(directory: str | PathLike[str]) -> ModelConfig:

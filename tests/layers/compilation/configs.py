@@ -5,8 +5,7 @@ import tempfile
 from pathlib import Path
 
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.models.family import published_config, read_config
-from dsa_layers.models.registry import family
+from dsa_layers.models.family import family, published_config, read_config
 
 
 def config_of(fields: dict) -> ModelConfig:

@@ -12,8 +12,8 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io import loading as loading_module
 from dsa_layers.io.loading import load_model
+from dsa_layers.models.family import family
 from dsa_layers.models.glm_moe_dsa import DraftedStates
-from dsa_layers.models.registry import family
 from tests.layers.generation.families import FAMILIES
 from tests.layers.io.stand_ins import changed, read_tensors
 

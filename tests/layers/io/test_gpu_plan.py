@@ -16,8 +16,8 @@ from dsa_layers.command.main import main
 from dsa_layers.engine.split import copied
 from dsa_layers.io.gpu_plan import check_fits, plan, plans
 from dsa_layers.io.loading import precision_of
-from dsa_layers.models.family import read_config
-from dsa_layers.models.registry import FAMILIES, family
+from dsa_layers.models.family import family, read_config
+from dsa_layers.models.registry import FAMILIES
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.ways import split_by

@@ -16,8 +16,7 @@ from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.published import published_manifest
 from dsa_layers.io.tensors import TORCH_DTYPES
-from dsa_layers.models.family import read_config
-from dsa_layers.models.registry import family
+from dsa_layers.models.family import family, read_config
 from dsa_layers.tiny import random_values
 
 # All sizes differ. There are 32 index heads, so that no two keys have the same score.

@@ -6,8 +6,9 @@ import torch
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io.loading import load_model
+from dsa_layers.models.family import family
 from dsa_layers.models.glm_moe_dsa import DraftedStates
-from dsa_layers.models.registry import FAMILIES, family
+from dsa_layers.models.registry import FAMILIES
 from tests.layers.models.plain_drafters import PlainMLADrafter, PlainV4Drafter, write_small
 
 TOLERANCE = 2e-5

@@ -9,9 +9,9 @@ import torch
 from dsa_layers.config.model_config import QuantizationConfig, RopeConfig, YarnConfig
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.io.published import published_manifest
-from dsa_layers.models.family import read_config
+from dsa_layers.models.family import family, read_config
 from dsa_layers.models.precision import Precision
-from dsa_layers.models.registry import FAMILIES, family
+from dsa_layers.models.registry import FAMILIES
 from tests.layers.models.configs import read
 from tests.layers.models.listings import parts, read_listing
 

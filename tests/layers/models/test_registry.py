@@ -8,8 +8,9 @@ import pytest
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
+from dsa_layers.models.family import family
 from dsa_layers.models.protocols import Model
-from dsa_layers.models.registry import FAMILIES, family
+from dsa_layers.models.registry import FAMILIES
 
 
 def test_every_family_is_in_a_file_named_by_its_model_type():

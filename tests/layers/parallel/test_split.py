@@ -17,7 +17,8 @@ from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.models.registry import FAMILIES, family
+from dsa_layers.models.family import family
+from dsa_layers.models.registry import FAMILIES
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training import IndexerStage
