@@ -43,7 +43,7 @@ from indexer_training.vocabulary import BEGIN, BYTES, tokenizer_config, train_to
 from dsa_layers import Ranks, load_model, options
 from dsa_layers.models.precision import check_device
 from dsa_layers.parallel.launch import started_ranks
-from dsa_layers.parallel.process_group import agreed, join
+from dsa_layers.parallel.ranks import agreed, join
 
 # How the model writes best; generation_config.json.
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}

@@ -380,7 +380,7 @@ def test_a_report_of_nothing(tmp_path):
     [
         ({"index_topk": 65}, "index_topk: must be at most the 64 tokens of a sequence, got 65"),
         ({"vocab_size": 3}, "vocab_size: is set by the example"),
-        ({"hidden_size": 100}, "field 'hidden_size' is 100; accepted: a multiple of 128"),
+        ({"hidden_size": 100}, "config.json: in_features: must be a multiple of 128, got 100"),
         ({"index_n_heads": "a"}, "field 'index_n_heads' is 'a'"),
     ],
 )

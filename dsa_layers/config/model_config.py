@@ -135,11 +135,9 @@ class ModelConfig(Declared):
     bos_token_id     token id that begins a sequence, or None
     dtype            dtype of the tensors that are not quantised: "bfloat16", "float16" or "float32"
     quantization     quantization_config; None if no tensor is quantised
-    fp8_cache_sizes  {field of config.json: the value that an FP8 cache of latents requires}
     """
 
     model_type: ClassVar[str]
-    fp8_cache_sizes: ClassVar[dict[str, int]]
     checked: ClassVar[dict[str, Any]] = {
         "hidden_act": only("silu"),
         "attention_bias": only(False),
@@ -178,8 +176,3 @@ class ModelConfig(Declared):
     def use_ue8m0(self) -> bool:
         """Whether every FP8 scale is a power of two."""
         return self.quantization is not None and self.quantization.scale_fmt == "ue8m0"
-
-    def fp8_widths(self) -> dict[str, int]:
-        """Return {field of config.json: width}: the widths that FP8 divides into blocks of 128. Each width is computed
-        from the named field. For a model with experts, moe_intermediate_size is one of these fields."""
-        raise NotImplementedError

@@ -93,7 +93,6 @@ def load_model(
         if trainable and precision.fp8_linear:
             accepted = "accepted with dequantize=True, got dequantize=False"
             raise ValueError(f"trainable: FP8 weights take no gradient; {accepted}")
-        check_quantised_sizes(config, precision, directory / "config.json")
         checkpoint = Checkpoint(directory)
         precision = precision_of(config, checkpoint, widen_experts=widen_experts, **options)
         model = unfilled_model(config, precision, drafter=drafter)
@@ -137,28 +136,6 @@ def precision_of(
         experts = {name: info.dtype for name, info in files.tensors.items() if ".experts." in name}
         in_fp4 = {kind for name, kind in experts.items() if not name.endswith((".scale", SCALE_SUFFIX))} == {"I8"}
     return replace(precision, fp4_experts=precision.fp8_linear and in_fp4 and not widen_experts)
-
-
-def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
-    """Raise ConfigError if a size in `config` does not permit the quantisation that `precision` asks for.
-
-    path: the file of `config`, which the error names
-    """
-    needs = []
-    if precision.fp8_indexer:
-        accepted = f"{FP8_DIM}, as quantised index keys have. With dequantize=True others will do"
-        needs.append(("index_head_dim", config.index_head_dim == FP8_DIM, accepted))
-    for name, width in config.fp8_widths().items() if precision.fp8_linear else ():
-        accepted = f"a multiple of {BLOCK}, the columns that share an FP8 scale. With dequantize=True others will do"
-        if width != getattr(config, name):
-            accepted = f"what makes the width of a projection's input, now {width}, {accepted}"
-        needs.append((name, width % BLOCK == 0, accepted))
-    for name, size in config.fp8_cache_sizes.items() if precision.kv_cache == "fp8" else ():
-        accepted = f"{size}, as latents in FP8 have. With kv_cache='model' others will do"
-        needs.append((name, getattr(config, name) == size, accepted))
-    for name, fits, accepted in needs:
-        if not fits:
-            raise ConfigError(f"{path}: field '{name}' is {getattr(config, name)}; accepted: {accepted}")
 
 
 def check_values(model: nn.Module, directory: Path) -> None:
@@ -232,18 +209,25 @@ class _LeaveParameters(TorchFunctionMode):
 
 
 def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool = False) -> CheckpointModel:
-    """Return the model on the meta device. Raises ValueError if `drafter` is True and the family or the checkpoint has
-    no multi-token-prediction layer."""
+    """Return the model on the meta device. Raises ConfigError if a size in `config` does not permit the quantisation
+    that `precision` asks for, and ValueError if `drafter` is True and the family or the checkpoint has no
+    multi-token-prediction layer."""
     of_family = family(config.model_type)
     if drafter and of_family.drafter is None:
         raise ValueError(f"drafter: is not supported for model type {config.model_type!r}")
     if drafter and not config.num_nextn_predict_layers:
         accepted = "accepted: a checkpoint with such a layer"
         raise ValueError(f"drafter: config.json has num_nextn_predict_layers=0; {accepted}")
-    with torch.device("meta"), _LeaveParameters():
-        model = of_family.model(config, precision)
-        if drafter:
-            model.drafter = of_family.drafter(model)
+    try:
+        with torch.device("meta"), _LeaveParameters():
+            model = of_family.model(config, precision)
+            if drafter:
+                model.drafter = of_family.drafter(model)
+    except ValueError as error:
+        raise ConfigError(f"config.json: {error}; accepted with dequantize=True: other sizes too") from None
+    if model.precision.fp8_indexer and config.index_head_dim != FP8_DIM:
+        accepted = f"{FP8_DIM}, as quantised index keys have; with dequantize=True others too"
+        raise ConfigError(f"config.json: field 'index_head_dim' is {config.index_head_dim}; accepted: {accepted}")
     return model
 
 

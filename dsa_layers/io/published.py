@@ -9,7 +9,7 @@ import torch
 from dsa_layers.config.fields import MAX_CONFIG_BYTES, Fields
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.errors import ConfigError
-from dsa_layers.io.loading import check_quantised_sizes, unfilled_model
+from dsa_layers.io.loading import unfilled_model
 from dsa_layers.io.tensors import (
     BLOCK_SCALE_SUFFIX,
     DTYPES,
@@ -100,7 +100,6 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
         if "compress_ratios" in found:  # the ratios of the multi-token-prediction layers are at the end
             found["compress_ratios"] = found["compress_ratios"][: found["num_hidden_layers"]]
     config = config_of(Fields(found, like / "config.json"))
-    check_quantised_sizes(config, Precision.of(config, kv_cache="model"), like / "config.json")
     return found, config
 
 

@@ -45,7 +45,6 @@ class DeepseekV32Config(ModelConfig):
     # 0.003.
     latent_norm_eps: ClassVar[float] = 1e-6
     model_type: ClassVar[str] = "deepseek_v32"
-    fp8_cache_sizes: ClassVar[dict[str, int]] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
         "ep_size": only(1),
         "moe_layer_freq": only(1),
@@ -66,13 +65,6 @@ class DeepseekV32Config(ModelConfig):
     indexer_types: tuple[str, ...] = computed(lambda fields, known: ("full",) * known.num_hidden_layers)
     indexer_rope_interleave: bool = only(False)
     index_share_for_mtp_iteration: bool = only(False)
-
-    def fp8_widths(self) -> dict[str, int]:
-        names = ["hidden_size", "q_lora_rank", "kv_lora_rank"]
-        names += ["intermediate_size"] if self.first_k_dense_replace else []
-        names += ["moe_intermediate_size"] if self.first_k_dense_replace < self.num_hidden_layers else []
-        widths = {name: getattr(self, name) for name in names}
-        return widths | {"v_head_dim": self.num_attention_heads * self.v_head_dim}
 
     @property
     def softmax_scale(self) -> float:

@@ -148,7 +148,6 @@ class DeepseekV4Config(ModelConfig):
     """
 
     model_type: ClassVar[str] = "deepseek_v4"
-    fp8_cache_sizes: ClassVar[dict[str, int]] = {"head_dim": 512, "qk_rope_head_dim": 64}
     checked: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(_DSPARK, _NO_DSPARK),
         **ModelConfig.checked,
@@ -173,11 +172,6 @@ class DeepseekV4Config(ModelConfig):
     rope: RopeConfig = computed(partial(_read_rope, "main", "rope_theta"))
     compress_rope: RopeConfig = computed(partial(_read_rope, "compress", "compress_rope_theta"))
     quantization: QuantizationConfig | None = computed(_read_quantization)
-
-    def fp8_widths(self) -> dict[str, int]:
-        names = ("hidden_size", "q_lora_rank", "moe_intermediate_size", "o_lora_rank")
-        widths = {name: getattr(self, name) for name in names}
-        return widths | {"o_groups": self.num_attention_heads * self.head_dim // self.o_groups}
 
     def check(self, fields: Fields) -> None:
         rope, heads, experts = self.qk_rope_head_dim, self.num_attention_heads, self.n_routed_experts

@@ -11,7 +11,7 @@ from torch import nn
 
 from dsa_layers import Precision, read_config, save_model
 from dsa_layers.io.directory import SINGLE_NAME
-from dsa_layers.io.loading import check_quantised_sizes
+from dsa_layers.io.loading import unfilled_model
 from dsa_layers.models.deepseek_v32 import DeepseekV32Drafter, DeepseekV32ForCausalLM
 from dsa_layers.models.family import published_config
 
@@ -70,7 +70,7 @@ def check(changes: dict[str, object], length: int) -> None:
         sizes = {"vocab_size": 2 * BYTES, "max_position_embeddings": length}
         path.write_text(json.dumps(fields(changes | sizes, quantized=True)))
         config = read_config(directory)
-        check_quantised_sizes(config, Precision.of(config), path)
+        unfilled_model(config, Precision.of(config))
     if config.index_topk > length:
         raise ValueError(f"index_topk: must be at most the {length} tokens of a sequence, got {config.index_topk}")
 

@@ -8,8 +8,9 @@ import torch
 
 from dsa_layers.config.fields import NO_INFLUENCE
 from dsa_layers.errors import CheckpointError, ConfigError
-from dsa_layers.io.loading import load_model
+from dsa_layers.io.loading import load_model, unfilled_model
 from dsa_layers.models.family import VENDORED, read_config
+from dsa_layers.models.precision import Precision
 from tests.layers.io.stand_ins import changed as changed_checkpoint
 from tests.layers.models.v4_checkpoints import write_published
 
@@ -63,25 +64,35 @@ def test_every_field_of_a_config(tmp_path, family):
             assert unsaid or small or value == [1], (path, value)
 
 
-QUANTISED, FP8_CACHE = {}, {"dequantize": True, "kv_cache": "fp8"}
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("deepseek_v32", {"hidden_size": 7000}, "in_features: must be a multiple of 128, got 7000; .*dequantize=True"),
+        ("deepseek_v32", {"index_head_dim": 96}, "'index_head_dim' is 96; accepted: 128, .*dequantize=True"),
+        ("deepseek_v4_flash", {"o_groups": 64, "head_dim": 520}, "must be a multiple of 128, got 520"),
+    ],
+)
+def test_sizes_that_no_fp8_takes_are_refused(tmp_path, family, changes, expected):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
+    config = read_config(tmp_path)
+    with pytest.raises(ConfigError, match=f"config.json: .*{expected}"):
+        unfilled_model(config, Precision.of(config))
+    unfilled_model(config, Precision.of(config, dequantize=True))
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "options", "expected"),
+    ("family", "changes", "expected"),
     [
-        ("deepseek_v32", {"hidden_size": 7000}, QUANTISED, "'hidden_size' is 7000; accepted: a multiple of 128"),
-        ("deepseek_v32", {"index_head_dim": 96}, QUANTISED, "'index_head_dim' is 96; accepted: 128, as quantised"),
-        ("deepseek_v4_flash", {"o_groups": 64, "head_dim": 520}, QUANTISED, "'o_groups' is 64; .* input, now 520, a"),
-        ("deepseek_v32", {"kv_lora_rank": 256}, FP8_CACHE, "'kv_lora_rank' is 256; accepted: 512, .*kv_cache='model'"),
-        ("deepseek_v4_flash", {"head_dim": 256}, FP8_CACHE, "'head_dim' is 256; accepted: 512, as latents in FP8"),
+        ("deepseek_v32", {"kv_lora_rank": 256}, "latent_dim: must be 576 .* for the FP8 layout, got 320"),
+        ("deepseek_v4_flash", {"head_dim": 256}, "dim: must be 512 .* for the FP8 layout, got 256"),
     ],
 )
-def test_sizes_that_no_fp8_takes(tmp_path, family, changes, options, expected):
+def test_sizes_that_no_fp8_cache_takes_are_refused(tmp_path, family, changes, expected):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
-    with pytest.raises(ConfigError, match=expected):
-        load_model(tmp_path, progress=False, **options)
-    with pytest.raises(CheckpointError, match="got neither"):  # the next check
-        load_model(tmp_path, dequantize=True, progress=False)
+    config = read_config(tmp_path)
+    model = unfilled_model(config, Precision.of(config, dequantize=True, kv_cache="fp8"))
+    with pytest.raises(ValueError, match=expected):
+        model.make_cache(1)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 3), (0, 6)])

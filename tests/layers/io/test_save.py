@@ -228,7 +228,7 @@ def test_refused_conversions(checkpoint, tiny_checkpoint, tmp_path):
         convert_checkpoint(checkpoint, tmp_path, "bf16", progress=False)
     plain = tiny_checkpoint("deepseek_v32", quantized=False)
     source = changed(plain, tmp_path / "source", lambda tensors: None, hidden_size=100)
-    with pytest.raises(ConfigError, match="'hidden_size' is 100; accepted: a multiple of 128"):
+    with pytest.raises(ConfigError, match="in_features: must be a multiple of 128, got 100"):
         convert_checkpoint(source, tmp_path / "other", "fp8", progress=False)
 
 
