@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 from functools import partial
+from pathlib import Path
 
 from dsa_bench.harness.benchmarks import benchmarks, tunable
 from dsa_layers import options
@@ -76,13 +77,21 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_output(option: str, path: Path | None) -> None:
+    """Raise ValueError if no file can be written to `path`. Call it before the work whose result goes to the file."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option}: must be a file, got the directory {path}")
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no directory {path.parent}")
+
+
 def _check_outputs(args: argparse.Namespace) -> None:
     if args.profile and args.op in WHOLES:
         raise ValueError(f"--profile: is for one op; {WHOLES[args.op]}")
     if args.profile and (args.csv or args.png):
         raise ValueError("--profile: prints where the time goes; it writes no --csv and no --png")
-    options.check_output("--csv", args.csv)
-    options.check_output("--png", args.png)
+    _check_output("--csv", args.csv)
+    _check_output("--png", args.png)
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--png: needs matplotlib: pip install matplotlib")
 
@@ -93,7 +102,7 @@ def _tune(args: argparse.Namespace) -> int:
     if args.op not in tunable():
         ops = ", ".join(tunable())
         raise ValueError(f"op: must be one of {ops}, whose kernels have configurations, got {args.op!r}")
-    options.check_output("--output", args.output)
+    _check_output("--output", args.output)
     _need_a_gpu("tuning")
     tune.tune(args.op, args.output, args.jobs)
     return 0

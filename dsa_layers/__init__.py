@@ -5,60 +5,7 @@ The public names are imported when they are first used, so `import dsa_layers` d
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dsa_layers.batch.decode_batch import DecodeBatch
-    from dsa_layers.batch.sequence_batch import SequenceBatch
-    from dsa_layers.cache.kv_cache import LayerCache
-    from dsa_layers.engine.fuse import fuse, fused
-    from dsa_layers.generation.engine import Engine
-    from dsa_layers.generation.generator import Generator
-    from dsa_layers.generation.requests import Completion, TokenEvent
-    from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.io.loading import load_model
-    from dsa_layers.io.save import convert_checkpoint, save_model
-    from dsa_layers.io.tokenizer import Tokenizer
-    from dsa_layers.layers.attention import DSAAttention
-    from dsa_layers.layers.indexer import LightningIndexer
-    from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
-    from dsa_layers.layers.trained_attention import TrainedAttention
-    from dsa_layers.models.family import read_config
-    from dsa_layers.models.precision import Precision
-    from dsa_layers.parallel.context import ContextBatch
-    from dsa_layers.parallel.ranks import Ranks
-    from dsa_layers.tiny import write_tiny_checkpoint
-    from dsa_layers.training import IndexerStage, next_tokens
-
-__all__ = [
-    "SHIPPED_MODEL",
-    "Completion",
-    "ContextBatch",
-    "DSAAttention",
-    "DecodeBatch",
-    "Engine",
-    "Generator",
-    "IndexerStage",
-    "LayerCache",
-    "LightningIndexer",
-    "Precision",
-    "Ranks",
-    "RotaryEmbedding",
-    "SamplingParams",
-    "SequenceBatch",
-    "TokenEvent",
-    "Tokenizer",
-    "TrainedAttention",
-    "convert_checkpoint",
-    "fuse",
-    "fused",
-    "load_model",
-    "next_tokens",
-    "read_config",
-    "rope_frequencies",
-    "save_model",
-    "write_tiny_checkpoint",
-]
+from typing import Any
 
 # The folder of a small checkpoint, which examples/train_indexer.py trained on Python source, and its model card,
 # README.md.
@@ -92,6 +39,9 @@ _MODULES = {
     "save_model": "dsa_layers.io.save",
     "write_tiny_checkpoint": "dsa_layers.tiny",
 }
+
+
+__all__ = ["SHIPPED_MODEL", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -140,13 +141,9 @@ def _changed_indexers(model: nn.Module, change: Callable[[Any], tuple[str, Any]]
         raise ValueError(
             f"model: must have attention layers with an `indexer`, got {type(model).__name__} without such a layer"
         )
-    with contextlib.ExitStack() as restored:
+    with contextlib.ExitStack() as replaced:
         for layer in layers:
-            name, value = change(layer)
-            before = {name: vars(layer.indexer)[name]} if name in vars(layer.indexer) else {}
-            restored.callback(vars(layer.indexer).update, before)
-            restored.callback(delattr, layer.indexer, name)  # uncovers the method of the class
-            setattr(layer.indexer, name, value)
+            replaced.enter_context(patch.object(layer.indexer, *change(layer)))
         yield
 
 

@@ -31,11 +31,3 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return Path(text)
-
-
-def check_output(option: str, path: Path | None) -> None:
-    """Raise ValueError if no file can be written to `path`. Call it before the work whose result goes to the file."""
-    if path is not None and path.is_dir():
-        raise ValueError(f"{option}: must be a file, got the directory {path}")
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{option}: there is no directory {path.parent}")

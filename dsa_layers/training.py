@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import Literal, Self
 
 import torch
 from torch import nn
 
-from dsa.reference.training.packed_sequences import boundaries
-from dsa.runtime.checks import INT32, check_tensor
+from dsa.runtime.checks import check_tensor
 from dsa.runtime.values import check_flag, check_instance
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
@@ -188,7 +188,7 @@ def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
     return layers
 
 
-def next_tokens(tokens: torch.Tensor, sequences: SequenceBatch | torch.Tensor) -> torch.Tensor:
+def next_tokens(tokens: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
     """Return int64 [T]: the token that follows each token in its sequence, and -100 for a sequence's last token.
 
         targets = next_tokens(tokens, batch)
@@ -196,28 +196,16 @@ def next_tokens(tokens: torch.Tensor, sequences: SequenceBatch | torch.Tensor) -
 
     -100 is the default `ignore_index` of cross_entropy, which averages over the other targets.
 
-    tokens     int64 [T]: packed sequences. If `sequences` is a rank's share (`IndexerStage.share`), these are the
-               tokens of all ranks, and `share.own` selects this rank's targets from the result
-    sequences  the SequenceBatch of these tokens, or cu_seqlens, int32 [B + 1]: the start of each sequence, from 0 to T
+    tokens  int64 [T]: packed sequences. If `batch` is a rank's share (`IndexerStage.share`), these are the tokens of
+            all ranks, and `share.own` selects this rank's targets from the result
+    batch   the SequenceBatch of these tokens
 
-    Raises TypeError or ValueError, which names the argument, for a wrong argument. The values of cu_seqlens on a GPU
-    are not checked.
+    Raises TypeError or ValueError, which names the argument, for a wrong argument.
     """
-    check_tensor("tokens", tokens, (torch.int64,), ("T",))
-    if not isinstance(sequences, SequenceBatch | torch.Tensor):
-        accepted = "a SequenceBatch or int32 [B + 1], where sequences begin"
-        raise TypeError(f"sequences: must be {accepted}, got {type(sequences).__name__}")
-    if isinstance(sequences, ContextBatch):
-        owners = packing.owners(sequences.lens, sequences.device)
-    elif isinstance(sequences, SequenceBatch):
-        owners = sequences.sequences
-    else:
-        check_tensor("sequences", sequences, INT32, ("B+1",))
-        if not sequences.is_cuda:
-            boundaries("sequences", sequences, ("tokens", tokens))
-        rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
-        owners = torch.searchsorted(sequences, rows, right=True)
-    check_tensor("tokens", tokens, (torch.int64,), (len(owners),), "sequences")
+    check_instance("batch", batch, SequenceBatch, "a SequenceBatch")
+    lens = batch.lens if isinstance(batch, ContextBatch) else batch.query_lens
+    check_tensor("tokens", tokens, (torch.int64,), (sum(lens),), "batch")
     targets = torch.full_like(tokens, IGNORED)
-    targets[:-1] = torch.where(owners[1:] == owners[:-1], tokens[1:], IGNORED)
-    return targets
+    targets[:-1] = tokens[1:]
+    last = packing.to_device([end - 1 for end in accumulate(lens)], torch.int64, tokens.device)
+    return targets.index_fill(0, last, IGNORED)

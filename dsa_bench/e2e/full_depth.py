@@ -16,7 +16,6 @@ import dsa
 from dsa_bench.e2e.replacing import replaced
 from dsa_bench.e2e.stacks import STACKS
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import Embedding
 from dsa_layers.models.family import published_config
 from dsa_layers.models.protocols import CheckpointModel
 
@@ -101,7 +100,7 @@ def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[
     found = float(sum(cached[: len(layers_of(model))]))
     counts = iter(touched)
     for name, module in model.named_modules():
-        if name.startswith("drafter") or isinstance(module, Embedding):
+        if name.startswith("drafter") or isinstance(module, torch.nn.Embedding):
             continue
         held = sum(tensor.nbytes for key, tensor in module.named_parameters(recurse=False) if key != LOOKED_UP)
         found += held * next(counts) / module.count if isinstance(module, Experts) else held

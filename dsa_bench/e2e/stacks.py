@@ -13,10 +13,9 @@ import torch
 from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import split
 from dsa_layers.layers.linear import BlockFP8Linear
-from dsa_layers.models.family import published_config, read_config
+from dsa_layers.models.family import family, published_config, read_config
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
-from dsa_layers.models.registry import family
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 # The quantization_config that an FP8 release adds to the configuration of the bf16 release.

@@ -70,9 +70,7 @@ class DecodeBatch(TokenBatch):
 
     @property
     def state_slots_tensor(self) -> torch.Tensor:
-        if self.state_slots is None:
-            raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
-        return self.state_slots
+        return self.checked_state_slots()
 
     @cached_property
     def visible_keys(self) -> torch.Tensor:

@@ -46,11 +46,6 @@ def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device([0, *accumulate(lens)], torch.int32, device)
 
 
-def owners(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int32 [sum(lens)]: the sequence of each row."""
-    return repeated(list(range(len(lens))), lens, device)
-
-
 def repeated(values: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return int32 [sum(counts)]: each sequence's value, once per row."""
     if len(counts) == 1:

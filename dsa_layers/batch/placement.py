@@ -2,13 +2,9 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
-
-import dsa
-
-Cached = TypeVar("Cached", torch.Tensor, tuple[torch.Tensor, ...])
 
 
 class Placement:
@@ -28,7 +24,7 @@ class Placement:
         """Return this rank's local rows of x [T, ...]. Every rank has the complete x."""
         return x
 
-    def local_cached(self, x: Cached) -> Cached:
+    def local_cached(self, x: Any) -> Any:
         """Return `local(x)` for an x that several layers of the pass read, such as angles. The result is computed once
         and cached with x. x: a tensor, or a tuple of tensors, for which the result is a tuple of the same class."""
         return self.local(x)
@@ -51,12 +47,6 @@ class Placement:
     def reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Return the local rows of the sum of all ranks' tensors `part` [T, ...]."""
         return part
-
-    def reduce_experts(
-        self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return `reduce` of dsa.combine_experts(y, rows, weights, shared), which each rank computes."""
-        return self.reduce(dsa.combine_experts(y, rows, weights, shared))
 
     def start_reduce(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
         """Start `reduce`. Return a function (shared=None, residual=None) that finishes the reduction and returns

@@ -64,13 +64,10 @@ class SequenceBatch(TokenBatch):
         vars(self).update(query_lens=query_lens, key_lens=key_lens, device=device, state_slots=slots)
 
     @classmethod
-    def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
+    def without_cache(cls, query_lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
         """Return a batch of complete sequences with these lengths: all tokens are new. An empty list gives the batch of
         a rank without work."""
-        lens = _integers("lens", lens)
-        if min(lens, default=1) < 1:
-            raise ValueError(f"lens: every sequence needs at least one new token, got {shown(list(lens))}")
-        return cls.unchecked(query_lens=lens, key_lens=lens, device=torch_device("device", device))
+        return SequenceBatch(query_lens, query_lens, device)
 
     @classmethod
     def paged(
@@ -116,7 +113,7 @@ class SequenceBatch(TokenBatch):
 
     @cached_property
     def sequences(self) -> torch.Tensor:
-        return packing.owners(self.query_lens, self.device)
+        return packing.repeated(list(range(len(self.query_lens))), self.query_lens, self.device)
 
     @cached_property
     def key_lens_tensor(self) -> torch.Tensor:
@@ -132,9 +129,7 @@ class SequenceBatch(TokenBatch):
 
     @cached_property
     def state_slots_tensor(self) -> torch.Tensor:
-        if self.state_slots is None:
-            raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
-        return packing.to_device(self.state_slots, torch.int32, self.device)
+        return packing.to_device(self.checked_state_slots(), torch.int32, self.device)
 
     @cached_property
     def last_tokens(self) -> torch.Tensor:

@@ -68,6 +68,11 @@ class TokenBatch(SelectableKeys):
         """The schedule of `dsa.flash_mla_with_kvcache` over all keys. The first layer of the pass computes it."""
         return dsa.get_mla_metadata()[0]
 
+    def checked_state_slots(self) -> Any:
+        if self.state_slots is None:
+            raise ValueError("state_slots: must be one a sequence for this model's cache, got None")
+        return self.state_slots
+
     def entries(self, ratio: int) -> EntryView:
         """Return the view of compressed entries with `ratio` tokens each. All layers of the pass share one view."""
         return self._views.setdefault(("entries", ratio), EntryView(self, ratio))

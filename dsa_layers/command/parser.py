@@ -18,7 +18,6 @@ COMPARED_TOKENS = 4096  # default of `dsa compare --max-tokens`
 SELECTIONS = 16  # default of `dsa compare --length`, in multiples of index_topk, the keys that a token selects
 MOST_GPUS = 16  # `dsa plan` and error messages list up to this number of GPUs
 
-_Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _CONFIG_HELP = (
     "a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes with dsa)"
@@ -216,7 +215,7 @@ With --json the standard output is one JSON object a line, each with the key "ev
 Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or input; 130 after Ctrl-C."""
 
 
-def _add_generate(commands: _Commands) -> None:
+def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="continue prompts with a checkpoint", epilog=_GENERATE)
     _add_model_options(parser)
     parser.add_argument(
@@ -286,7 +285,7 @@ Reasoning is printed between <think> and </think>.
 Exit codes: 0; 1 where a reply failed; 2 for a wrong call or input; 130 after Ctrl-C."""
 
 
-def _add_chat(commands: _Commands) -> None:
+def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with a checkpoint on the terminal", epilog=_CHAT)
     # `dsa chat` has no --gpus: Ctrl-C would end a reply after a different number of tokens on each rank.
     _add_model_options(parser)
@@ -305,7 +304,7 @@ With --json the standard output is one JSON object a line, each with the key "ev
   error      error, exit_code: nothing follows"""
 
 
-def _add_compare(commands: _Commands) -> None:
+def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="loss, perplexity and keys read on a text: sparse and dense attention",
@@ -347,7 +346,7 @@ The folder serves every machine whose CPU is of the same architecture and that h
 and of TVM-FFI: copy it there and set DSA_CACHE_DIR to it. What is in it already is not compiled again."""
 
 
-def _add_compile(commands: _Commands) -> None:
+def _add_compile(commands: Any) -> None:
     parser = commands.add_parser(
         "compile", help="compile a model's kernels in advance, without a GPU", description=_COMPILE
     )
@@ -387,7 +386,7 @@ Every GPU has all of the cache. The context, of all sequences together, is the n
 GPU's memory together with the weights; --draft K takes K tokens more per sequence."""
 
 
-def _add_plan(commands: _Commands) -> None:
+def _add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help="what each of several GPUs would hold of a model", description=_PLAN)
     parser.add_argument("checkpoint", type=path, nargs="?", default=SHIPPED_MODEL, help=_CONFIG_HELP)
     parser.add_argument(
@@ -411,7 +410,7 @@ Writes the checkpoint anew with weights in BF16, FP8 or FP4, one file at a time,
 have this dtype already are copied. After an interruption the same command continues with the file that it was at."""
 
 
-def _add_convert(commands: _Commands) -> None:
+def _add_convert(commands: Any) -> None:
     parser = commands.add_parser("convert", help="write a checkpoint in BF16, FP8 or FP4", description=_CONVERT)
     parser.add_argument("checkpoint", type=path, help="its directory or hub id")
     parser.add_argument("directory", type=path, help="new or empty")
@@ -431,7 +430,7 @@ def _add_convert(commands: _Commands) -> None:
     parser.add_argument("--device", help="where weights are cast: cpu, cuda or cuda:N (default: a GPU if there is one)")
 
 
-def _add_tiny(commands: _Commands) -> None:
+def _add_tiny(commands: Any) -> None:
     parser = commands.add_parser("tiny", help="write a small random checkpoint in a family's published format")
     parser.add_argument("directory", type=path, help="new or empty")
     parser.add_argument(

@@ -1,19 +1,17 @@
 """The inputs of a fused layer in a pass, except x: tokens, rope angles, cache, and the placement of rows."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 
 from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.batch.token_batch import TokenBatch, check_all_keys_are_new
-
-Cache = TypeVar("Cache")
-Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
+from dsa_layers.layers.rope import Angles
 
 
 @dataclass
-class LayerPass(Generic[Cache]):
+class LayerPass:
     """The inputs of one layer in a pass over T new tokens.
 
     batch      the tokens of all ranks
@@ -26,7 +24,7 @@ class LayerPass(Generic[Cache]):
 
     batch: TokenBatch
     angles: Angles
-    cache: Cache | None = None
+    cache: Any = None
     placement: Placement = WHOLE
     queries: Placement = WHOLE
     in_pages: bool = False
@@ -37,13 +35,18 @@ class LayerPass(Generic[Cache]):
         return self.cache is not None and self.batch.is_decode
 
     @property
+    def gathered(self) -> Placement:
+        """The placement from which the rows of the queries are gathered; `WHOLE` if this rank has these rows."""
+        return self.placement if self.placement.sharded and not self.queries.sharded else WHOLE
+
+    @property
     def query_angles(self) -> Angles:
         cos, sin = self.angles
         return self.queries.local_cached(cos), self.queries.local_cached(sin)
 
 
 @dataclass
-class EntryPass(LayerPass[Cache]):
+class EntryPass(LayerPass):
     """A `LayerPass` of a layer with compressed entries.
 
     entry_angles: cos and sin for the entries that the new tokens may complete; None if the layer has no entries.

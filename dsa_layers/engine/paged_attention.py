@@ -43,7 +43,7 @@ def most_read(heads: int) -> int:
 
 
 @dataclass
-class AttentionPass(LayerPass[LayerCache]):
+class AttentionPass(LayerPass):
     """A `LayerPass` with the form of attention.
 
     sparse      whether queries attend to selected keys only
@@ -236,10 +236,7 @@ class PagedAttention(DSAAttention):
 
     def _queries(self, latents: Latents, step: AttentionPass) -> torch.Tensor:
         """Return q [T, heads, nope + rope] for the rows of `step.queries`, before rope."""
-        if step.placement.sharded and not step.queries.sharded:
-            q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, step.placement)
-        else:
-            (q,) = joint_linear.multiply(latents.queries, self.q_b_proj, cast=latents.cast)
+        q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, step.gathered)
         return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
 
     def _pick(self, x: torch.Tensor, latents: Latents, step: AttentionPass) -> torch.Tensor | None:

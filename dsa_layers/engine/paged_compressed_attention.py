@@ -27,8 +27,6 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 MOST_CHANNELS, VECTOR = 512, 8
 FEW_HEADS = 32  # for at most FEW_HEADS heads, attention uses another kernel, which cannot cast its results to FP8
 
-Pass = EntryPass[CompressedLayerCache]
-
 
 class QueryLatents(NamedTuple):
     """The latents of the queries.
@@ -97,7 +95,7 @@ class PagedCompressedAttention(CompressedAttention):
                 _check_entries("entries", cache.entries, self.compressor.ratio, batch)
             if self.indexer is not None:
                 _check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
-        step = Pass(batch, rope, cache, placement_of(batch, self.ranks), entry_angles=entry_rope)
+        step = EntryPass(batch, rope, cache, placement_of(batch, self.ranks), entry_angles=entry_rope)
         with torch.no_grad():
             if self.part is not None and step.placement.sharded:
                 step.queries = step.placement
@@ -119,7 +117,7 @@ class PagedCompressedAttention(CompressedAttention):
         keys = *self.compressor.joint_layers(), *self.indexer.compressor.joint_layers()
         return keys if self.indexer.n_heads % 4 else (*keys, self.indexer.weights_proj)
 
-    def _run(self, x: torch.Tensor, cast: Cast | None, step: Pass) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, cast: Cast | None, step: EntryPass) -> torch.Tensor:
         """Return y for the rows of `step.queries`."""
         if step.decode:
             return self._decode(x, cast, step)
@@ -142,7 +140,7 @@ class PagedCompressedAttention(CompressedAttention):
         return isinstance(self.indexer, PagedCompressedIndexer)
 
     def _begin_projections(
-        self, x: torch.Tensor, cast: Cast | None, step: Pass
+        self, x: torch.Tensor, cast: Cast | None, step: EntryPass
     ) -> tuple[QueryLatents, Callable[[], Projections]]:
         """Return the queries' latents, and a function that returns all projections.
 
@@ -187,18 +185,15 @@ class PagedCompressedAttention(CompressedAttention):
             return self.compressor.project(x), self.indexer.compressor.project(x), None
         return found[:2], found[2:4], found[4] if len(found) > 4 else None
 
-    def _queries(self, latents: QueryLatents, step: Pass) -> torch.Tensor:
+    def _queries(self, latents: QueryLatents, step: EntryPass) -> torch.Tensor:
         """Return q [T, heads, dim] for the rows of `step.queries`, after the norm and rope."""
-        if step.placement.sharded and not step.queries.sharded:
-            q = joint_linear.multiply_gathered(latents.values, self.wq_b, latents.cast, step.placement)
-        else:
-            (q,) = joint_linear.multiply(latents.values, self.wq_b, cast=latents.cast)
+        q = joint_linear.multiply_gathered(latents.values, self.wq_b, latents.cast, step.gathered)
         q = q.unflatten(-1, (self.n_heads, self.dim))
         if self._joins_rope(step.angles):
             return dsa.rms_norm_rotary(q, None, *step.query_angles, self.eps)
         return _rotate_in_place(dsa.rms_norm(q, None, self.eps), step.query_angles)
 
-    def _pick(self, x: torch.Tensor, projected: Projections, step: Pass) -> torch.Tensor:
+    def _pick(self, x: torch.Tensor, projected: Projections, step: EntryPass) -> torch.Tensor:
         """Return the keys that the indexer selects for `step.queries`.
 
         If there is a cache and `_shares_products`, the caller has already written the index keys to the cache.
@@ -226,7 +221,7 @@ class PagedCompressedAttention(CompressedAttention):
         keys: torch.Tensor,
         compressed: torch.Tensor | None,
         rows: torch.Tensor | None,
-        step: Pass,
+        step: EntryPass,
     ) -> torch.Tensor:
         """Return y for the queries q. A query attends to the keys in its window and to some compressed entries.
 
@@ -288,10 +283,10 @@ class PagedCompressedAttention(CompressedAttention):
         out = _rotate_in_place(out, back)
         return grouped_products(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_a, self.wo_b, batch)
 
-    def _windows(self, step: Pass) -> WindowView:
+    def _windows(self, step: EntryPass) -> WindowView:
         return step.batch.windows(self.window, self.window if step.cache is None else step.cache.window.shape[1])
 
-    def _token_keys(self, kv: torch.Tensor, step: Pass) -> torch.Tensor:
+    def _token_keys(self, kv: torch.Tensor, step: EntryPass) -> torch.Tensor:
         """Return the keys of all tokens that the new tokens see, in the order of `WindowView.order`.
 
         kv: wkv(x) of the new tokens. If there is a cache, also write the keys of the new tokens to the ring.
@@ -313,7 +308,7 @@ class PagedCompressedAttention(CompressedAttention):
         return keys if windows.in_order else keys[windows.order]
 
     def _entries(
-        self, x: torch.Tensor, projected: Projections, step: Pass
+        self, x: torch.Tensor, projected: Projections, step: EntryPass
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return (entries, rows), or (None, None) without a compressor.
 
@@ -344,7 +339,7 @@ class PagedCompressedAttention(CompressedAttention):
         starts = step.queries.local_cached(entries.key_starts)
         return compressed, packing.packed_rows(topk_indices, starts, len(batch.key_lens))
 
-    def _decode(self, x: torch.Tensor, cast: Cast | None, step: Pass) -> torch.Tensor:
+    def _decode(self, x: torch.Tensor, cast: Cast | None, step: EntryPass) -> torch.Tensor:
         batch, cache, step.in_pages = step.batch, step.cache, True
         windows, norm, shares = self._windows(step), self.kv_norm, self._shares_products
         slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots

@@ -1,6 +1,6 @@
 """`LightningIndexer`, `Compressor` and `CompressedIndexer` for inference, with keys and entries in a paged cache."""
 
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,16 +18,14 @@ from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.indexer import Keys, KeySelection, LightningIndexer, quantized_keys
 from dsa_layers.layers.linear import FP32Linear
 
-Projected = TypeVar("Projected")  # projections of x from which the index keys are computed
 
-
-class PagedSelection(KeySelection, Generic[Projected]):
+class PagedSelection(KeySelection):
     """Selection of keys from a paged cache. Subclasses have the attributes of `LightningIndexer`."""
 
     def pick(
         self,
         queries: torch.Tensor,
-        projected: Projected,
+        projected: Any,
         weights: torch.Tensor,
         step: LayerPass,
         placement: Placement,
@@ -66,11 +64,11 @@ class PagedSelection(KeySelection, Generic[Projected]):
         """Return the pages of the index keys."""
         raise NotImplementedError
 
-    def make_keys(self, projected: Projected, step: LayerPass, dtype: torch.dtype) -> torch.Tensor:
+    def make_keys(self, projected: Any, step: LayerPass, dtype: torch.dtype) -> torch.Tensor:
         """Compute all keys of a pass without a cache, in `dtype`, not quantised."""
         raise NotImplementedError
 
-    def _all_keys(self, projected: Projected, step: LayerPass, dtype: torch.dtype) -> Keys:
+    def _all_keys(self, projected: Any, step: LayerPass, dtype: torch.dtype) -> Keys:
         """Return all keys of all sequences, packed; if `quantize`, in e4m3 with scales."""
         if step.cache is not None:
             read = dsa.read_indexer_cache if self.quantize else dsa.read_kv_cache
@@ -94,7 +92,7 @@ class PagedSelection(KeySelection, Generic[Projected]):
         return dsa.topk_indices(scores, self.top_k, lengths=lengths.flatten(), **paging)
 
 
-class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
+class PagedIndexer(PagedSelection, LightningIndexer):
     """`LightningIndexer` for inference, with a cache.
 
     `PagedAttention` computes the indexer's projections of x and qr itself, so that they can share products with its
@@ -112,7 +110,7 @@ class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
         self.write(self.wk(x), LayerPass(batch, rope, cache))
 
-    def write(self, projected: torch.Tensor, step: LayerPass[LayerCache]) -> None:
+    def write(self, projected: torch.Tensor, step: LayerPass) -> None:
         """Write the index keys of the new tokens to the cache. projected: wk(x) of all rows."""
         cache, batch = step.cache, step.batch
         if cache.index is None:
@@ -134,10 +132,10 @@ class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
     def selectable(self, batch: TokenBatch) -> TokenBatch:
         return batch
 
-    def pages(self, step: LayerPass[LayerCache]) -> torch.Tensor:
+    def pages(self, step: LayerPass) -> torch.Tensor:
         return step.cache.index
 
-    def make_keys(self, projected: torch.Tensor, step: LayerPass[LayerCache], dtype: torch.dtype) -> torch.Tensor:
+    def make_keys(self, projected: torch.Tensor, step: LayerPass, dtype: torch.dtype) -> torch.Tensor:
         return self.keys(projected, step.angles)
 
 
@@ -173,7 +171,7 @@ class PagedCompressor(Compressor):
         return self.wkv, self.wgate
 
 
-class PagedCompressedIndexer(PagedSelection[Products], CompressedIndexer):
+class PagedCompressedIndexer(PagedSelection, CompressedIndexer):
     """`CompressedIndexer` for inference, with a cache.
 
     `PagedCompressedAttention` computes the indexer's projections of x and qr itself, so that they can share products
@@ -197,8 +195,8 @@ class PagedCompressedIndexer(PagedSelection[Products], CompressedIndexer):
     def selectable(self, batch: TokenBatch) -> EntryView:
         return batch.entries(self.compressor.ratio)
 
-    def pages(self, step: EntryPass[CompressedLayerCache]) -> torch.Tensor:
+    def pages(self, step: EntryPass) -> torch.Tensor:
         return step.cache.index_entries.pages
 
-    def make_keys(self, projected: Products, step: EntryPass[CompressedLayerCache], dtype: torch.dtype) -> torch.Tensor:
+    def make_keys(self, projected: Products, step: EntryPass, dtype: torch.dtype) -> torch.Tensor:
         return self.compressor.entries(*projected, *step.entry_angles, step.batch).to(dtype)

@@ -21,7 +21,7 @@ from dsa_layers.engine.joint_linear import join_layers
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Embedding, LanguageModelHead
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, LanguageModelHead
 from dsa_layers.layers.moe import SwiGLU
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.placement import placement_of
@@ -65,7 +65,7 @@ PLANS: dict[type[nn.Module], ShardingPlan] = {
     ),
     SwiGLU: ShardingPlan(("gate_proj", "up_proj"), ("down_proj",)),
     Experts: ShardingPlan(("",), counts={"count": "experts"}, blocks=False),
-    Embedding: ShardingPlan(("weight",), blocks=False),
+    nn.Embedding: ShardingPlan(("weight",), blocks=False),
     LanguageModelHead: ShardingPlan(("weight",), blocks=False),
 }
 
@@ -128,7 +128,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
             setattr(module, attribute, getattr(module, attribute) // ranks.size)
         if hasattr(module, "first"):
             module.first = ranks.rank * module.count
-        if type(module) is Embedding:
+        if type(module) is nn.Embedding:
             module.__class__ = SplitEmbedding
     model.ranks = ranks  # `Scheduler` in generation/engine.py reads `model.ranks`
     for module in model.modules():
@@ -295,8 +295,8 @@ class SplitDeepseekV4(DeepseekV4ForCausalLM):
         return self.embed(tokens)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
 
 
-class SplitEmbedding(Embedding):
-    """`Embedding` split over ranks. Rank r has the len(weight) tokens from r * len(weight) on."""
+class SplitEmbedding(nn.Embedding):
+    """`nn.Embedding` split over ranks. Rank r has the len(weight) tokens from r * len(weight) on."""
 
     ranks: Ranks = ALONE
 

@@ -11,7 +11,7 @@ from dsa.runtime.values import check_number, integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.indexer import Indexer, LightningIndexer, Rope
+from dsa_layers.layers.indexer import Angles, Indexer, LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
@@ -114,17 +114,17 @@ class DSAAttention(nn.Module):
         """Return the keys among which the indexer selects. For this layer they are the batch's tokens."""
         return batch
 
-    def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
         """Return x with its last rope_dim channels rotated."""
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
-    def _norm_and_rotate(self, kv: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def _norm_and_rotate(self, kv: torch.Tensor, rope: Angles) -> torch.Tensor:
         """Return kv [T, latent + rope] with normalised latents and rotated rope keys. kv: the output of the
         projection."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         return self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
 
-    def _select(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch) -> torch.Tensor | None:
+    def _select(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor | None:
         """Return int32 [T, top_k]: the rows of kv that each token attends to, padded with -1. Return None if no
         sequence has more than top_k keys: then each token attends to all keys that it sees."""
         if batch.max_key_len <= self.indexer.top_k:
@@ -143,7 +143,7 @@ class DSAAttention(nn.Module):
         return self._values(out)
 
     def _train(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch
     ) -> torch.Tensor:
         """Compute attention in a pass that trains the indexer, and report the indexer's loss to the stage. The indexer
         receives detached inputs."""

@@ -11,9 +11,7 @@ from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.linear import GroupedLinear, check_rows, make_linear
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import RopeAngles
-
-Angles = tuple[torch.Tensor, torch.Tensor]
+from dsa_layers.layers.rope import Angles, RopeAngles
 
 
 class CompressedAttention(nn.Module):

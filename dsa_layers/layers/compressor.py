@@ -9,7 +9,7 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.compressed_kv_cache import DRAFTS, CompressedLayerCache
-from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE, KeySelection, Rope
+from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE, Angles, KeySelection
 from dsa_layers.layers.linear import FP32Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 
@@ -127,11 +127,11 @@ class CompressedIndexer(KeySelection):
         self,
         x: torch.Tensor,
         qr: torch.Tensor,
-        rope: Rope,
+        rope: Angles,
         batch: TokenBatch,
         cache: CompressedLayerCache | None = None,
         *,
-        entry_rope: Rope,
+        entry_rope: Angles,
     ) -> torch.Tensor:
         check_no_cache(cache, batch)
         keys = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)

@@ -2,7 +2,7 @@
 indexer."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -17,11 +17,10 @@ from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
+from dsa_layers.layers.rope import Angles
 from dsa_layers.layers.trained_attention import TrainedAttention
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
 FP8_DIM = 128  # the head_dim that `quantize` requires: the Hadamard transform and pages of FP8 keys have 128 channels
-Module = TypeVar("Module", bound=nn.Module)
 # The default accumulator dtype of FP8 prefill scores on Hopper, for `load_model`, `dsa_layers.hf` and single layers.
 # Decoding, scores in other dtypes, and CPUs always accumulate in fp32.
 #   torch.float16  1.4 to 1.7 times as fast as fp32 accumulation. The error of scores is about 5e-4 of their root mean
@@ -50,7 +49,7 @@ class Indexer(Protocol):
     top_k: int
 
     def select(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache | None = None
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return int32 [T, top_k]: the selected positions in each token's sequence, ascending, padded with -1. If a
         token sees n < top_k keys, the caller reads only the first n columns.
@@ -60,11 +59,11 @@ class Indexer(Protocol):
         at row `batch.key_starts[t]`.
         """
 
-    def store(self, x: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache) -> None:
+    def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
         """Write the new tokens' data for later passes to `cache.index` at `batch.slots`. Attention calls `store` before
         `select`. If the pass attends to all keys, attention calls `store` but not `select`."""
 
-    def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, attention: TrainedAttention) -> torch.Tensor:
+    def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, attention: TrainedAttention) -> torch.Tensor:
         """Return fp32 [T]: the loss of each token, in a pass that trains the indexer. The indexer gives its scores to
         `attention.kl` or `attention.lightning_kl`, which computes the loss. x and qr are detached."""
 
@@ -95,7 +94,9 @@ class KeySelection(nn.Module):
         """Compute w, fp32 [T, n_heads]."""
         return linear_fp32(x, self.weights_proj.weight, self.weight_scale)
 
-    def rotated_queries(self, q: torch.Tensor, weights: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotated_queries(
+        self, q: torch.Tensor, weights: torch.Tensor, rope: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (q [T, n_heads, head_dim] with rope, w) from wq_b(qr) and w. If `quantize`, q is e4m3, and its scales
         are multiplied into w."""
         q = q.unflatten(-1, (self.n_heads, self.head_dim))
@@ -110,7 +111,7 @@ class KeySelection(nn.Module):
         q: torch.Tensor,
         keys: torch.Tensor,
         weights: torch.Tensor,
-        rope: Rope,
+        rope: Angles,
         view: SelectableKeys,
         by_sequence: bool,
     ) -> torch.Tensor:
@@ -257,24 +258,26 @@ class LightningIndexer(KeySelection):
         self.k_norm = LayerNorm(head_dim)
         self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
 
-    def project(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) for the scores
         sum_h w_h relu(q_h . k). They are not quantised and have gradients."""
         q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), *rope, **self.rope)
         return q, self.keys(self.wk(x), rope), self.head_weights(x)
 
-    def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, attention: TrainedAttention) -> torch.Tensor:
+    def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, attention: TrainedAttention) -> torch.Tensor:
         return attention.lightning_kl(*self.project(x, qr, rope))
 
     @torch.no_grad()
     def select(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache | None = None
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
         check_no_cache(cache, batch)
         keys = self.keys(self.wk(x), rope)
         return self.select_new(self.wq_b(qr), keys, self.head_weights(x), rope, batch, batch.is_decode)
 
-    def keys(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def keys(self, projected: torch.Tensor, rope: Angles) -> torch.Tensor:
         """Compute k [T, head_dim] from wk(x) [T, head_dim]. k is not quantised."""
         return dsa.apply_rotary(self.k_norm(projected), *rope, **self.rope)
 

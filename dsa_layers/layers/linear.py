@@ -1,4 +1,4 @@
-"""Linear layers with weights in a float dtype or in FP8 blocks, the token embedding, and the language-model head."""
+"""Linear layers with weights in a float dtype or in FP8 blocks, and the language-model head."""
 
 import torch
 from torch import nn
@@ -189,19 +189,6 @@ class _Logits(torch.autograd.Function):
             grad @ weight if of_x else None,
             grad.flatten(0, -2).T @ x.flatten(0, -2) if of_weight else None,
         )
-
-
-class Embedding(nn.Module):
-    """y[t] = weight[tokens[t]]. tokens int64 [...] -> [..., hidden]. Parameter: weight [vocabulary, hidden]."""
-
-    def __init__(self, vocabulary: int, hidden: int, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, hidden, dtype=dtype))
-        if self.weight.device.type != "meta":
-            nn.init.normal_(self.weight)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(tokens, self.weight)
 
 
 class GroupedLinear(nn.Module):

@@ -6,7 +6,7 @@ from torch import nn
 import dsa
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameter: weight [dim], fp32 as
@@ -14,15 +14,13 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+        super().__init__(dim, eps, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return dsa.rms_norm(x, self.weight.float(), self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension.
 
     x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameters: weight and bias
@@ -30,11 +28,8 @@ class LayerNorm(nn.Module):
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(dim, dtype=torch.float32))
+        super().__init__(dim, eps, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.float(), self.bias.float()
-        return nn.functional.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
+        return nn.functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)

@@ -10,6 +10,8 @@ from torch import nn
 from dsa.runtime.values import integer, number, shown
 from dsa_layers.batch.selectable_keys import cached_property
 
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
+
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
     """Return the frequencies f_i = theta^(-2i / dim), i < dim / 2: fp32 [dim / 2], in radians per position. Raise
@@ -111,8 +113,6 @@ class JointRotary(nn.Module):
     def __init__(self, embeddings: Sequence[tuple[RotaryEmbedding, int]]) -> None:
         super().__init__()
         ratios = [ratio for _, ratio in embeddings]
-        if ratios != sorted(ratios, key=lambda ratio: ratio != 1):
-            raise ValueError(f"embeddings: those of ratio 1 must come first, got ratios {ratios}")
         self.own = ratios.count(1)
         self.scales = [embedding.scale for embedding, _ in embeddings]
         first = embeddings[0][0].frequencies

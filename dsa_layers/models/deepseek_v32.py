@@ -18,7 +18,7 @@ from dsa_layers.config.fields import Fields, computed, integer, one_of, only
 from dsa_layers.config.model_config import ModelConfig, RopeConfig, read_rope
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.linear import Embedding, LanguageModelHead, Linear
+from dsa_layers.layers.linear import LanguageModelHead, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import make_rotary, yarn_mscale
@@ -197,7 +197,7 @@ class DeepseekV32Model(nn.Module):
 
     def __init__(self, config: DeepseekV32Config, precision: Precision) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
         self.layers = nn.ModuleList(
             decoder_block(config, precision, indexed=kind == "full", dense=i < config.first_k_dense_replace)
             for i, kind in enumerate(config.indexer_types)

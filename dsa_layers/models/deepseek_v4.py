@@ -26,7 +26,7 @@ from dsa_layers.config.model_config import (
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
-from dsa_layers.layers.linear import Embedding, LanguageModelHead, make_linear
+from dsa_layers.layers.linear import LanguageModelHead, make_linear
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import JointRotary, RopeAngles, make_rotary
@@ -314,7 +314,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.config = config
         self.precision = precision or Precision.of(config)
         hidden, dtype = config.hidden_size, self.precision.dtype
-        self.embed = Embedding(config.vocab_size, hidden, dtype=dtype)
+        self.embed = nn.Embedding(config.vocab_size, hidden, dtype=dtype)
         self.layers = nn.ModuleList(
             hyper_block(config, self.precision, kind, hashed=hashed)
             for kind, hashed in zip(config.layer_types, config.hash_layers)

@@ -37,10 +37,6 @@ class Precision:
             raise error(f"dtype: must be torch.bfloat16, torch.float16 or torch.float32, got {shown(self.dtype)}")
         for name in ("fp8_linear", "fp8_indexer", "fp4_experts"):
             check_flag(name, getattr(self, name))
-        if self.fp4_experts and not self.fp8_linear:
-            raise ValueError(
-                "fp4_experts: FP4 weights are multiplied with FP8 activations; accepted with fp8_linear=True"
-            )
         check_choice("kv_cache", self.kv_cache, ("fp8", "model"))
 
     @classmethod

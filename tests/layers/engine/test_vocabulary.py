@@ -8,7 +8,6 @@ import torch
 
 from dsa_layers.engine import split
 from dsa_layers.engine.split import SplitEmbedding
-from dsa_layers.layers.linear import Embedding
 from dsa_layers.parallel.ranks import Ranks
 
 
@@ -25,7 +24,7 @@ def embedding_of(rank, dtype):
 def test_the_ranks_embeddings_add_up(shape, dtype, one_kernel, monkeypatch):
     monkeypatch.setattr(split, "backends", SimpleNamespace(runs_kernel=lambda *_: one_kernel))
     monkeypatch.setattr(Ranks, "sum", lambda self, x: x)  # each rank's part by itself
-    whole = Embedding(12, 8, dtype=dtype)
+    whole = torch.nn.Embedding(12, 8, dtype=dtype)
     tokens = torch.randint(12, shape)
     total = torch.zeros_like(whole(tokens))
     for rank in range(3):

@@ -63,7 +63,7 @@ def sums(ranks, rows, own, every):
     started, more = total(), doubled(rows.local(part(8, count)), rows.local(part(9, count)))
     experts = x, every[:, None].int(), torch.ones(count, 1)
     of_whole_rows = [ranks.sum(x), whole_rows.reduce(x), whole_rows.reduce_experts(*experts)]
-    return [rows.reduce(x), started, rows.reduce_experts(*experts), *map(rows.local, of_whole_rows)], more
+    return [rows.reduce(x), started, *map(rows.local, of_whole_rows)], more
 
 
 def exchanged(ranks):

@@ -306,23 +306,20 @@ BATCH = SequenceBatch.without_cache([3, 1, 3])
 def test_a_sequence_s_last_token_has_no_target():
     expected = [11, 12, -100, -100, 15, 16, -100]
     share = IndexerStage(Small(6), "sparse").share([3, 1, 3], Ranks(0, 1))
-    starts = torch.tensor([0, 0, 3, 4, 7, 7], dtype=torch.int32)  # empty sequences, too
-    for sequences in (BATCH, share, starts):
-        assert next_tokens(TOKENS, sequences).tolist() == expected
-    assert next_tokens(TOKENS[:0], starts[:1]).tolist() == []
+    for batch in (BATCH, share):
+        assert next_tokens(TOKENS, batch).tolist() == expected
+    assert next_tokens(TOKENS[:0], SequenceBatch.without_cache([])).tolist() == []
     assert share.mean(torch.tensor([1.0, 1, 0, 0, 1, 1, 0]), count=4) == 1
     assert_refused("count: must be at least 1, got 0", share.mean, torch.ones(7), count=0)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sequences", "message"),
+    ("tokens", "batch", "message"),
     [
         (TOKENS.int(), BATCH, "tokens: dtype must be int64, got int32"),
-        (TOKENS[1:], BATCH, r"tokens: shape must be \[7\], got \[6\] \(sizes as of sequences\)"),
-        (TOKENS, [3, 1, 3], r"sequences: must be a SequenceBatch or int32 \[B \+ 1\], .*, got list"),
-        (TOKENS, torch.tensor([0, 7]), "sequences: dtype must be int32, got int64"),
-        (TOKENS, torch.tensor([0, 3]).int(), r"sequences: must ascend from 0 to 7, got \[0, 3\]"),
+        (TOKENS[1:], BATCH, r"tokens: shape must be \[7\], got \[6\] \(sizes as of batch\)"),
+        (TOKENS, [3, 1, 3], "batch: must be a SequenceBatch, got list"),
     ],
 )
-def test_what_are_no_sequences_of_the_tokens(tokens, sequences, message):
-    assert_refused(message, next_tokens, tokens, sequences)
+def test_a_batch_of_other_tokens_is_refused(tokens, batch, message):
+    assert_refused(message, next_tokens, tokens, batch)
