@@ -124,6 +124,17 @@ def test_a_damaged_file_is_named(tmp_path, name, content, problem):
         read_config(tmp_path)
 
 
+def test_deepseek_v4_s_layers_and_ropes_are_read(tmp_path):
+    flash, pro = (read(tmp_path, f"deepseek_v4_{release}") for release in ("flash", "pro"))
+    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
+    assert flash.layer_types == ("sliding_attention",) * 2 + tuple(kinds * 20) + (kinds[0],)
+    assert pro.layer_types == (kinds[1],) * 2 + tuple(kinds * 29) + (kinds[0],)
+    assert flash.rope == RopeConfig(1e4, None)
+    assert flash.compress_rope == RopeConfig(1.6e5, YarnConfig(16.0, 65536, 32.0, 1.0, 0.0, 0.0))
+    assert flash.quantization == QuantizationConfig("ue8m0", "fp4")
+    assert flash.hash_layers == (True,) * 3 + (False,) * 40
+
+
 def test_the_dtype_of_deepseek_v4_s_experts_may_be_in_the_quantisation_or_unsaid(tmp_path):
     name, in_quantisation = "deepseek_v4_flash", {"quantization_config.expert_dtype": "fp4"}
     for changes in (in_quantisation, in_quantisation | {"expert_dtype": None}):

@@ -41,15 +41,14 @@ def test_a_family_outside_of_the_package_is_found_after_it_is_added(tmp_path, mo
 class Other:
     """A model of no family, and no torch.nn.Module: it has what generation asks for and nothing else."""
 
-    page_size = 32
-    captures_decode = False
+    page_size, captures_decode = 32, False
 
     def __init__(self, model):
         self.config, self.make_cache, self.parameters = model.config, model.make_cache, model.parameters
         self.model = model
 
-    def __call__(self, tokens, batch, cache=None, *, all_tokens=False):
-        return self.model(tokens, batch, cache, all_tokens=all_tokens)
+    def __call__(self, *arguments, **options):
+        return self.model(*arguments, **options)
 
 
 def test_generation_takes_any_model_that_has_what_it_asks_for(checkpoint):
