@@ -1,6 +1,7 @@
 """What the functions that users call first refuse: by the argument's name, with what it got."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -17,12 +18,6 @@ def refused(message, call, *arguments, **options):
         call(*arguments, **options)
 
 
-@pytest.mark.parametrize("call", [load_model, Tokenizer, write_tiny_checkpoint])
-@pytest.mark.parametrize("directory", [None, b"here"])
-def test_directories(call, directory):
-    refused(f"directory: must be a string or a path, got {directory!r}", call, directory)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -30,6 +25,7 @@ def test_directories(call, directory):
         ({"seed": -1}, "seed: must be at least 0, got -1"),
         ({"seed": 2**63}, f"seed: must be at most {2**63 - 1}, got {2**63}"),
         ({"quantized": 1}, "quantized: must be True or False, got 1"),
+        ({"model": "llama"}, "model: must be one of 'deepseek_v32', 'deepseek_v4', 'glm_moe_dsa', got 'llama'"),
     ],
 )
 def test_nothing_is_written_for_wrong_options(tmp_path, options, message):
@@ -38,11 +34,25 @@ def test_nothing_is_written_for_wrong_options(tmp_path, options, message):
 
 
 TOKENIZER = Tokenizer(SHIPPED_MODEL)
+YARN = partial(yarn_frequencies, factor=4, original_length=4096)
+ROPE_REFUSED = [
+    (frequencies, arguments, message)
+    for frequencies in (rope_frequencies, YARN)
+    for arguments, message in [
+        ((63, 1e4), "dim: must be even, got 63"),
+        ((64.0, 1e4), "dim: must be an integer, got 64.0"),
+        ((64, float("nan")), "theta: must be a finite number above 0, got nan"),
+        ((64, None), "theta: must be a number, got None"),
+    ]
+]
 
 
 @pytest.mark.parametrize(
     ("call", "arguments", "message"),
     [
+        (load_model, (None,), "directory: must be a string or a path, got None"),
+        (Tokenizer, (b"here",), "directory: must be a string or a path, got b'here'"),
+        (write_tiny_checkpoint, (None,), "directory: must be a string or a path, got None"),
         (TOKENIZER.encode, (None,), "text: must be a string, got NoneType"),
         (TOKENIZER.decode, ("12",), "ids: must be a list of token ids, got '12'"),
         (accelerate, (None,), "model: must be a torch.nn.Module, got NoneType"),
@@ -50,27 +60,13 @@ TOKENIZER = Tokenizer(SHIPPED_MODEL)
         (Ranks, (2, 2), "rank: must be at most 1, got 2"),
         (Ranks, (0, 0), "size: must be at least 1, got 0"),
         (Ranks, (0, 2.0), "size: must be an integer, got 2.0"),
+        *ROPE_REFUSED,
     ],
 )
-def test_tokens_models_and_ranks(call, arguments, message):
+def test_wrong_arguments_are_refused_by_their_names(call, arguments, message):
     refused(message, call, *arguments)
 
 
-def test_a_process_outside_of_a_group_has_no_rank():
-    """As torch.distributed says it; what is split over the group says so."""
+def test_a_process_outside_of_a_group_has_rank_minus_1():
+    """As in torch.distributed."""
     assert Ranks(-1, -1, object()).rank == -1
-
-
-@pytest.mark.parametrize(
-    ("dim", "theta", "message"),
-    [
-        (63, 1e4, "dim: must be even, got 63"),
-        (64.0, 1e4, "dim: must be an integer, got 64.0"),
-        (64, 0, "theta: must be a finite number above 0, got 0"),
-        (64, float("nan"), "theta: must be a finite number above 0, got nan"),
-        (64, None, "theta: must be a number, got None"),
-    ],
-)
-def test_rope(dim, theta, message):
-    refused(message, rope_frequencies, dim, theta)
-    refused(message, yarn_frequencies, dim, theta, factor=4, original_length=4096)

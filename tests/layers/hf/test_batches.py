@@ -18,7 +18,7 @@ def positions_of(mask):
 @torch.no_grad()
 @pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(models, tokens, side, positions):
+def test_padding_changes_no_logits(models, tokens, side, positions):
     ids, mask = padded(tokens, LENS, side)
     position_ids = positions_of(mask) if positions else None
     got = models.ours(ids, attention_mask=mask, position_ids=position_ids).logits
@@ -27,8 +27,7 @@ def test_padding(models, tokens, side, positions):
 
 
 @torch.no_grad()
-def test_a_sequence_may_be_missing(models, tokens):
-    """A row that is all padding, in the first pass, in the second, or in both."""
+def test_a_row_of_a_pass_may_be_all_padding(models, tokens):
     ids, mask = padded(tokens, LENS, "left")
     mask[1] = 0
     cache = DynamicCache(config=models.ours.config)
@@ -43,8 +42,7 @@ def test_a_sequence_may_be_missing(models, tokens):
 
 
 @torch.no_grad()
-def test_padding_between_tokens(models, tokens):
-    """As after a right-padded prompt: the next token stands behind the padding."""
+def test_padding_may_stand_between_a_prompt_and_the_next_token(models, tokens):
     ids, mask = padded(tokens, LENS, "right")
     cache = DynamicCache(config=models.ours.config)
     models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), cache=cache)
@@ -55,7 +53,7 @@ def test_padding_between_tokens(models, tokens):
         assert_same(got[b], models.alone(tokens[b, : n + 2])[-2:])
 
 
-def test_generate_with_padding(models, tokens):
+def test_greedy_tokens_after_padded_prompts_are_the_same(models, tokens):
     ids, mask = padded(tokens, LENS, "left")
     options = {"max_new_tokens": 12, "do_sample": False}
     got = models.ours.generate(ids, attention_mask=mask, **options)

@@ -78,7 +78,7 @@ def test_other_implementations_of_attention_are_refused(models, tokens):
     refused("attn_implementation 'dsa'; got .* with 'eager'", model, tokens)
     model = copy.deepcopy(models.theirs)
     model.config._attn_implementation = "dsa"
-    with pytest.raises((ValueError, KeyError), match=r"'dsa' is for the layers of dsa_layers\.hf|not a valid|dsa"):
+    with pytest.raises((ValueError, KeyError), match="dsa"):
         model(tokens)
 
 

@@ -8,36 +8,23 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
+from dsa_layers import tiny
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
+from tests.layers.io.chat_examples import BOS, EOS
 from tests.layers.io.stand_ins import LFS_POINTER
 from tests.reference.common import assert_refused
 
-BOS, EOS, USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
 MESSAGES = [{"role": "user", "content": "a < b & 'c'"}, {"role": "assistant", "content": "oui, à 😀"}]
 
 
-def byte_level(post_processor=None):
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[BOS, EOS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.add_tokens([tokenizers.AddedToken(USER, special=False, normalized=False)])
+def make(directory, post_processor=None, **config):
+    tokenizer = tokenizers.Tokenizer.from_str(tiny.train_tokenizer(300).to_str())
     if post_processor is not None:
         tokenizer.post_processor = post_processor
-    return tokenizer
-
-
-def make(directory, post_processor=None, **config):
-    byte_level(post_processor).save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = {"bos_token": BOS, "eos_token": {"__type": "AddedToken", "content": EOS}, "add_bos_token": True, **config}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(directory)
@@ -49,7 +36,7 @@ def test_a_text_is_decoded_as_it_was_encoded(tmp_path):
     assert ids[0] == tokenizer.bos_token_id == 0 and tokenizer.eos_token_id == 1
     assert tokenizer.encode(TEXT, add_bos=False) == ids[1:] and 0 not in ids[1:]
     assert tokenizer.decode([*ids, 1]) == TEXT
-    assert tokenizer.vocab_size == 301 and tokenizer.decode([10**6]) == ""
+    assert tokenizer.vocab_size == 300 and tokenizer.decode([10**6]) == ""
 
 
 def test_bos_never_comes_twice(tmp_path):

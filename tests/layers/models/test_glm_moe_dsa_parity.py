@@ -52,10 +52,6 @@ def test_logits_agree_with_groups_yarn_and_a_listed_schedule(tmp_path):
     """Another config: routing groups, YaRN, two shared experts, and a schedule that no frequency gives."""
     changes = {
         "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 0, "rms_norm_eps": 1e-5,
-        "indexer_types": ["full", "shared", "shared", "full"],
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
+        "indexer_types": ["full", "shared", "shared", "full"], "rope_parameters": hf_models.YARN,
     }  # fmt: skip
     assert_parity(hf_models.glm_moe_dsa, tmp_path, **changes)
