@@ -56,7 +56,6 @@ def test_all_keys_is_attention_of_a_model_that_selects_as_many_keys_as_there_are
 
 
 def test_the_latest_keys_are_a_window(model, sequences):
-    """A token changes the first layer's output within the window alone; short contexts are whole."""
     tokens, seen = sequences[0], []
     hook = model.model.layers[0].self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[0]))
     with latest_keys(model), KeysRead(model) as keys:

@@ -68,5 +68,4 @@ def test_wrong_arguments_are_refused_by_their_names(call, arguments, message):
 
 
 def test_a_process_outside_of_a_group_has_rank_minus_1():
-    """As in torch.distributed."""
     assert Ranks(-1, -1, object()).rank == -1

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 
 import pytest
 import torch
@@ -46,7 +45,6 @@ def test_a_checkpoints_kernels_are_compiled_once(asked, checkpoint, tmp_path, ca
 
 @pytest.mark.slow
 def test_options_choose_the_variants(asked, tmp_path, monkeypatch):
-    """Of a config.json by itself, whatever its name."""
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     for options in ("--gpus 4", "--widen-experts", "--dequantize --dtype float16 --draft 2"):
@@ -57,8 +55,9 @@ def test_options_choose_the_variants(asked, tmp_path, monkeypatch):
 
 
 def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monkeypatch, error):
-    changed = tmp_path / "config.json"
+    changed, draftless = tmp_path / "gpt2.json", tmp_path / "draftless.json"
     changed.write_text(json.dumps(fields_of(checkpoint) | {"model_type": "gpt2"}))
+    draftless.write_text(json.dumps(fields_of(checkpoint) | {"num_nextn_predict_layers": 0}))
     writable = tmp_path / "writable"
     writable.mkdir()
     writable.chmod(0o777)
@@ -68,6 +67,8 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
         (["--model", str(changed)], f"{changed}: field 'model_type' is 'gpt2'; accepted: "),
         ([*model, "--out", str(writable)], "other users may write to the folder"),
         ([*model, "--out", str(changed)], f"{changed} is not a folder"),
+        (["--model", str(draftless), "--draft", "1"], "--draft: config.json has num_nextn_predict_layers=0"),
+        ([*model, "--gpus", "3"], "--gpus: 3 do not evenly share the "),
     ):
         assert main(["compile", *options]) == 2
         assert error().startswith(f"dsa compile: {message}"), message
@@ -79,16 +80,3 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
     assert main(["compile", *model]) == 2
     assert error().startswith("dsa compile: nvidia-cutlass-dsl is not installed")
     assert not asked
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--draft", "1"], "--draft: config.json has num_nextn_predict_layers=0"),
-        (["--gpus", "3"], "--gpus: 3 do not evenly share the "),
-    ],
-)
-def test_models_that_lack_a_drafter_or_do_not_come_apart_are_refused(checkpoint, tmp_path, capsys, options, problem):
-    (tmp_path / "config.json").write_text(json.dumps(fields_of(checkpoint) | {"num_nextn_predict_layers": 0}))
-    assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), *options]) == 2
-    assert re.search(f"^dsa compile: {problem}", capsys.readouterr().err, re.M)

@@ -61,7 +61,6 @@ def test_only_the_shipped_model_gets_one_thread(loaded, monkeypatch, checkpoint)
 
 @pytest.mark.parametrize("started", [None, 2])
 def test_several_gpus_where_there_is_none_are_refused(checkpoint, monkeypatch, error, started):
-    """Both if this command would start the ranks and if torchrun did."""
     monkeypatch.setattr(model, "started_ranks", lambda: started)
     assert main(["generate", str(checkpoint), "--prompt", "x", *(["--gpus", "2"] if started is None else [])]) == 2
     told = "--gpus: got 2, but torch sees no CUDA GPU; for processes of a CPU give --device cpu"

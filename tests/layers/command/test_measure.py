@@ -19,7 +19,6 @@ def compare(*options):
 
 
 def measured(capsys):
-    """The event that begins, and those of each attention by its name."""
     start, *rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return start, {row["attention"]: row for row in rows}
 
@@ -78,7 +77,6 @@ def test_options_limit_the_number_and_length_of_sequences(options, shape):
 
 @pytest.mark.slow
 def test_dense_attention_reads_the_whole_cache_of_every_family(directory, capsys):
-    """In DeepSeek-V4 that is less than the context has tokens."""
     assert compare(directory, "--json", "--length", 450, "--max-tokens", 450, "--prefill-chunk", 128) == 0
     _, rows = measured(capsys)
     assert all(math.isfinite(row["loss"]) for row in rows.values())

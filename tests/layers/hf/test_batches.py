@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.layers.hf.pairs import assert_same, padded
+from tests.layers.hf.pairs import padded
+from tests.layers.models.parity import assert_same
 
 LENS = [48, 5, 23]
 
@@ -65,7 +66,6 @@ def test_greedy_tokens_after_padded_prompts_are_the_same(models, tokens):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_positions_that_begin_again_separate_sequences_without_a_cache(models, tokens, frozen):
-    """As in transformers. With gradients and without them, before the first layer that learns and after it."""
     lens = [12, 1, 8]
     ids, positions = tokens[:, :21], torch.cat([torch.arange(n) for n in lens])[None]
     ours = copy.deepcopy(models.ours)

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 import dsa
 from dsa_layers.engine import paged_attention
 from dsa_layers.hf.paged_layer import PagedLayer
-from tests.layers.hf.pairs import Adapter, assert_same
+from tests.layers.hf.pairs import Adapter
+from tests.layers.models.parity import assert_same
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,6 @@ def linear_layers(model):
 
 
 def with_adapters(model, name):
-    """A copy whose linear layers of this name have adapters."""
     torch.manual_seed(0)
     model = copy.deepcopy(model)
     for self_attn, linear in linear_layers(model)[name]:
@@ -102,7 +102,6 @@ def with_adapters(model, name):
 
 
 def with_hooks(model, name):
-    """A copy whose linear layers of this name have hooks that change their output."""
     model = copy.deepcopy(model)
     for _, linear in linear_layers(model)[name]:
         linear.register_forward_hook(lambda module, inputs, output: output.roll(1, -1))
@@ -112,7 +111,6 @@ def with_hooks(model, name):
 @torch.no_grad()
 @pytest.mark.parametrize(("changed", "names"), [(with_adapters, ("",)), (with_hooks, ("kv_b_proj", "weights_proj"))])
 def test_adapters_and_hooks_of_linear_layers_take_effect(models, tokens, changed, names):
-    """Adapters of every one, also of those whose weight is read; and hooks of the latter."""
     plain = models.theirs(tokens).logits
     assert any(name.endswith("weights_proj") for name in linear_layers(models.theirs))
     for name in linear_layers(models.theirs):

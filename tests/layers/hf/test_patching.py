@@ -15,9 +15,10 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import accelerate
 from dsa_layers.io.loading import load_model
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, set_score_accumulators
-from tests.layers.hf.pairs import assert_same, pair
+from tests.layers.hf.pairs import pair
 from tests.layers.io.stand_ins import assert_same_tensors
 from tests.layers.layers.calls import record
+from tests.layers.models.parity import assert_same
 from tests.reference.common import assert_refused
 
 

@@ -10,7 +10,8 @@ from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
-from tests.layers.hf.pairs import Adapter, assert_close_gradients, assert_same, pair
+from tests.layers.hf.pairs import Adapter, assert_close_gradients, pair
+from tests.layers.models.parity import assert_same
 
 LAYERS = range(6)
 SELECTING = [0, 1, 4]  # layers 2 and 3 share the selection of layer 1, layer 5 that of layer 4
@@ -42,7 +43,6 @@ def checkpoint(model, layers, use_reentrant=False):
 
 
 def assert_same_pass(ours, theirs, **arguments):
-    """Compare logits and gradients of [B, S] tokens."""
     found = [model(**arguments).logits for model in (ours, theirs)]
     assert_same(*(logits.detach() for logits in found))
     if not found[1].requires_grad:
@@ -78,7 +78,6 @@ def test_a_mix_of_layers_with_adapters_and_without(models, tokens, place):
 @pytest.mark.parametrize("checkpointed", [[1], [2], [3, 5], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("first", [0, 2, 5])
 def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, checkpointed, use_reentrant):
-    """Checkpointed layers have no cache."""
     ours, theirs = copies(models, f"model.layers.{first}.")
     for model in (ours, theirs):
         checkpoint(model, checkpointed, use_reentrant)
@@ -119,7 +118,6 @@ def multi_head(monkeypatch):
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("first", LAYERS)
 def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, first, use_cache, multi_head):
-    """A frozen layer that takes the form hands bits and positions on."""
     ours, theirs = copies(models, f"model.layers.{first}.")
     assert_same_pass(ours, theirs, input_ids=tokens[:, :48], use_cache=use_cache)
     assert [layer.layer_idx for layer in multi_head] == list(range(first))

@@ -37,7 +37,6 @@ def labelled(ids, mask=None):
 
 @pytest.mark.parametrize("length", [8, 48])
 def test_gradients_of_a_batch_are_the_same(models, tokens, length):
-    """Of all keys and of selected ones."""
     batch = labelled(tokens[:, :length])
     (loss, got), (expected_loss, expected) = gradients(models.ours, **batch), gradients(models.theirs, **batch)
     assert (loss - expected_loss).abs() < 1e-5

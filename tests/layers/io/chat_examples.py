@@ -6,7 +6,6 @@ from dsa_layers.io.chat_template import FORMATS
 
 
 def macro(model_type, name):
-    """The text of a format's macro."""
     source = FORMATS[model_type].read_text(encoding="utf-8")
     return re.search(rf"macro {name}\(\w*\) -%}}\n(.*?){{% endmacro", source, re.DOTALL)[1]
 

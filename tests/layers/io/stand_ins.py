@@ -40,12 +40,10 @@ def stand_in(tensors, buffers=()):
 
 
 def like(tensors):
-    """The (shape, dtype) of each tensor, for `stand_in`."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def loaded(tensors, directory, **options):
-    """A stand-in for a model after loading."""
     model = stand_in(tensors)
     load_weights(model, directory, progress=False, **options)
     return model
@@ -71,7 +69,6 @@ def write(directory, *shards, index=None):
 
 
 def read_tensors(directory):
-    """{name: tensor} of all the checkpoint's files."""
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
@@ -91,8 +88,6 @@ def changed(directory, target, change=lambda tensors: None, **fields):
 
 
 def dropper(*beginnings):
-    """A change that drops the tensors whose names begin so."""
-
     def drop(tensors):
         for name in [name for name in tensors if name.startswith(beginnings)]:
             del tensors[name]

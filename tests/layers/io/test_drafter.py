@@ -118,7 +118,6 @@ def test_the_first_of_several_layers_is_loaded(directory, model_type, tmp_path):
 
 
 def test_a_checkpoint_without_the_layer_has_no_drafter(directory, model_type, tmp_path):
-    """By its configuration, or by its files alone."""
     told = r"^drafter: config\.json has num_nextn_predict_layers=0; accepted: a checkpoint"
     for fields, error, message in (
         (with_layers(directory, 0), ValueError, told),

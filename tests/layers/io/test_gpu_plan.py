@@ -40,7 +40,6 @@ def directory(request, tmp_path_factory):
 
 
 def held(tensors):
-    """Bytes of memory, in which a tensor may be a part."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
@@ -49,7 +48,6 @@ def held(tensors):
     [("queries", 1, 0), ("queries", 2, DRAFTS), ("queries", 4, 0), ("heads", 2, 0), ("heads", 4, DRAFTS)],
 )
 def test_the_plan_is_what_a_rank_holds(directory, way, gpus, drafts):
-    """With a cache of fewer pages than there are sequences, and of more."""
     with split_by(way):
         config = read_config(directory)
         found = plan(config, precision_of(config), gpus, drafter=drafts > 0)
@@ -68,7 +66,6 @@ def test_the_plan_is_what_a_rank_holds(directory, way, gpus, drafts):
 
 @pytest.mark.parametrize(("name", "gpus"), [("deepseek_v32", 8), ("deepseek_v4_flash", 2)])
 def test_context_is_what_memory_the_weights_leave(name, gpus):
-    """For more pages than there are sequences, whose state slots all count, and for fewer."""
     config = read_config(VENDORED / f"{name}_config.json")
     for drafter in (False, True):
         found = plan(config, precision_of(config), gpus, drafter=drafter)
@@ -92,7 +89,6 @@ def test_plans_of_published_models_have_their_size_and_hold_a_twentieth_on_every
 
 
 def planned(capsys, *options):
-    """(exit code, what is written) of `dsa plan`."""
     code = main(["plan", *map(str, options)])
     return code, "".join(capsys.readouterr())
 

@@ -7,19 +7,9 @@ from safetensors.torch import save_file
 from dsa import fp4_block_scales, widen_fp4
 from dsa_layers.io.directory import SINGLE_NAME, Checkpoint
 from dsa_layers.io.tensors import dequantize_fp4
-from tests.layers.io.stand_ins import (
-    BF16,
-    E8M0,
-    F32,
-    FP8,
-    assert_same_tensors,
-    failure,
-    like,
-    loaded,
-    powers,
-    write,
-)
+from tests.layers.io.stand_ins import BF16, F32, FP8, assert_same_tensors, failure, like, loaded, powers, write
 
+E8M0 = torch.float8_e8m0fnu
 F4 = torch.float4_e2m1fn_x2  # safetensors calls it F4, and counts values
 SCALE = "w.weight_scale_inv"
 WIDENED = {"w.weight": ((200, 128), FP8), SCALE: ((2, 1), F32)}

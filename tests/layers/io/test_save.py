@@ -21,7 +21,6 @@ SMALL = 2**21  # bytes of a file
 
 @pytest.fixture(scope="module")
 def storage(model_type):
-    """What the published weights are in."""
     return "fp4" if model_type == "deepseek_v4" else "fp8"
 
 
@@ -39,7 +38,6 @@ def assert_same_model(a, b, **options):
 
 @pytest.mark.parametrize("drafter", [False, True])
 def test_a_saved_model_is_as_published(directory, storage, tmp_path, drafter):
-    """What was quantised before is so again, without loss: FP8 blocks, and DeepSeek-V4's experts in FP4."""
     model = load_model(directory, **FLOAT, drafter=drafter)
     save_model(model, tmp_path, like=directory, dtype=storage, shard_bytes=SMALL, progress=False)
     before, after = described(directory), described(tmp_path)
@@ -144,7 +142,6 @@ def test_a_checkpoint_without_multi_token_prediction_layers_is_converted(directo
 
 
 def test_scales_that_are_no_powers_of_two_are_not_rounded(tiny_checkpoint, tmp_path):
-    """A copy would round them; the values in BF16 are right."""
     directory, name = tiny_checkpoint("deepseek_v4"), "layers.0.attn.wq_a.scale"
     source = changed(directory, tmp_path / "source", lambda x: x.update({name: 1.5 * x[name].float()}))
     with pytest.raises(CheckpointError, match=r"wq_a\.weight_scale_inv .* is F32 .*; expected F8_E8M0"):

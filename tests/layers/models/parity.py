@@ -22,7 +22,6 @@ def assert_same(got, expected):
 
 
 def poisoned_cache(model, pages, page_size=16):
-    """A cache whose unwritten memory is NaN."""
     cache = model.make_cache(pages, page_size, state_slots=4)
     for tensor in cache.tensors():
         tensor.view(torch.uint8).fill_(0xFF)
@@ -86,7 +85,6 @@ class ParityTests:
 
     @torch.no_grad()
     def test_a_batch_over_pages_has_the_same_logits(self, models, text):
-        """Three sequences of different lengths in chunks of different sizes, then single tokens in one batch."""
         tokens, expected = text
         ours, total = models[1], [0, 0, 0]
         cache = poisoned_cache(ours, 12, self.page_size)

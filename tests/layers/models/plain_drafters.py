@@ -33,8 +33,6 @@ class _Drafter:
 
 
 class PlainMLADrafter(_Drafter):
-    """The drafter of DeepSeek-V3.2 and GLM-5."""
-
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, f"model.layers.{read_config(directory).num_hidden_layers}.")
 
@@ -44,7 +42,6 @@ class PlainMLADrafter(_Drafter):
         return torch.cat((self.norm(e, "enorm"), self.norm(states, "hnorm")), -1) @ self.weight("eh_proj.weight").T
 
     def states(self, joined: torch.Tensor) -> torch.Tensor:
-        """The states of one sequence from its first position on."""
         return self.norm(self._run(self.block, joined)[0], "shared_head.norm")
 
     def further(self, joined: torch.Tensor, row: torch.Tensor, position: int) -> torch.Tensor:
@@ -68,8 +65,6 @@ class PlainMLADrafter(_Drafter):
 
 
 class PlainV4Drafter(_Drafter):
-    """The drafter of DeepSeek-V4."""
-
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "mtp.0.")
 

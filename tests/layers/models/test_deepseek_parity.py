@@ -13,7 +13,6 @@ class TestDeepseekV32(ParityTests):
 
 
 def test_deepseek_v32_agrees_without_groups_and_yarn(tmp_path):
-    """Another config: one routing group, plain rope, two shared experts, all layers sparse."""
     changes = {
         "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "first_k_dense_replace": 0, "num_hidden_layers": 2,
         "routed_scaling_factor": 1.7, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
@@ -22,8 +21,6 @@ def test_deepseek_v32_agrees_without_groups_and_yarn(tmp_path):
 
 
 class TestDeepseekV4(ParityTests):
-    """Every kind of layer: windows of 8 tokens, entries of 4 and 16."""
-
     page_size = 32
     lengths: ClassVar = [1, 3, 4, 5, 8, 15, 16, 17, 33, 70]
     chunks: ClassVar = [[1] * 70, [70], [5, 7, 13, 1, 1, 21, 22], [16] * 4 + [6], [3, 2, 12, 30, 1, 1, 1, 20]]
@@ -34,7 +31,6 @@ class TestDeepseekV4(ParityTests):
 
 
 def test_deepseek_v4_agrees_with_another_schedule_of_layers(tmp_path):
-    """Layers with ratio 128 or a window only, default rope, no hashed layers, two streams."""
     changes = {
         "compress_ratios": [128, 0, 128], "num_hidden_layers": 3, "num_hash_layers": 0, "hc_mult": 2,
         "rope_parameters": {"rope_type": "default"}, "compress_rope_theta": 5e4, "routed_scaling_factor": 0.7,

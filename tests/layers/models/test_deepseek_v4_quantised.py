@@ -1,13 +1,10 @@
 """Loading DeepSeek-V4's published layout: FP8 with E8M0 or F32 scales, and experts in FP4 or FP8."""
 
-import re
-import shutil
+from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-import dsa
 from dsa.cases.gemm import fp4_values
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine.fuse import fuse
@@ -15,7 +12,6 @@ from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.save import convert_checkpoint
-from dsa_layers.io.tensors import dequantize_fp4
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.models.precision import Precision
@@ -43,21 +39,26 @@ def directory(request, tiny_checkpoint, tmp_path_factory):
     return changed(converted, tmp_path_factory.mktemp("fp32"), widen, quantization_config=scheme)
 
 
+def dequantised(tensor, scale):
+    """The values by the formats' definitions."""
+    if scale is None:
+        return tensor
+    if tensor.dtype == torch.int8:
+        return fp4_values(tensor, scale)
+    return tensor.float() * scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
 @pytest.fixture(scope="module")
 def worth(directory):
-    """The values of the stored weights by the formats' definitions, under the model's names."""
+    """The values of the stored weights under the model's names."""
     config, stored = read_config(directory), read_tensors(directory)
     model = DeepseekV4ForCausalLM(config, Precision(torch.float32, False, False, "model"))
     values = {}
     for name, tensor in stored.items():
         if name.endswith(".scale") or model.skips(name):
             continue
-        scale = stored.get(name.removesuffix("weight") + "scale")
-        if tensor.dtype == torch.int8:
-            tensor = fp4_values(tensor, scale)
-        elif scale is not None:
-            tensor = tensor.float() * scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        values[model.name_of(name)] = tensor.to(torch.int64 if tensor.dtype == torch.int64 else torch.float32)
+        value = dequantised(tensor, stored.get(name.removesuffix("weight") + "scale"))
+        values[model.name_of(name)] = value.to(torch.int64 if tensor.dtype == torch.int64 else torch.float32)
     return values
 
 
@@ -67,7 +68,6 @@ def logits(model):
 
 
 def test_a_dequantised_model_has_exactly_the_stored_weights(directory, worth):
-    """So the logits are equal to the last bit."""
     got = load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
     expected = DeepseekV4ForCausalLM(read_config(directory), Precision(torch.float32, False, False, "model")).eval()
     for name, tensor in parts(expected).items():
@@ -77,24 +77,14 @@ def test_a_dequantised_model_has_exactly_the_stored_weights(directory, worth):
     assert logits(got).std() > 0.3
 
 
-def value(tensors, name):
-    """A tensor times its scales."""
-    tensor, scale = tensors[name], tensors.get(f"{name}_scale_inv")
-    if scale is None:
-        return tensor
-    if tensor.dtype == torch.int8:
-        return dequantize_fp4(tensor, scale)
-    return dsa.dequantize_per_block(tensor, scale, torch.float32)
-
-
 def test_a_quantised_model_has_the_same_weights_in_fp8(directory, worth):
-    """Scales are powers of two if the checkpoint's are."""
     model = load_model(directory, progress=False)
     fp4 = model.config.quantization.expert_dtype == "fp4"
     assert model.precision == Precision(torch.bfloat16, True, True, "fp8", fp4_experts=fp4)
     tensors = parts(model)
     for name, exact in worth.items():
-        assert torch.equal(value(tensors, name).to(exact.dtype), exact), name
+        value = dequantised(tensors[name], tensors.get(f"{name}_scale_inv"))
+        assert torch.equal(value.to(exact.dtype), exact), name
     kinds = {t.dtype for name, t in tensors.items() if ".experts." in name and name.endswith("proj.weight")}
     assert kinds == {torch.int8 if fp4 else torch.float8_e4m3fn}
     if model.config.quantization.scale_fmt == "ue8m0":
@@ -110,7 +100,6 @@ def test_a_quantised_model_has_the_same_weights_in_fp8(directory, worth):
 
 
 def test_widened_experts_give_the_same_logits(directory):
-    """FP4 experts then take twice the memory."""
     kept, widened = (load_model(directory, widen_experts=widen, progress=False) for widen in (False, True))
     assert torch.equal(logits(kept), logits(widened))
     fp4, fp8 = (model.layers[0].ffn.experts.down_proj for model in (kept, widened))
@@ -121,22 +110,17 @@ def test_widened_experts_give_the_same_logits(directory):
 @pytest.mark.parametrize("dequantize", [True, False])
 def test_experts_and_their_scales_may_be_in_one_tensor(directory, tmp_path, dequantize):
     """As transformers saves quantised experts."""
-    stored, config = read_tensors(directory), read_config(directory)
-    fused = {name: tensor for name, tensor in stored.items() if not re.match(r"layers\.\d+\.ffn\.experts\.", name)}
 
-    def stack(layer, which, kind):
-        """[E, rows, columns] of the experts' matrices `which`, one below the other."""
-        experts = range(config.n_routed_experts)
-        names = [[f"layers.{layer}.ffn.experts.{e}.{w}.{kind}" for w in which] for e in experts]
-        dtype = stored[names[0][0]].dtype
-        return torch.stack([torch.cat([stored[n].view(torch.uint8) for n in row]) for row in names]).view(dtype)
+    def fuse_experts(tensors):
+        for layer, (kind, suffix) in product(range(4), (("weight", ""), ("scale", "_scale_inv"))):
+            names = [[f"layers.{layer}.ffn.experts.{e}.{w}.{kind}" for e in range(8)] for w in ("w1", "w3", "w2")]
+            dtype = tensors[names[0][0]].dtype
+            gate, up, down = (torch.stack([tensors.pop(name).view(torch.uint8) for name in row]) for row in names)
+            prefix = f"model.layers.{layer}.mlp.experts."
+            tensors[f"{prefix}gate_up_proj{suffix}"] = torch.cat((gate, up), 1).view(dtype)
+            tensors[f"{prefix}down_proj{suffix}"] = down.view(dtype)
 
-    for layer in range(config.num_hidden_layers):
-        for name, which in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
-            fused[f"model.layers.{layer}.mlp.experts.{name}"] = stack(layer, which, "weight")
-            fused[f"model.layers.{layer}.mlp.experts.{name}_scale_inv"] = stack(layer, which, "scale")
-    shutil.copy(directory / "config.json", tmp_path)
-    save_file(fused, tmp_path / SINGLE_NAME)
+    changed(directory, tmp_path, fuse_experts)
     got, expected = (load_model(path, dequantize=dequantize, progress=False) for path in (tmp_path, directory))
     assert_same_tensors(got.state_dict(), expected.state_dict())
 
@@ -170,7 +154,6 @@ def test_tensors_of_other_releases_are_named(with_tensors, names, reason):
 
 
 def test_fp4_experts_are_found_if_the_configuration_does_not_name_them(with_tensors):
-    """The earliest published configurations do not."""
     model = load_model(with_tensors(expert_dtype=None), progress=False)
     assert model.layers[0].ffn.experts.gate_up_proj.dtype == torch.int8
 

@@ -51,7 +51,6 @@ def test_the_commands_of_the_page_run(project):
 
 @pytest.mark.slow
 def test_the_tests_of_every_family_hold_for_it(project):
-    """FP8, dequantised and BF16, in chunks over a paged cache."""
     files = ["tests/layers/models/test_registry.py", "tests/layers/test_tiny_checkpoint.py"]
     chosen = "dot_dsa and (generates or holds_exactly) or file_named"
     printed = run(project, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "-k", chosen, *files)

@@ -49,7 +49,6 @@ def assert_same(got, expected):
 
 @torch.no_grad()
 def test_drafts_of_whole_sequences_follow_the_formulas(drafters):
-    """The second step takes the first step's states in place of the target's, in drafters that select in every step."""
     model, plain = drafters
     batch = SequenceBatch.without_cache(LENGTHS)
     of_target = model.states(TOKENS[:169], batch)
@@ -76,8 +75,6 @@ def test_drafts_of_whole_sequences_follow_the_formulas(drafters):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[133, 20, 1, 1, 1], [1, 1, 154], [5]])
 def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
-    """A prompt in chunks and single tokens, then three further drafts, then the target's own tokens at the positions of
-    two drafts."""
     model, plain = drafters
     pages, slot = [5, 0, 3], 2
     of_target, cache = (poisoned_cache(one, 8, PAGE) for one in (model, model.drafter))
@@ -101,7 +98,6 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     assert_same(torch.cat(list(map(values, drafted))), expected)
 
     def further(last, joined, expected, total):
-        """Draft the token after the last draft. Returns its states, the block's inputs, and the formulas' states."""
         token = model.drafter.logits(last[-1:]).argmax(-1)
         assert token == plain.logits(expected[-1:]).argmax(-1)
         last = model.drafter(token, last[-1:], decode_batch(1, total), cache)

@@ -49,7 +49,6 @@ class TestIndexShare(ParityTests):
 
 
 def test_logits_agree_with_groups_yarn_and_a_listed_schedule(tmp_path):
-    """Another config: routing groups, YaRN, two shared experts, and a schedule that no frequency gives."""
     changes = {
         "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 0, "rms_norm_eps": 1e-5,
         "indexer_types": ["full", "shared", "shared", "full"], "rope_parameters": hf_models.YARN,

@@ -28,7 +28,6 @@ def gradients(model):
 
 
 def assert_same_step(got, model):
-    """Compare a (loss, gradients) with the eager model's."""
     expected = loss_of(model)
     expected.backward()
     torch.testing.assert_close(torch.as_tensor(got[0]), expected.detach())
