@@ -29,26 +29,6 @@ def events(capsys):
     return [json.loads(line) for line in captured.out.splitlines()], captured.err
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Make the generator give these events, and raise the exceptions among them. Return the list of (prompts, as token
-    ids, parameters) that reach it."""
-    calls = []
-
-    def install(*events):
-        def stream(self, prompts, params, on_prefill):
-            calls.append((prompts, params))
-            for event in events:
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-
-        monkeypatch.setattr(Generator, "stream", stream)
-        return calls
-
-    return install
-
-
 def test_one_prompt_is_streamed_and_followed_by_the_throughput(checkpoint, monkeypatch, capsys):
     pieces = []
 
@@ -93,14 +73,14 @@ def test_a_checkpoint_without_a_chat_format_gets_the_text_as_it_is(damaged, caps
 
 def test_each_sequence_of_a_batch_is_printed_whole_when_it_ends(checkpoint, stand_in, capsys):
     pieces = (0, " one"), (1, " x\nsec"), (0, " two\nthree"), (1, "ond", "eos"), (0, " four", "length")
-    stand_in(*(TokenEvent(sequence, 1, text, *(end or [None])) for sequence, text, *end in pieces))
+    stand_in([TokenEvent(sequence, 1, text, *(end or [None])) for sequence, text, *end in pieces])
     assert generate(checkpoint, "--raw", prompts=("A\nB", "C")) == 0
     lines = ["[1] C x", "[1] second", "[0] A", "[0] B one two", "[0] three four"]
     assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_an_interrupt_ends_the_command(checkpoint, stand_in, capsys):
-    stand_in(TokenEvent(0, 1, " a", None), KeyboardInterrupt())
+    stand_in([TokenEvent(0, 1, " a", None), KeyboardInterrupt()])
     assert generate(checkpoint, "--raw", prompts=("A",)) == 130
     assert capsys.readouterr() == ("A a", "\n")
 
@@ -150,7 +130,7 @@ def test_drafts_are_counted(checkpoint, capsys):
     [(ValueError("top_p: is wrong"), 2, "--top-p: is wrong"), (RuntimeError("CUDA error"), 1, "CUDA error")],
 )
 def test_errors_are_events_and_lines_on_the_standard_error(checkpoint, stand_in, capsys, raised, code, problem):
-    stand_in(raised)
+    stand_in([raised])
     assert generate(checkpoint, "--json") == code
     (_, found), err = events(capsys)
     assert found == {"event": "error", "error": f"dsa generate: {problem}", "exit_code": code}

@@ -77,8 +77,7 @@ def test_context_is_what_memory_the_weights_leave(name, gpus):
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "size"),
-    [("deepseek_v32", [1, 2, 4, 8, 16], 671e9), ("deepseek_v4_flash", [1, 2, 4, 8], 155e9)],
+    ("name", "gpus", "size"), [("deepseek_v32", [1, 2, 4, 8, 16], 671e9), ("deepseek_v4_flash", [1, 2, 4, 8], 155e9)]
 )
 def test_plans_of_published_models_have_their_size_and_hold_a_twentieth_on_every_gpu_at_most(name, gpus, size):
     config = read_config(VENDORED / f"{name}_config.json")
