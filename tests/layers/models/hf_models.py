@@ -17,6 +17,8 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+# GLM-5's layers 2 and 3 share the selection of layer 1, and layer 5 that of layer 4.
+SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
 
 
 def deepseek_v32(directory: Path, **changes):

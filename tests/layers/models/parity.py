@@ -3,6 +3,7 @@
 transformers quantises nothing and attends with a mask. Sequences are longer than the number of selected keys.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -48,8 +49,7 @@ def assert_parity(build, directory, **changes):
 
 
 class ParityTests:
-    """Subclasses have a static method `build(directory)`, which saves transformers' model there and returns it."""
-
+    build: Callable  # static: saves transformers' model to a directory and returns it
     page_size = 16
     lengths: ClassVar = [1, 7, 8, 9, 48]  # of sequences; the last one is the longest
     chunks: ClassVar = [[1] * 48, [5, 7, 13, 1, 1, 21], [16, 16, 16]]

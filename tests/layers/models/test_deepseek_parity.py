@@ -7,9 +7,7 @@ from tests.layers.models.parity import ParityTests, assert_parity
 
 
 class TestDeepseekV32(ParityTests):
-    @staticmethod
-    def build(directory):
-        return hf_models.deepseek_v32(directory)
+    build = staticmethod(hf_models.deepseek_v32)
 
 
 def test_deepseek_v32_agrees_without_groups_and_yarn(tmp_path):
@@ -21,13 +19,10 @@ def test_deepseek_v32_agrees_without_groups_and_yarn(tmp_path):
 
 
 class TestDeepseekV4(ParityTests):
+    build = staticmethod(hf_models.deepseek_v4)
     page_size = 32
     lengths: ClassVar = [1, 3, 4, 5, 8, 15, 16, 17, 33, 70]
     chunks: ClassVar = [[1] * 70, [70], [5, 7, 13, 1, 1, 21, 22], [16] * 4 + [6], [3, 2, 12, 30, 1, 1, 1, 20]]
-
-    @staticmethod
-    def build(directory):
-        return hf_models.deepseek_v4(directory)
 
 
 def test_deepseek_v4_agrees_with_another_schedule_of_layers(tmp_path):

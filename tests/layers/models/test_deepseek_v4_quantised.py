@@ -1,5 +1,6 @@
 """Loading DeepSeek-V4's published layout: FP8 with E8M0 or F32 scales, and experts in FP4 or FP8."""
 
+import re
 from itertools import product
 
 import pytest
@@ -138,19 +139,18 @@ V41 = "belongs to DeepSeek-V4.1, which is not supported"
 
 
 @pytest.mark.parametrize(
-    ("names", "reason"),
+    ("name", "reason"),
     [
-        (["mtp.0.main_proj", "mtp.2.markov_head.markov_w1"], DSPARK),
-        (["layers.1.engram.embed", "layers.3.attn.indexer.wk"], V41),
+        ("mtp.0.main_proj", DSPARK),
+        ("mtp.2.markov_head.markov_w1", DSPARK),
+        ("layers.1.engram.embed", V41),
+        ("layers.3.attn.indexer.wk", V41),
     ],
 )
-def test_tensors_of_other_releases_are_named(with_tensors, names, reason):
-    directory = with_tensors({f"{name}.weight": torch.ones(4, 4) for name in names})
-    with pytest.raises(CheckpointError) as error:
-        load_model(directory, progress=False)
-    first, *problems = str(error.value).splitlines()
-    assert first.endswith(f"{len(names)} problems, nothing was loaded:")
-    assert sorted(problems) == sorted(f"  {SINGLE_NAME}: {name}.weight: {reason}" for name in names)
+def test_a_tensor_of_another_release_is_named(with_tensors, name, reason):
+    told = re.escape(f": 1 problem, nothing was loaded:\n  {SINGLE_NAME}: {name}.weight: {reason}")
+    with pytest.raises(CheckpointError, match=told):
+        load_model(with_tensors({f"{name}.weight": torch.ones(4, 4)}), progress=False)
 
 
 def test_fp4_experts_are_found_if_the_configuration_does_not_name_them(with_tensors):

@@ -126,22 +126,6 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     further(got[:1], joined[:-1], expected[:-1], done + 2)
 
 
-@torch.no_grad()
-def test_drafts_of_two_sequences_over_pages_follow_the_formulas(drafters):
-    model, plain = drafters
-    cache, pages, slots = poisoned_cache(model.drafter, 8, PAGE), [[5], [3, 6, 0]], [2, 0]
-    texts = [TOKENS[:20], TOKENS[20:152]]
-    states = [model.states(text[:-1], SequenceBatch.without_cache([len(text) - 1])) for text in texts]
-    expected = [plain.states(plain.join(text[1:], of_text)) for text, of_text in zip(texts, states)]
-    for done, new in (([0, 0], [11, 129]), ([11, 129], [7, 1]), ([18, 130], [1, 1])):
-        batch = SequenceBatch.paged(new, [a + b for a, b in zip(done, new)], pages, PAGE, state_slots=slots)
-        rows = [slice(a, a + b) for a, b in zip(done, new)]
-        tokens = torch.cat([text[1:][part] for text, part in zip(texts, rows)])
-        given = torch.cat([of_text[part] for of_text, part in zip(states, rows)])
-        got = model.drafter(tokens, given, batch, cache)
-        assert_same(values(got), torch.cat([of_text[part] for of_text, part in zip(expected, rows)]))
-
-
 def test_states_of_other_shapes_are_refused(drafters):
     model, _ = drafters
     batch = SequenceBatch.without_cache([4])

@@ -1,5 +1,7 @@
 """GLM-5 against transformers' own, with an indexer in every layer and with shared ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,18 +14,13 @@ from tests.layers.models.parity import ParityTests, assert_parity
 
 
 class TestEveryLayerHasAnIndexer(ParityTests):
-    @staticmethod
-    def build(directory):
-        return hf_models.glm_moe_dsa(directory)
+    build = staticmethod(hf_models.glm_moe_dsa)
 
 
 class TestIndexShare(ParityTests):
     """Layers 2 and 3 attend to what layer 1 selected, layer 5 to what layer 4 selected."""
 
-    @staticmethod
-    def build(directory):
-        changes = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
-        return hf_models.glm_moe_dsa(directory, **changes)
+    build = staticmethod(partial(hf_models.glm_moe_dsa, **hf_models.SHARED))
 
     def test_shared_layers_have_no_indexer_and_no_index_pages(self, models):
         names = {name.split(".")[2] for name in models[1].state_dict() if ".indexer." in name}
