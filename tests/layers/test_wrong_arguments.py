@@ -7,7 +7,8 @@ import pytest
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.hf import accelerate
-from dsa_layers.layers.rope import rope_frequencies, yarn_frequencies
+from dsa_layers.layers import rope
+from dsa_layers.layers.rope import rope_frequencies
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training import IndexerStage
@@ -34,17 +35,7 @@ def test_nothing_is_written_for_wrong_options(tmp_path, options, message):
 
 
 TOKENIZER = Tokenizer(SHIPPED_MODEL)
-YARN = partial(yarn_frequencies, factor=4, original_length=4096)
-ROPE_REFUSED = [
-    (frequencies, arguments, message)
-    for frequencies in (rope_frequencies, YARN)
-    for arguments, message in [
-        ((63, 1e4), "dim: must be even, got 63"),
-        ((64.0, 1e4), "dim: must be an integer, got 64.0"),
-        ((64, float("nan")), "theta: must be a finite number above 0, got nan"),
-        ((64, None), "theta: must be a number, got None"),
-    ]
-]
+yarn_frequencies = partial(rope.yarn_frequencies, factor=4, original_length=4096)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +51,10 @@ ROPE_REFUSED = [
         (Ranks, (2, 2), "rank: must be at most 1, got 2"),
         (Ranks, (0, 0), "size: must be at least 1, got 0"),
         (Ranks, (0, 2.0), "size: must be an integer, got 2.0"),
-        *ROPE_REFUSED,
+        (rope_frequencies, (63, 1e4), "dim: must be even, got 63"),
+        (rope_frequencies, (64, float("nan")), "theta: must be a finite number above 0, got nan"),
+        (yarn_frequencies, (64.0, 1e4), "dim: must be an integer, got 64.0"),
+        (yarn_frequencies, (64, None), "theta: must be a number, got None"),
     ],
 )
 def test_wrong_arguments_are_refused_by_their_names(call, arguments, message):

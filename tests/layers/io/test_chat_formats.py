@@ -96,9 +96,6 @@ def test_a_checkpoint_has_a_format_by_its_model_type_and_its_tokens(make, model_
     assert make(model_type, tokens).has_chat_template == has
 
 
-# The encoders that engines took over from DeepSeek's releases.
-
-
 TEXT = st.text("ab é\n<", max_size=3)
 TEXT_OR_NOT = TEXT | st.none()
 CALLS = st.lists(st.dictionaries(TEXT, TEXT | st.integers() | st.lists(TEXT, max_size=2), max_size=2), max_size=3)

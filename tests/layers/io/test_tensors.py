@@ -51,25 +51,6 @@ def test_halfway_between_two_values_the_smaller_one_is_taken_and_a_group_of_zero
     assert scale.float().tolist() == [[1, 1]] and dequantize_fp4(packed, scale)[0, 8:].eq(0).all()
 
 
-def test_experts_in_one_tensor_are_split():
-    assert split_experts("a.experts.gate_up_proj", (2, 8, 5)) == {
-        "a.experts.0.gate_proj.weight": (0, slice(0, 4)),
-        "a.experts.0.up_proj.weight": (0, slice(4, 8)),
-        "a.experts.1.gate_proj.weight": (1, slice(0, 4)),
-        "a.experts.1.up_proj.weight": (1, slice(4, 8)),
-    }
-    assert split_experts("a.experts.down_proj", (2, 5, 4)) == {
-        "a.experts.0.down_proj.weight": (0,),
-        "a.experts.1.down_proj.weight": (1,),
-    }
-    scales = split_experts("a.experts.gate_up_proj_scale_inv", (1, 4, 1))
-    assert scales["a.experts.0.up_proj.weight_scale_inv"] == (0, slice(2, 4))
-    block_scales = split_experts("a.experts.down_proj_block_scale", (2, 1, 1))
-    assert block_scales["a.experts.1.down_proj.weight_block_scale"] == (1,)
-    for other in ("a.shared_experts.down_proj.weight", "a.experts.0.down_proj.weight", "a.gate_up_proj"):
-        assert split_experts(other, (4, 4)) == {other: ()}
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "problem"),
     [

@@ -103,9 +103,6 @@ def test_a_misspelt_variable_of_a_template_is_refused(tmp_path):
     assert_refused("accepted: none$", render, MESSAGES, n=True)
 
 
-# Ids decoded one by one.
-
-
 PARTS = ["a", "▁", "▁a", "▁▁ b", "  ", "##b", ".", "n't", "Ġa", "ðŁ", "Ķ", "¥", "â", "Ĥ", "ï¿½", "\ufffd", ""]
 TOKENS = list(dict.fromkeys([*PARTS, " ", *sorted(pre_tokenizers.ByteLevel.alphabet())]))
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -166,9 +163,6 @@ def test_the_work_per_token_does_not_grow_with_the_text(tmp_path, monkeypatch):
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: longest.append(len(ids)) or decode(self, ids))
     pieces(tokenizer, [TOKENS.index(token) for token in ["ðŁ", "Ķ", "¥", "a"] * 100])
     assert max(longest) <= 6
-
-
-# Files that a stranger could have written.
 
 
 SMALL_TOKENIZER = {

@@ -105,9 +105,6 @@ def test_the_memory_of_a_machine_is_its_total_or_its_limit(tmp_path, monkeypatch
     assert memory.memory_of("cpu") == expected and memory.memory_of("meta") is None
 
 
-# Tensors that do not fit.
-
-
 MATRIX, MATRIX_BF16 = torch.ones(576, 256).to(FP8), {"a": ((576, 256), BF16)}
 MATRIX_FP8 = {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), F32)}
 SHORT_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}
@@ -145,9 +142,6 @@ def test_all_problems_come_at_once_and_before_reading(tmp_path, never_read):
     assert lines[0] == f"{tmp_path}: 13 problems, nothing was loaded:"
     assert len(lines) == 12 and lines[-1].strip() == "and 3 more"
     assert "good has shape" in message and "lost3: missing" in message and "unexpected extra0" in message
-
-
-# Checkpoint tensors that hold several model tensors, and model tensors that are split over several.
 
 
 def rows_of(name, shape):

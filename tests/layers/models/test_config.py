@@ -142,9 +142,6 @@ def test_the_dtype_of_deepseek_v4_s_experts_may_be_in_the_quantisation_or_unsaid
     assert read(tmp_path, name, expert_dtype=None).quantization.expert_dtype is None
 
 
-# GLM-5.
-
-
 def test_glm_5_is_read(tmp_path):
     config = read(tmp_path, "glm_5")
     assert config.indexer_types == ("full",) * 78 and config.indexer_rope_interleave
@@ -174,9 +171,6 @@ NOT_LISTED = {"indexer_types": ABSENT, "index_topk_freq": ABSENT, "index_skip_to
 )
 def test_which_layers_have_an_indexer(tmp_path, changes, expected):
     assert read(tmp_path, "glm_5_2", **changes).indexer_types == expected
-
-
-# Fields that are refused.
 
 
 SPARSE = {"mlp_layer_types": ["sparse"] * 61}
