@@ -101,11 +101,6 @@ def test_the_documented_table_has_every_parameter_with_its_default(heading, docu
     assert found == defaults | {name: repr(value) for name, value in options.items()}
 
 
-def test_every_option_of_an_engine_has_a_default_and_a_text():
-    texts = {*re.findall(r"^    (\w+)  ", EngineOptions.__doc__, re.M)}
-    assert {*vars(EngineOptions())} == texts
-
-
 def test_every_key_of_the_events_is_in_the_help(capsys):
     for command, call in [
         ("generate", ["--prompt", "x", "--max-tokens", "2", "--cache-tokens", "256"]),

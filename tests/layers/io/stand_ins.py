@@ -13,12 +13,11 @@ from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME
 from dsa_layers.io.weights import load_weights
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
-E8M0 = torch.float8_e8m0fnu
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4302338560\n"
 
 
 def powers(exponents):
-    return (exponents + 127).to(torch.uint8).view(E8M0)
+    return (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def stand_in(tensors, buffers=()):

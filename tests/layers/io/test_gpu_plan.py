@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import dsa_layers
 from dsa_layers import Generator, load_model, tiny
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import model
@@ -16,12 +14,12 @@ from dsa_layers.command.main import main
 from dsa_layers.engine.split import copied
 from dsa_layers.io.gpu_plan import check_fits, plan, plans, precision_of
 from dsa_layers.models.config_file import read_config
+from dsa_layers.models.family import VENDORED
 from dsa_layers.models.registry import FAMILIES, family
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.ways import split_by
 
-VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 

@@ -1,7 +1,6 @@
 """Multi-token-prediction layers as their formulas say, around a plain block.
 
-The plain block is of the class that the parity tests hold against transformers'. Here one sequence at a time runs
-through it, without a cache. Weights around the block go by the checkpoint's names.
+The parity tests hold the plain block against transformers'. Weights around it go by the checkpoint's names.
 """
 
 import copy
