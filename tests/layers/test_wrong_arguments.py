@@ -59,7 +59,3 @@ yarn_frequencies = partial(rope.yarn_frequencies, factor=4, original_length=4096
 )
 def test_wrong_arguments_are_refused_by_their_names(call, arguments, message):
     refused(message, call, *arguments)
-
-
-def test_a_process_outside_of_a_group_has_rank_minus_1():
-    assert Ranks(-1, -1, object()).rank == -1
