@@ -55,9 +55,8 @@ def test_options_choose_the_variants(asked, tmp_path, monkeypatch):
 
 
 def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monkeypatch, error):
-    changed, draftless = tmp_path / "gpt2.json", tmp_path / "draftless.json"
+    changed = tmp_path / "config.json"
     changed.write_text(json.dumps(fields_of(checkpoint) | {"model_type": "gpt2"}))
-    draftless.write_text(json.dumps(fields_of(checkpoint) | {"num_nextn_predict_layers": 0}))
     writable = tmp_path / "writable"
     writable.mkdir()
     writable.chmod(0o777)
@@ -67,8 +66,6 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
         (["--model", str(changed)], f"{changed}: field 'model_type' is 'gpt2'; accepted: "),
         ([*model, "--out", str(writable)], "other users may write to the folder"),
         ([*model, "--out", str(changed)], f"{changed} is not a folder"),
-        (["--model", str(draftless), "--draft", "1"], "--draft: config.json has num_nextn_predict_layers=0"),
-        ([*model, "--gpus", "3"], "--gpus: 3 do not evenly share the "),
     ):
         assert main(["compile", *options]) == 2
         assert error().startswith(f"dsa compile: {message}"), message
@@ -80,3 +77,10 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
     assert main(["compile", *model]) == 2
     assert error().startswith("dsa compile: nvidia-cutlass-dsl is not installed")
     assert not asked
+
+
+def test_models_that_lack_a_drafter_or_do_not_come_apart_are_refused(checkpoint, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(fields_of(checkpoint) | {"num_nextn_predict_layers": 0}))
+    for option, n, problem in (("--draft", "1", "config.json has num_nextn"), ("--gpus", "3", "3 do not evenly share")):
+        assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), option, n]) == 2
+        assert f"\ndsa compile: {option}: {problem}" in capsys.readouterr().err
