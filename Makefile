@@ -66,7 +66,7 @@ wheel: .venv/installed
 	rm -rf build/release dist
 	mkdir -p build/release
 	git archive HEAD | tar -x -C build/release
-	$(BIN)/python -m dsa_layers.compilation.build build/release/dsa/compiled $(MODULES)
+	$(BIN)/python -m dsa.runtime.pack build/release/dsa/compiled $(MODULES)
 	$(BIN)/python -m build --outdir dist build/release
 
 INSTALLED := build/installed/bin/python

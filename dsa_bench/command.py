@@ -6,7 +6,6 @@ from functools import partial
 
 from dsa_bench.harness.benchmarks import benchmarks, tunable
 from dsa_layers import options
-from dsa_layers.arguments import shown
 
 # {benchmark that is not of one op: the reason why it has no profile}
 WHOLES = {"e2e": "e2e splits every row by part", "host": "host times calls, not kernels"}
@@ -51,7 +50,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _bench(args: argparse.Namespace) -> int:
     if args.op not in (*WHOLES, *benchmarks()):
-        raise ValueError(f"op: must be {', '.join(WHOLES)} or one of {', '.join(benchmarks())}, got {shown(args.op)}")
+        raise ValueError(f"op: must be {', '.join(WHOLES)} or one of {', '.join(benchmarks())}, got {args.op!r}")
     _check_outputs(args)
     _need_a_gpu("a benchmark")
     if args.profile:
@@ -93,7 +92,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     if args.op not in tunable():
         ops = ", ".join(tunable())
-        raise ValueError(f"op: must be one of {ops}, whose kernels have configurations, got {shown(args.op)}")
+        raise ValueError(f"op: must be one of {ops}, whose kernels have configurations, got {args.op!r}")
     options.check_output("--output", args.output)
     _need_a_gpu("tuning")
     tune.tune(args.op, args.output, args.jobs)

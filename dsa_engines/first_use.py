@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from dsa_layers.compilation.passes import growing
+from dsa.runtime.variants import growing
 
 _logger = logging.getLogger("dsa")
 _ready: dict[Hashable, bool] = {}  # (part, kind of layer): whether its kernels compiled

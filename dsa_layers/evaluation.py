@@ -1,10 +1,10 @@
-"""Measure the loss on held-out text and count the keys that tokens read, also with dense or windowed attention."""
+"""Measure the loss on held-out text, also with dense or windowed attention, and count the keys that tokens read."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,21 +14,21 @@ from dsa_layers.batch.placement import Placement
 from dsa_layers.batch.selectable_keys import SelectableKeys
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.batch.token_batch import TokenBatch
-from dsa_layers.engine.layer_pass import KeyCounter, LayerPass
+from dsa_layers.engine.layer_pass import LayerPass
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.indexer import Indexer
 from dsa_layers.models.protocols import Model
 
 
 class SelectingAttention(Protocol):
-    """The protocol of attention layers for `KeysRead`, `all_keys` and `latest_keys` of `dsa_layers.evaluation`.
+    """The protocol of attention layers for `all_keys` and `latest_keys`.
 
-    key_counter  the counter whose `add` the layer calls once per pass; None: keys are not counted
-    indexer      an object with `top_k` and `select` of `Indexer`; None: the layer's tokens read all keys, or the keys
-                 that another layer selected. A token that sees at most `top_k` keys reads all of them
+    indexer  an object with `top_k` and `select` of `Indexer`; None: the layer's tokens read all keys, or the keys that
+             another layer selected. A token that sees at most `top_k` keys reads all of them
     """
 
     indexer: Indexer | None
-    key_counter: KeyCounter | None
 
     def selectable(self, batch: TokenBatch) -> SelectableKeys:
         """Return the keys that the indexer can select in a pass over `batch`: tokens, or compressed entries."""
@@ -74,78 +74,49 @@ def predictions(
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Numbers of keys per token and layer: averages over all tokens, passes and layers, and maxima.
+    """Numbers of keys per token and layer, averaged over all tokens of a sequence and all layers.
 
-    read     average number of keys that a token's attention read
-    dense    average number of keys that dense attention over the same cache would have read
-    context  average number of tokens that a token could see, including itself
+    read     keys that a token's attention reads
+    dense    keys that dense attention over the same cache would read
+    context  tokens that a token can see, including itself
 
-    `most_read`, `most_dense` and `longest_context` are the maxima of these numbers.
     In DeepSeek-V4 the keys are a window of tokens and compressed entries. In other models the keys are tokens.
     """
 
     read: float
     dense: float
     context: float
-    most_read: int
-    most_dense: int
-    longest_context: int
 
     @property
     def share(self) -> float:
-        """The fraction of dense attention's keys that was read."""
+        """The fraction of dense attention's keys that is read."""
         return self.read / self.dense
 
 
-class KeysRead:
-    """A context manager that counts the keys that passes of the model read.
+def keys_read(model: nn.Module, length: int) -> KeyCounts:
+    """Return how many keys the tokens of a sequence of `length` tokens read. A token reads as many keys as the layer's
+    indexer selects, or all keys that it sees if they are fewer; the count follows from these sizes without a pass.
 
-        with KeysRead(model) as keys:
-            model(tokens, batch)
-        keys.counts().share  # fraction of the keys that dense attention reads
-
-    Each `SelectingAttention` layer reports the keys that it reads. Python code counts the keys, so the replay of a CUDA
-    graph is not counted and a Generator needs cuda_graphs=False. Passes that train indexers are not counted either. If
-    two contexts are nested, only the inner one counts.
+    Raises ValueError for a model without attention layers of `dsa_layers`.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers: list[SelectingAttention] = [m for m in model.modules() if hasattr(m, "key_counter")]
-        if not self._layers:
-            raise ValueError(
-                "model: must have attention layers that tell how many keys they read, by the attribute `key_counter` "
-                f"of dsa_layers.evaluation.SelectingAttention, got {type(model).__name__} without such a layer"
-            )
-        # With several ranks, `layer.part` computes some passes in place of a replicated layer. `modules()` does not
-        # return `part`, because it is not a submodule.
-        parts = [getattr(layer, "part", None) for layer in self._layers]
-        self._layers += [part for part in parts if part is not None]
-        self._tokens = 0
-        self._sums = self._most = torch.zeros(3, dtype=torch.int64)
-
-    def __enter__(self) -> Self:
-        self._outer = [layer.key_counter for layer in self._layers]
-        for layer in self._layers:
-            layer.key_counter = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for layer, outer in zip(self._layers, self._outer):
-            layer.key_counter = outer
-
-    def counts(self) -> KeyCounts:
-        """Return the counts of all passes so far. Raise RuntimeError if no pass was counted."""
-        if not self._tokens:
-            raise RuntimeError("counts: no pass was counted")
-        return KeyCounts(*(self._sums.double() / self._tokens).tolist(), *self._most.tolist())
-
-    def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
-        """Add the counts of one layer in one pass (`KeyCounter`). The sums stay on the device, so that counting does
-        not synchronise with the GPU."""
-        counts = torch.stack((read.long(), dense.long(), context.long()))
-        self._tokens += len(context)
-        self._sums = self._sums.to(counts.device) + counts.sum(-1)
-        self._most = torch.maximum(self._most.to(counts.device), counts.amax(-1))
+    visible = torch.arange(1, length + 1)
+    read, dense, top_k = [], [], length
+    for layer in model.modules():
+        if isinstance(layer, DSAAttention):
+            if layer.indexer is not None:  # a layer without an indexer reads what the layer before it selected
+                top_k = layer.indexer.top_k
+            read.append(visible.clamp(max=top_k))
+            dense.append(visible)
+        elif isinstance(layer, CompressedAttention):
+            window = visible.clamp(max=layer.window)
+            entries = 0 * visible if layer.compressor is None else visible // layer.compressor.ratio
+            selected = entries if layer.indexer is None else entries.clamp(max=layer.indexer.top_k)
+            read.append(window + selected)
+            dense.append(window + entries)
+    if not read:
+        raise ValueError(f"model: must have attention layers of dsa_layers, got {type(model).__name__} without one")
+    of_layers = (torch.stack(counts).double().mean().item() for counts in (read, dense))
+    return KeyCounts(*of_layers, (length + 1) / 2)
 
 
 def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:

@@ -5,8 +5,8 @@ widths are small. The generated text is noise, but the format equals that of the
 FP8 blocks, FP4 groups, shards and tokenizer.
 """
 
+import hashlib
 import re
-import tempfile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,13 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from dsa_layers.arguments import flag, integer, path_of
+from dsa.runtime.values import check_flag, integer, path_of
 from dsa_layers.config.fields import Fields
 from dsa_layers.io.chat_template import FORMATS
-from dsa_layers.io.published import (
-    ORIGINALS,
-    Manifest,
-    as_published,
-    copied_from,
-    published_manifest,
-    scales_of,
-    shape_of_values,
-)
-from dsa_layers.io.save import split_into_files, write_json, write_shards
+from dsa_layers.io.published import copied_from, published_manifest, scales_of
+from dsa_layers.io.save import steps_of, to_json, write_shards
+from dsa_layers.io.tensors import KINDS, TensorInfo
+from dsa_layers.io.weights import Part, unpacked
 from dsa_layers.models.config_file import config_of
 from dsa_layers.models.registry import FAMILIES, family
 
@@ -67,46 +61,35 @@ def write_tiny_checkpoint(
         raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
     directory = path_of("directory", directory)
     integer("seed", seed, at_least=0, at_most=2**63 - 1)
-    flag("quantized", quantized)
+    check_flag("quantized", quantized)
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory}: must be new or empty for a tiny checkpoint")
 
     tiny = family(model).tiny
     fields = tiny.fields(quantized=quantized)
     config = config_of(Fields(fields, directory / "config.json"))
-    with tempfile.TemporaryDirectory() as scratch:
-        like = Path(scratch)
-        train_tokenizer(config.vocab_size).save(str(like / "tokenizer.json"))
-        write_json(like / "tokenizer_config.json", tokenizer_config(model, config.max_position_embeddings))
-        write_json(like / "generation_config.json", _GENERATION_CONFIG)
+    directory.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
+    fields_of_tokenizer = tokenizer_config(model, config.max_position_embeddings)
+    (directory / "tokenizer_config.json").write_text(to_json(fields_of_tokenizer), encoding="utf-8")
+    (directory / "generation_config.json").write_text(to_json(_GENERATION_CONFIG), encoding="utf-8")
 
-        manifest = _drawing_order(published_manifest(config), tiny.order)
-        scales = scales_of(manifest)
-        generator = torch.Generator().manual_seed(seed)
-        originals: dict[str, torch.Tensor] = {}
+    manifest = published_manifest(config)
+    weights = manifest.keys() - scales_of(manifest).values()
+    parts = {name: Part(name, name, (), _before_quantisation(manifest[name])) for name in weights}
+    steps = steps_of(manifest, parts, [], use_ue8m0=config.use_ue8m0, source=directory)
 
-        def make(name: str) -> dict[str, torch.Tensor]:
-            values = random_values(name, shape_of_values(name, manifest), generator, config.n_routed_experts)
-            tensors = as_published(name, values, manifest, scales, use_ue8m0=config.use_ue8m0)
-            if name in ORIGINALS:
-                originals[name] = tensors[name]
-            original = copied_from(name)
-            return tensors if original is None else {name: originals[original].clone()}
+    def make(name: str) -> dict[str, torch.Tensor]:
+        digest = hashlib.sha256(f"{seed} {copied_from(name) or name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
+        return steps[name].make(random_values(name, parts[name].info.shape, generator, config.n_routed_experts))
 
-        files = split_into_files(manifest, _SHARD_BYTES)
-        write_shards(directory, manifest, files, make, fields, like=like, progress=False)
+    write_shards(directory, manifest, make, fields, like=directory, shard_bytes=_SHARD_BYTES, progress=False)
 
 
-def _drawing_order(manifest: Manifest, order: tuple[str, ...]) -> Manifest:
-    """Return the manifest in the order in which the generator draws the values of tensors. The order is fixed, because
-    another order would change the values of a seed."""
-    if not order:
-        return manifest
-
-    def key(name: str) -> list[int]:
-        return [int(part) if part.isdecimal() else order.index(part) for part in name.split(".")]
-
-    return {name: manifest[name] for name in sorted(manifest, key=key)}
+def _before_quantisation(info: TensorInfo) -> TensorInfo:
+    """Return the description of a tensor's random values."""
+    return info if info.dtype not in KINDS else TensorInfo(unpacked(info.shape, KINDS[info.dtype]), "F32")
 
 
 def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator, experts: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dsa.reference.training.packed_sequences import boundaries
 from dsa.runtime.checks import INT32, check_tensor
-from dsa_layers.arguments import flag, instance
+from dsa.runtime.values import check_flag, check_instance
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.batch.token_batch import TokenBatch
@@ -63,8 +63,8 @@ class IndexerStage:
     def __init__(self, model: nn.Module, name: Literal["warmup", "sparse"], *, drafter: bool = False) -> None:
         if name not in STAGES:
             raise ValueError(f"name: must be one of {', '.join(STAGES)}, got {name!r}")
-        instance("model", model, nn.Module, "a torch.nn.Module")
-        flag("drafter", drafter)
+        check_instance("model", model, nn.Module, "a torch.nn.Module")
+        check_flag("drafter", drafter)
         if any(getattr(module, "ranks", ALONE).size > 1 for module in model.modules()):
             raise ValueError(
                 "mesh: a part of a model trains no indexer, which follows the attention of all heads; accepted: a "
@@ -117,7 +117,7 @@ class IndexerStage:
         Raises ValueError or TypeError on all ranks if `lens` differs between ranks, is not a list of lengths, or has
         fewer tokens than there are ranks. Raises RuntimeError on a rank without an initialised torch.distributed.
         """
-        instance("ranks", ranks, Ranks, "Ranks")
+        check_instance("ranks", ranks, Ranks, "Ranks")
         return ContextBatch.of(lens, ranks, device)
 
     def add(self, kl: torch.Tensor, batch: TokenBatch) -> None:

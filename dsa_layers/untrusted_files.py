@@ -4,11 +4,10 @@ The size of each file is limited. The cost of reading depends only on this size,
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.arguments import shown_json
+from dsa.runtime.values import shown_json
 
 ACCEPTED = (
     "accepted: Hugging Face's safetensors, in bfloat16, float16 or float32, or in DeepSeek's FP8 (quant_method 'fp8', "
@@ -30,11 +29,6 @@ _OTHER_FORMATS = (
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def is_there(path: Path) -> bool:
-    """Return whether `path` exists. A broken link also counts, because it stands for a file that was not downloaded."""
-    return os.path.lexists(path)
-
-
 def found_instead(directory: Path) -> str:
     """Return the end of an error message about a missing file. It names another tool's file in `directory`, or is empty
     if there is none."""
@@ -46,10 +40,7 @@ def found_instead(directory: Path) -> str:
 
 
 def check_no_pointer(path: Path, error: type[ValueError]) -> None:
-    """Raise `error` if the file is a git-LFS pointer. Also raise `error` if `path` is not a regular file, because
-    reading a pipe could block forever. Raises OSError if the file cannot be read."""
-    if path.exists() and not path.is_file():
-        raise error(f"{path}: must be a file")
+    """Raise `error` if the file is a git-LFS pointer. Raises OSError if the file cannot be read."""
     with path.open("rb") as stream:
         head = stream.read(len(_LFS_POINTER))
     if head == _LFS_POINTER:

@@ -30,7 +30,7 @@ def check_kernels() -> int:
     import cutlass.cute as cute
 
     from dsa.runtime.compile_cache import PACKED
-    from dsa_layers.compilation.build import kernel_modules
+    from dsa.runtime.pack import kernel_modules
 
     cute.compile = None
     archives = {path.name.partition(".")[0] for path in PACKED.glob("*.tar.xz")}

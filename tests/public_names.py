@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 # BACKENDS: public names of dsa that dsa.ops does not define. SHARED: public helpers of dsa.reference.
 BACKENDS = ("backend", "num_sms", "use_backend")
 SHARED = {
+    "dsa.reference.gemm.fp4_cast": ["dequantize_fp4", "quantize_fp4"],
     "dsa.reference.gemm.fp8_cast": ["ceil_to_ue8m0", "dequantize_per_token", "per_row_cast_to_fp8"],
     "dsa.reference.gemm.hadamard": ["hadamard_transform"],
 }

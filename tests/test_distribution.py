@@ -55,7 +55,7 @@ import dsa, torch
 dsa.per_token_cast_to_fp8(torch.randn(2, 128))
 dsa.rms_norm(torch.randn(2, 128), None)
 import dsa_layers.generation.generator, dsa_layers.io.loading, dsa_layers.tiny
-import dsa_layers.command.check, dsa_bench.command
+import dsa_layers.command.compare, dsa_bench.command
 from dsa_bench.harness import case
 for op in case.benchmarks():
     case.load(op)

@@ -1,6 +1,6 @@
 """Which keys a query of DeepSeek-V4 attends to, and how tokens become compressed entries.
 
-Source: dsa_layers/layers/compressed_attention.py and compressor.py, dsa_layers/batch/entry_view.py,
+Source: dsa_layers/layers/compressed_attention.py and compressor.py, dsa_layers/batch/views.py,
 dsa/reference/cache/compressed_kv.py.
 """
 

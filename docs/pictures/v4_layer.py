@@ -1,7 +1,7 @@
 """The data flow of a DeepSeek-V4 layer, with the sizes of Flash.
 
 Source: dsa_layers/models/deepseek_v4.py, hyper_sublayer.py, compressed_attention.py, compressor.py,
-compressed_indexer.py, grouped_linear.py, moe.py.
+compressed_indexer.py, linear.py, moe.py.
 """
 
 from canvas import Canvas

@@ -18,7 +18,7 @@ from dsa.reference.elementwise.rms_norm import rms_norm
 from dsa.reference.elementwise.rms_norm_cast import add_rms_norm_cast_to_fp8, rms_norm_cast_to_fp8
 from dsa.reference.elementwise.rms_norm_rotary import rms_norm_rotary
 from dsa.reference.elementwise.rotary import apply_rotary
-from dsa.reference.gemm.fp4_cast import fp4_block_scales, widen_fp4
+from dsa.reference.gemm.fp4_cast import dequantize_fp4, fp4_block_scales, quantize_fp4, widen_fp4
 from dsa.reference.gemm.fp8_cast import (
     ceil_to_ue8m0,
     dequantize_per_block,
@@ -69,6 +69,7 @@ __all__ = [
     "ceil_to_ue8m0",
     "combine_experts",
     "compress_kv",
+    "dequantize_fp4",
     "dequantize_per_block",
     "dequantize_per_token",
     "flash_mla_sparse_fwd",
@@ -105,6 +106,7 @@ __all__ = [
     "per_block_cast_to_fp8",
     "per_row_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "quantize_fp4",
     "quantize_indexer_queries",
     "read_indexer_cache",
     "read_kv_cache",

@@ -1,18 +1,17 @@
-"""Checks of arguments, and views or copies of tensors with the layouts that kernels accept.
+"""Checks of tensors, dtypes and devices, and views or copies of tensors with the layouts that kernels accept.
 
 The message of a check names the argument, what it got and what is accepted.
-
-Ints, numbers and flags may also be symbolic values of torch.compile (SymInt, SymFloat, SymBool).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
+
+from dsa.runtime.values import INT_MAX, alternatives
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
-INT_MAX = 2**31 - 1  # the largest int argument; kernels count in int32
 MOST_SLOTS = INT_MAX + 1  # in a paged cache, so that a slot's index fits in int32
 # Layouts that kernels require of a tensor's memory. References accept any layout.
 ANY = "any strides"
@@ -21,8 +20,6 @@ ROWS = "the last dimension contiguous, rows at multiples of 16 bytes"
 CONTIGUOUS = "contiguous"
 ALIGNED = "contiguous, from a multiple of 16 bytes on"
 PAGES = "the first dimension's entries contiguous each, and at multiples of 16 bytes"
-_FP32_MAX = torch.finfo(torch.float32).max
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 def check_tensor(
@@ -148,44 +145,6 @@ def _address(value: object) -> int | None:
         return None
 
 
-def check_int(name: str, value: object, least: int, most: int = INT_MAX) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: must be at least {least}, got {value}")
-    if value > most:
-        raise ValueError(f"{name}: must be at most {most}, got {value}")
-
-
-def check_positive(name: str, value: object, most: int = INT_MAX) -> None:
-    check_int(name, value, 1, most)
-
-
-def check_number(name: str, value: object, least: float | None = None) -> None:
-    """Check that `value` is a number that is finite in fp32 and, if `least` is given, at least `least`. An int must fit
-    in 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name}: must be a number, got {type(value).__name__}")
-    if not -_FP32_MAX <= value <= _FP32_MAX:  # also false for NaN
-        raise ValueError(f"{name}: must be finite in fp32, got {value}")
-    if isinstance(value, int) and not _INT64_MIN <= value <= _INT64_MAX:
-        raise ValueError(f"{name}: must be a float or an int of 64 bits, got {value}")
-    if least is not None and value < least:
-        raise ValueError(f"{name}: must be at least {least}, got {value}")
-
-
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, (bool, torch.SymBool)):
-        raise TypeError(f"{name}: must be True or False, got {type(value).__name__}")
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: must be {_listed(map(repr, choices))}, got {type(value).__name__}")
-    if value not in choices:
-        raise ValueError(f"{name}: must be {_listed(map(repr, choices))}, got {value!r}")
-
-
 def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name}: must be a torch.dtype, got {type(value).__name__}")
@@ -193,21 +152,8 @@ def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None
         raise ValueError(f"{name}: must be {_names(dtypes)}, got {_names((value,))}")
 
 
-def check_pair(name: str, value: object, what: str) -> tuple:
-    """Return `value` as a tuple of two. what: the two values in words, for the message"""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type(value).__name__
-        raise TypeError(f"{name}: must be a pair {what}, got {got}")
-    return tuple(value)
-
-
 def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return _listed(map(dtype_name, dtypes))
-
-
-def _listed(words: Iterable[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last
+    return alternatives(map(dtype_name, dtypes))
 
 
 def check_layout(name: str, x: torch.Tensor, layout: str) -> None:

@@ -16,7 +16,7 @@ sources change while a process runs, the process no longer writes kernels of thi
 the old files and the code to the new ones.
 
 Package: a wheel contains an archive compiled/MODULE.tar.xz per kernel module, with the object files of the module's
-shipped variants under the names that they have in the cache. `python -m dsa_layers.compilation.build` writes these
+shipped variants under the names that they have in the cache. `python -m dsa.runtime.pack` writes these
 archives. An editable install has none.
 
 Safety: an object file is native code, so it is loaded only if no other user can have written it. The cache's folder and

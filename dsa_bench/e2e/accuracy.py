@@ -30,7 +30,6 @@ from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.evaluation import predictions
-from dsa_layers.layers.indexer import set_score_accumulators
 from dsa_layers.models.protocols import Model
 
 RESAMPLES = 10_000
@@ -130,6 +129,7 @@ def _differences(
     """Return {kernels: a Difference per sequence, or the reason why the peers failed}. Without peers there is no entry
     PEERS."""
     exact = load_model(checkpoint, device=device, dtype=torch.float32, progress=False)
+    indexers = [module for module in model.modules() if hasattr(module, "accumulators")]
     peers: Replaced = replacement()
     found: dict[str, list[Difference] | str] = {name: [] for name in KERNELS}
     if peers.ops:
@@ -139,7 +139,8 @@ def _differences(
             expected, targets = logits_of(exact, sequence, len(sequence))
 
         for name, accumulators in KERNELS.items():
-            set_score_accumulators(model, accumulators)
+            for indexer in indexers:
+                indexer.accumulators = accumulators
             logits, _ = logits_of(model, sequence, len(sequence))
             found[name].append(Difference.between(logits, expected, targets))
 

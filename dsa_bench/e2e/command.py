@@ -17,11 +17,10 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from dsa.runtime.asked_variants import asked_variants
-from dsa.runtime.variants import Variant
+from dsa.runtime.build import build
+from dsa.runtime.variants import Variant, with_all_tiles
 from dsa_bench.harness.calls import free
-from dsa_layers.compilation import passes
-from dsa_layers.compilation.build import build
-from dsa_layers.compilation.passes import with_all_tiles
+from dsa_layers import compilation
 from dsa_layers.engine.fuse import prepare
 from dsa_layers.models.protocols import CheckpointModel
 
@@ -78,14 +77,14 @@ def asked_of(
     prompts, steps = list(prompts), list(steps)
     held = [[new + earlier for new, earlier in each] for each in prompts] + [[n] * count for count, n, *_ in steps]
     pages = max(sum(-(-tokens // model.page_size) for tokens in each) for each in held)
-    model.init_buffers(passes.META)
+    model.init_buffers(compilation.META)
     prepare(model)
-    cache = model.eval().make_cache(pages, model.page_size, passes.META, state_slots=max(map(len, held)))
+    cache = model.eval().make_cache(pages, model.page_size, compilation.META, state_slots=max(map(len, held)))
     with asked_variants(arch) as found:
         for prompt in prompts:
-            passes.prefill(model, cache, list(prompt))
+            compilation.prefill(model, cache, list(prompt))
         for step in steps:
-            passes.decode(model, cache, *step)
+            compilation.decode(model, cache, *step)
     return with_all_tiles(found)
 
 

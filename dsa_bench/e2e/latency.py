@@ -14,11 +14,10 @@ from itertools import pairwise
 
 import torch
 
-from dsa.runtime.variants import Variant
+from dsa.runtime.variants import Variant, growing
 from dsa_bench.e2e.command import Row, Tell, asked_of, by_stack, free, in_order, of_models, quiet
 from dsa_bench.e2e.runs import parts_of_prompts
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
-from dsa_layers.compilation import passes
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.steps import power_of_two
@@ -78,7 +77,7 @@ def _timed(
     among = [ms for first, ms in gaps if begin < first < end]
     alone = [ms for first, ms in gaps if first > end]
     return {
-        "prefill_chunk": generator.prefill_chunk,
+        "prefill_chunk": generator.options.prefill_chunk,
         "ms": statistics.median(among),
         "ms_max": max(among),
         "alone_ms": statistics.median(alone),
@@ -95,7 +94,7 @@ def asked(
         different = list(dict.fromkeys(_work(chunk, sizes)))
         # The kernels of a pass change little with the number of earlier tokens, so the passes of a geometric sample
         # need the same kernels as all passes.
-        prompts += [different[number - 1] for number in passes.growing(len(different), 1.5)]
+        prompts += [different[number - 1] for number in growing(len(different), 1.5)]
     counts = {power_of_two(n) for n in range(1, sizes.sequences + 1)}
     steps = [(count, context) for count in counts for context in (sizes.context, most)]
     return in_order(asked_of(skeleton(name), prompts, steps) for name in models)

@@ -26,9 +26,8 @@ from dsa_bench.e2e.parts import glue
 from dsa_bench.peers import marlin
 from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.batch.placement import WHOLE, Placement
-from dsa_layers.engine.fused_moe import FusedMoE
+from dsa_layers.engine.fused_moe import FusedMoE, choose
 from dsa_layers.engine.joint_linear import Cast
-from dsa_layers.engine.routing import choose
 from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.experts import Experts
 

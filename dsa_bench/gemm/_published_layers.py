@@ -3,8 +3,7 @@
 from functools import cache
 
 from dsa_bench.e2e.stacks import FP8, model_of
-from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import BlockFP8Linear
+from dsa_layers.layers.linear import BlockFP8Linear, GroupedLinear
 from dsa_layers.models.family import published_config
 
 MODELS = {

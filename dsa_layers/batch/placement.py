@@ -48,11 +48,6 @@ class Placement:
         called overlap with the communication."""
         return partial(self.all_gather, *local)
 
-    def start_joint_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Start `all_gather` of tensors [T, C_i], as `start_all_gather` does. Tensors of one dtype are concatenated
-        column-wise before they are sent. This is fastest if they already are columns of one tensor."""
-        return self.start_all_gather(*local)
-
     def reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Return the local rows of the sum of all ranks' tensors `part` [T, ...]."""
         return part

@@ -7,9 +7,8 @@ import torch
 import dsa
 from dsa.runtime.checks import INT32, check_tensor
 from dsa_layers.batch import packing
-from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
-from dsa_layers.batch.window_view import WindowView
+from dsa_layers.batch.views import EntryView, WindowView
 
 
 class TokenBatch(SelectableKeys):
@@ -119,6 +118,18 @@ def check_batch(batch: object, *, whole: bool = True) -> None:
             "batch: a rank's share of tokens is for layers whose indexers are trained now: for passes within the "
             "IndexerStage that made it, which for a drafter is IndexerStage(.., drafter=True)"
         )
+
+
+def check_no_cache(cache: object, batch: TokenBatch) -> None:
+    """Raise ValueError unless a plain layer, which has no cache, can compute the pass."""
+    if cache is not None:
+        raise ValueError("cache: must be None before dsa_layers.fuse, which prepares a layer for inference")
+    check_all_keys_are_new(batch)
+
+
+def check_all_keys_are_new(batch: TokenBatch) -> None:
+    if batch.query_lens != batch.key_lens:
+        raise ValueError("cache: is needed when a sequence has more keys than new tokens")
 
 
 def check_pages(batch: TokenBatch, page_size: int) -> None:

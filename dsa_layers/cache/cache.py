@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from dsa.runtime.checks import MOST_SLOTS
-from dsa_layers.arguments import integer, shown
+from dsa.runtime.values import integer, shown
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -132,9 +132,3 @@ def check_storage(name: str, kind: torch.dtype | str) -> None:
     """Raise ValueError unless `kind` is "fp8" or a float dtype that caches support."""
     if kind != "fp8" and kind not in _FLOATS:
         raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")
-
-
-def check_cache(cache: object, kind: type) -> None:
-    """Raise TypeError unless `cache` is an instance of `kind`, the class of one layer's cache."""
-    if not isinstance(cache, kind):
-        raise TypeError(f"cache: must be a {kind.__name__} or None, got {type(cache).__name__}")

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dsa.runtime.values import shown
 from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent
-from dsa_layers.arguments import shown
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.command.messages import by_options, say, say_json
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks
 from dsa_layers.generation.requests import check_stop_strings, encode_prompts
 from dsa_layers.generation.sampling import sampling_defaults, with_seed
-from dsa_layers.models.precision import check_device
 from dsa_layers.parallel.process_group import agreed
 
 BEGIN_REASONING, END_REASONING = "<think>", "</think>"
@@ -28,10 +27,6 @@ def generate(args: argparse.Namespace) -> int:
         raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
-    if args.batch_invariant and (
-        args.dequantize or args.prefix_cache or check_device(args.device).type != "cuda"
-    ):  # `Generator` makes the same check, but only after the weights are loaded
-        raise ValueError("--batch-invariant: takes a GPU and FP8 weights, without --dequantize and --prefix-cache")
     params = sampling(args)
     exit_code = start_ranks(args)
     if exit_code is not None:
@@ -68,9 +63,7 @@ def generate(args: argparse.Namespace) -> int:
         if args.json:
             start = {"checkpoint": str(directory), **place(args), "prompts": len(texts), **asdict(params)}
             say_json("start", **start)
-            _print_events(events, completions, texts)
-        else:
-            _print_texts(events, completions, echoed)
+        _print(events, completions, texts if args.json else echoed, args.json)
     except OutOfPages as error:
         raise ValueError(str(error)) from None
     if ranks is not None and ranks.rank > 0:
@@ -132,45 +125,42 @@ def events_of(generator: Generator, prompts: list, params: SamplingParams) -> It
                 yield event
 
 
-def _print_texts(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str]) -> None:
-    """Print each prompt and its completion. Print a single sequence token by token. Print each of several sequences
-    when it ends, with its number before each line: "[0] def f(x):"."""
-    n = len(completions) // len(prompts)
-    shown_prompt = False
+def _print(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str], as_json: bool) -> None:
+    """Add the events to the completions, and print them.
+
+    In JSON, print a "token" event for each token, and a "completion" event when a sequence ends. Without JSON, print
+    each prompt and its completion: a single sequence token by token, and each of several sequences when it ends, with
+    its number before each line: "[0] def f(x):".
+    """
+    alone, n = len(completions) == 1, len(completions) // len(prompts)
     for event in events:
-        completion = completions[event.sequence]
+        completion, prompt = completions[event.sequence], prompts[event.sequence // n]
+        if alone and not as_json:
+            print(event.text if completion.tokens else prompt + event.text, end="", flush=True)
         completion.add(event)
-        if len(completions) == 1:
-            print(event.text if shown_prompt else prompts[0] + event.text, end="", flush=True)
-            shown_prompt = True
+        if as_json:
+            _print_event(event, completion, prompt)
         elif event.finish_reason is not None:
-            text = prompts[event.sequence // n] + completion.text
-            print("".join(f"[{event.sequence}] {line}\n" for line in text.split("\n")), end="", flush=True)
-    if len(completions) == 1:
-        print(flush=True)
+            lines = (prompt + completion.text).split("\n")
+            print("\n" if alone else "".join(f"[{event.sequence}] {line}\n" for line in lines), end="", flush=True)
 
 
-def _print_events(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str]) -> None:
-    """Print a "token" event for each token, and a "completion" event when a sequence ends."""
-    n = len(completions) // len(prompts)
-    for event in events:
-        completion = completions[event.sequence]
-        completion.add(event)
-        fields = {"sequence": event.sequence, "token": event.token, "text": event.text}
-        if event.logprobs is not None:
-            fields["logprobs"] = [{"token": token, **logprob._asdict()} for token, logprob in event.logprobs.items()]
-        say_json("token", **fields)
-        if event.finish_reason is not None:
-            say_json(
-                "completion",
-                sequence=event.sequence,
-                prompt=prompts[event.sequence // n],
-                prompt_tokens=completion.prompt_tokens,
-                text=completion.text,
-                tokens=completion.tokens,
-                finish_reason=completion.finish_reason,
-                error=completion.error,
-            )
+def _print_event(event: TokenEvent, completion: Completion, prompt: str) -> None:
+    fields = {"sequence": event.sequence, "token": event.token, "text": event.text}
+    if event.logprobs is not None:
+        fields["logprobs"] = [{"token": token, **logprob._asdict()} for token, logprob in event.logprobs.items()]
+    say_json("token", **fields)
+    if event.finish_reason is not None:
+        say_json(
+            "completion",
+            sequence=event.sequence,
+            prompt=prompt,
+            prompt_tokens=completion.prompt_tokens,
+            text=completion.text,
+            tokens=completion.tokens,
+            finish_reason=completion.finish_reason,
+            error=completion.error,
+        )
 
 
 def chat(args: argparse.Namespace) -> int:

@@ -20,11 +20,9 @@ INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 # name.
 _MODULES = {
     "chat": "generate",
-    "compare": "measure",
-    "verify": "measure",
-    "plan": "checkpoints",
-    "convert": "checkpoints",
-    "tiny": "checkpoints",
+    "plan": "model",
+    "convert": "model",
+    "tiny": "model",
 }
 
 

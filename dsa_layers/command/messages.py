@@ -22,11 +22,5 @@ def say_json(event: str, **fields: object) -> None:
 def by_options(problem: str, args: argparse.Namespace) -> str:
     """Replace parameter names in an error message of the library by the command's options. For example, "top_p: ..."
     becomes "--top-p: ...", and "... (cache_tokens)" becomes "... (--cache-tokens)"."""
-
-    def option(found: re.Match[str]) -> str:
-        name = found[0]
-        if name in args and name not in _POSITIONAL:
-            return f"--{name.replace('_', '-')}"
-        return _OPTIONS.get(name, name)
-
-    return re.sub(r"(^|(?<=\())\w+(?=:|\)$)", option, problem)
+    options = {name: f"--{name.replace('_', '-')}" for name in vars(args).keys() - _POSITIONAL} | _OPTIONS
+    return re.sub(r"(^|(?<=\())\w+(?=:|\)$)", lambda found: options.get(found[0], found[0]), problem)

@@ -3,7 +3,6 @@
 # Avoid slow imports such as torch in this module, so that --help responds at once.
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from dsa_bench import command as bench
@@ -51,14 +50,20 @@ def make_parser() -> Parser:
     _add_generate(commands)
     _add_chat(commands)
     _add_compare(commands)
-    commands.add_parser("check", help="print versions, GPU and backend, and test every op")
-    _add_verify(commands)
+    check = commands.add_parser("check", help="print versions, GPU and backend, and test every op")
+    check.set_defaults(run=_check)
     _add_compile(commands)
     _add_plan(commands)
     _add_convert(commands)
     bench.add_parsers(commands)
     _add_tiny(commands)
     return parser
+
+
+def _check(_: argparse.Namespace) -> int:
+    from dsa.check import check  # imports torch, which `dsa --help` must avoid
+
+    return check()
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -113,17 +118,6 @@ def _add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
     """Add the option --draft. does: the help text without the default"""
     parser.add_argument(
         "--draft", type=int, choices=range(DRAFTS + 1), default=0, metavar="K", help=f"{does} (default: %(default)s)"
-    )
-
-
-def _add_gpus_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpus",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="split the model over N GPUs of this machine, a process each, or with --device cpu over N processes; "
-        "torchrun may start them too (default: 1)",
     )
 
 
@@ -224,7 +218,14 @@ Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or i
 def _add_generate(commands: _Commands) -> None:
     parser = commands.add_parser("generate", help="continue prompts with a checkpoint", epilog=_GENERATE)
     _add_model_options(parser)
-    _add_gpus_option(parser)
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        default=None,
+        metavar="N",
+        help="split the model over N GPUs of this machine, a process each, or with --device cpu over N processes; "
+        "torchrun may start them too (default: 1)",
+    )
     parser.add_argument(
         "--prompt",
         action="append",
@@ -298,8 +299,8 @@ def _add_chat(commands: _Commands) -> None:
 _COMPARE = """\
 With --json the standard output is one JSON object a line, each with the key "event":
   start      checkpoint, device, backend, dequantized, text, sequences, length, index_topk
-  attention  attention ("sparse", "latest" or "dense"), loss, perplexity, tokens, seconds, read, dense (what dense
-             attention over the same cache reads), context, share (read / dense), most_read, most_dense, longest_context
+  attention  attention ("sparse", "latest" or "dense"), loss, perplexity, tokens, seconds, read (keys per
+             token), dense (what dense attention over the same cache reads), context, share (read / dense)
   error      error, exit_code: nothing follows"""
 
 
@@ -335,38 +336,6 @@ def _add_compare(commands: _Commands) -> None:
         f"{COMPARED_TOKENS})",
     )
     parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
-
-
-_VERIFY = """\
-The report, one JSON object, holds what is printed, the tokens of the fixed prompts, the configuration's digest and the
-versions of the libraries. It has no path, no user's name and nothing of --text but its loss.
-Exit codes: 0; 1 where a tensor has NaN or infinity or a second run gave other tokens; 2 for a wrong call or input."""
-
-
-def _add_verify(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "verify",
-        help="test a checkpoint's weights on this machine and write a report to send to the project",
-        description="Load a checkpoint, look for NaN in every tensor, generate from fixed prompts twice, and measure "
-        "the loss on a text; on a GPU compare the kernels with the PyTorch references on the text's first tokens.",
-        epilog=_VERIFY,
-    )
-    _add_model_options(parser)
-    _add_gpus_option(parser)
-    parser.add_argument(
-        "--text",
-        type=path,
-        metavar="FILE",
-        default=HELD_OUT_TEXT,
-        help="a UTF-8 text (default: a module of Python's standard library)",
-    )
-    parser.add_argument(
-        "--report",
-        type=path,
-        metavar="FILE",
-        default=Path("dsa-verify.json"),
-        help="where the report is written (default: %(default)s)",
-    )
 
 
 _COMPILE = """\

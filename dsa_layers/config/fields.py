@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-from dsa_layers.arguments import shown_json
+from dsa.runtime.values import shown_json
 from dsa_layers.errors import ConfigError
 from dsa_layers.untrusted_files import read_json_object
 
@@ -68,15 +68,6 @@ _PREFIXES = ("index", "compress", "dspark", "engram", "hc_", "rope_", "quantizat
 _REQUIRED = object()
 
 
-class _Accepted(NamedTuple):
-    """The values that a field accepts."""
-
-    listed: str  # the accepted values, as error messages list them
-    fits: Callable[[Any], bool]
-    default: Any  # value of a missing or null field; _REQUIRED if there is no default
-    convert: Callable[[Any], Any]  # accepted JSON value -> value in the configuration
-
-
 class Fields:
     """A JSON object that records which of its fields were read.
 
@@ -97,21 +88,19 @@ class Fields:
         return self._values.get(name) is not None
 
     def error(self, name: str, problem: str, accepted: str) -> ConfigError:
-        return ConfigError(f"{self._path}: field {self._named(name)} {problem}; accepted: {accepted}")
-
-    def _named(self, name: str) -> str:
-        return shown_json(self._prefix + name)
+        field = shown_json(self._prefix + name)
+        return ConfigError(f"{self._path}: field {field} {problem}; accepted: {accepted}")
 
     def read(self, name: str, declared: Any) -> Any:
         """Return the value of a field. declared: the accepted values, from a function of this module such as `integer`.
         Raise ConfigError if the value is not accepted, or if the field is missing and has no default."""
-        accepted: _Accepted = declared.metadata["accepted"]
+        accepted, fits, default, convert = declared.metadata["accepted"]
         self._read.add(name)
         value = self._values.get(name)
-        if value is None and accepted.default is not _REQUIRED:
-            return accepted.default
-        self.require(value is not None and accepted.fits(value), name, accepted.listed)
-        return accepted.convert(value)
+        if value is None and default is not _REQUIRED:
+            return default
+        self.require(value is not None and fits(value), name, accepted)
+        return convert(value)
 
     def require(self, condition: bool, name: str, accepted: str) -> None:
         """Raise ConfigError with the field's value and the accepted values if `condition` is false."""
@@ -132,7 +121,7 @@ class Fields:
         """Raise ConfigError if a field that is not null was not read. This is for objects in which every field changes
         results."""
         for name in self._unread():
-            raise self._unsupported(name, "every field of this object changes what is computed")
+            self.require(False, name, "null, because every field of this object changes what is computed")
 
     def warn_unread(self) -> None:
         """Warn once about all unknown unread fields. This is for the top level of config.json, to which tools add
@@ -140,21 +129,16 @@ class Fields:
         ConfigError if an unread field changes results."""
         unknown = []
         for name in self._unread():
-            neutral = _CHANGES_RESULTS.get(name, () if name.startswith(_PREFIXES) else None)
-            if neutral is None:
-                unknown += [] if name in NO_INFLUENCE else [self._named(name)]
-            elif not _is_one_of(self._values[name], neutral):
-                accepted = ", ".join(map(shown_json, neutral))
-                raise self._unsupported(name, f"accepted: {accepted or 'null'}")
+            if name in _CHANGES_RESULTS or name.startswith(_PREFIXES):
+                neutral = _CHANGES_RESULTS.get(name, ())
+                self.require(_is_one_of(self._values[name], neutral), name, _listed(neutral) or "null")
+            elif name not in NO_INFLUENCE:
+                unknown.append(shown_json(name))
         if unknown:
             warnings.warn(f"{self._path}: unknown fields are ignored: {', '.join(unknown)}", stacklevel=2)
 
     def _unread(self) -> list[str]:
         return [name for name in self._values if name not in self._read and name in self]
-
-    def _unsupported(self, name: str, reason: str) -> ConfigError:
-        got = shown_json(self._values[name])
-        return ConfigError(f"{self._path}: field {self._named(name)} is not supported: {reason} (got {got})")
 
 
 class Declared:
@@ -262,7 +246,9 @@ def token_ids(vocab_size: int) -> Any:
 def _accepting(
     listed: str, fits: Callable[[Any], bool], default: Any, convert: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    return dataclasses.field(metadata={"accepted": _Accepted(listed, fits, default, convert)})
+    """Declare a field. listed: the accepted values, as error messages list them. fits: whether a value is accepted.
+    default: the value of a missing or null field. convert: from the accepted JSON value to the configuration's."""
+    return dataclasses.field(metadata={"accepted": (listed, fits, default, convert)})
 
 
 def _listed(choices: tuple) -> str:

@@ -7,16 +7,13 @@ from typing import TypeVar
 
 from torch import nn
 
-from dsa_layers.engine.fused_block import FusedDecoderBlock
-from dsa_layers.engine.fused_hyper_block import FusedHyperBlock, FusedHyperConnection, FusedHyperHead
+from dsa_layers.engine.fused_blocks import FusedDecoderBlock, FusedHyperBlock, FusedHyperConnection, FusedHyperHead
 from dsa_layers.engine.fused_moe import FusedMoE, FusedSwiGLU
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
-from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor
-from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.engine.split import make_parts
-from dsa_layers.engine.split_deepseek_v4 import SplitDeepseekV4
+from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor, PagedIndexer
+from dsa_layers.engine.split import SplitDeepseekV4, make_parts
 from dsa_layers.engine.vocabulary import FusedHead
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention

@@ -1,4 +1,5 @@
-"""Linear layers that multiply the same input. They share one weight matrix and one FP8 cast of the input."""
+"""Products of several linear layers for inference. Layers that multiply the same input share one weight matrix and one
+FP8 cast of the input. The matrices of a `GroupedLinear` are multiplied in one grouped product."""
 
 from collections.abc import Sequence
 
@@ -8,8 +9,9 @@ from torch import nn
 import dsa
 from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS
 from dsa_layers.batch.placement import Placement
+from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.fp32_product import fp32_product
-from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, GroupedLinear, Linear
 from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
@@ -159,3 +161,31 @@ def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         end += part.numel()
     rows = sum(len(part) for part in parts)
     return first.detach().as_strided((rows, width), (width, 1), first.storage_offset())
+
+
+def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch) -> torch.Tensor:
+    """Return then(grouped(x)), [T, outputs of `then`]. x: [T, groups, I]."""
+    layer = grouped.matrices
+    if not isinstance(layer, BlockFP8Linear):
+        return then(grouped(x).flatten(1))
+    rows = batch.group_rows(grouped.groups, len(x))
+    activations = dsa.scatter_cast_to_fp8(x.flatten(0, 1), rows.to_groups, layer.use_ue8m0)
+    return grouped_products_of_cast(activations, grouped, then, batch, x.dtype)
+
+
+def grouped_products_of_cast(
+    activations: Cast, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `grouped_products` in `dtype` for an x that is already in FP8.
+
+    activations: x in FP8 [groups * T, I] with scales; the rows of a group are adjacent.
+    """
+    layer, groups = grouped.matrices, grouped.groups
+    tokens = len(activations[0]) // groups
+    rows = batch.group_rows(groups, tokens)
+    matrices = tuple(t.unflatten(0, (groups, -1)) for t in (layer.weight, layer.weight_scale_inv))
+    y = dsa.grouped_fp8_gemm_nt(activations, matrices, rows.ends, dtype)
+    if not isinstance(then, BlockFP8Linear):
+        return then(y.unflatten(0, (groups, tokens)).transpose(0, 1).flatten(1))
+    activations = dsa.scatter_cast_to_fp8(y, rows.to_tokens, then.use_ue8m0)
+    return then.multiply(tuple(part.view(tokens, groups * part.shape[1]) for part in activations), dtype)

@@ -1,12 +1,12 @@
 """The inputs of a fused layer in a pass, except x: tokens, rope angles, cache, and the placement of rows."""
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from dsa_layers.batch.placement import WHOLE, Placement
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_all_keys_are_new
 
 Cache = TypeVar("Cache")
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]
@@ -52,15 +52,14 @@ class EntryPass(LayerPass[Cache]):
     entry_angles: Angles | None = None
 
 
-class KeyCounter(Protocol):
-    """Interface that counts the keys that each token reads. While keys are counted, a layer calls it once per pass."""
-
-    def add(self, read: torch.Tensor, dense: torch.Tensor, context: torch.Tensor) -> None:
-        """Add the counts of a pass. All arguments are integers [T], one number per new token.
-
-        read     the number of keys that the token's attention reads
-        dense    the number of keys that dense attention over the same cache would read
-        context  the number of tokens up to and including the token
-
-        A key is a row of the cache. It represents one token, or several tokens if it is a compressed entry.
-        """
+def check_inference(x: torch.Tensor, batch: TokenBatch, cache: object, kind: type) -> None:
+    """Check the arguments of a fused layer's pass. kind: the class of the layer's cache."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
+            "torch.no_grad(), got requires_grad=True"
+        )
+    if cache is None:
+        check_all_keys_are_new(batch)
+    elif not isinstance(cache, kind):
+        raise TypeError(f"cache: must be a {kind.__name__} or None, got {type(cache).__name__}")

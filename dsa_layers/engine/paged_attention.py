@@ -12,18 +12,15 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, redistribute
 from dsa_layers.batch.selected import CountedIn, Selected
 from dsa_layers.batch.token_batch import TokenBatch, check_pages
-from dsa_layers.cache.cache import check_cache
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine import joint_linear
-from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster
+from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster, stored_up_projection
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
-from dsa_layers.engine.fp8_up_projection import stored_up_projection
 from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
-from dsa_layers.engine.layer_pass import KeyCounter, LayerPass
+from dsa_layers.engine.layer_pass import LayerPass, check_inference
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.engine.side_stream import SideStream, side_stream
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.causal_attention import causal_attention
+from dsa_layers.layers.attention import DSAAttention, causal_attention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
@@ -110,8 +107,6 @@ class PagedAttention(DSAAttention):
     ranks: Ranks = ALONE
     part: Self | None = None
     part_of_ranks: Ranks | None = None
-    # `KeysRead` sets `key_counter` while it counts the keys that each token reads.
-    key_counter: KeyCounter | None = None
 
     def forward(
         self,
@@ -125,18 +120,11 @@ class PagedAttention(DSAAttention):
         cast: Cast | None = None,
     ) -> tuple[torch.Tensor, Selected]:
         self.check_pass(x, batch)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
-                "torch.no_grad(), got requires_grad=True"
-            )
+        check_inference(x, batch, cache, LayerCache)
         if self.indexer is None and selected is None:
             raise ValueError("selected: a layer without an indexer needs what a layer before it selected, got None")
         if cache is not None:
-            check_cache(cache, LayerCache)
             check_pages(batch, cache.page_size)
-        elif batch.query_lens != batch.key_lens:
-            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         with torch.no_grad():
             return self._pass(
                 x, cast, AttentionPass(batch, (cos, sin), cache, placement_of(batch, self.ranks)), selected
@@ -206,12 +194,6 @@ class PagedAttention(DSAAttention):
         side.join()
         if kv is None:  # after the selection, because both need much memory in a long context
             kv = self._stored_keys(step, x.dtype)
-        if self.key_counter is not None:
-            read = visible = batch.visible_keys
-            if topk_indices is not None:
-                (read,) = queries.all_gather((topk_indices >= 0).sum(-1))
-            self.key_counter.add(read, visible, visible)
-
         if step.multi_head:
             return self.o_proj(self._multi_head(q, kv, step, bits).flatten(-2)), selected
         if step.decode:
@@ -249,7 +231,7 @@ class PagedAttention(DSAAttention):
                 self.indexer.write(*keys, step)
         readers = (self.q_b_proj, self.indexer.wq_b) if indexes and step.sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
-        kv, *keys = step.placement.start_joint_all_gather(kv, *keys)()
+        kv, *keys = step.placement.all_gather(kv, *keys)
         return Latents(qr, cast, kv, keys[0] if keys else None, weights)
 
     def _queries(self, latents: Latents, step: AttentionPass) -> torch.Tensor:

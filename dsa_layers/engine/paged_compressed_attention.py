@@ -7,17 +7,15 @@ import torch
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.placement import WHOLE, Placement, redistribute
+from dsa_layers.batch.placement import WHOLE, redistribute
 from dsa_layers.batch.token_batch import TokenBatch, check_pages
-from dsa_layers.batch.window_view import WindowView
-from dsa_layers.cache.cache import check_cache
+from dsa_layers.batch.views import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.batch_invariance import is_batch_invariant, of_attention
-from dsa_layers.engine.grouped_product import grouped_products, grouped_products_of_cast
-from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
-from dsa_layers.engine.layer_pass import EntryPass, KeyCounter
-from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor, Products
+from dsa_layers.engine.joint_linear import Cast, Layer, grouped_products, grouped_products_of_cast, norm_and_cast
+from dsa_layers.engine.layer_pass import EntryPass, check_inference
+from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor, Products
 from dsa_layers.engine.side_stream import side_stream
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear
@@ -81,8 +79,6 @@ class PagedCompressedAttention(CompressedAttention):
     ranks: Ranks = ALONE
     part: Self | None = None
     part_of_ranks: Ranks | None = None
-    # `KeysRead` sets `key_counter` while it counts the keys that each token reads.
-    key_counter: KeyCounter | None = None
 
     def forward(
         self,
@@ -95,19 +91,12 @@ class PagedCompressedAttention(CompressedAttention):
         cast: Cast | None = None,
     ) -> torch.Tensor:
         self.check_pass(x, batch)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
-                "torch.no_grad(), got requires_grad=True"
-            )
+        check_inference(x, batch, cache, CompressedLayerCache)
         if cache is not None:
-            check_cache(cache, CompressedLayerCache)
             if self.compressor is not None:
                 _check_entries("entries", cache.entries, self.compressor.ratio, batch)
             if self.indexer is not None:
                 _check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
-        elif batch.query_lens != batch.key_lens:
-            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         step = Pass(batch, rope, cache, placement_of(batch, self.ranks), entry_angles=entry_rope)
         with torch.no_grad():
             if self.part is not None and step.placement.sharded:
@@ -165,7 +154,7 @@ class PagedCompressedAttention(CompressedAttention):
         # If the pass selects nothing, the indexer still writes its keys to the cache.
         indexes = self._shares_products and (selects or step.cache is not None)
         entries, of_index, weights = self._products(x, indexes, selects and self._shares_products)
-        gathering = step.placement.start_joint_all_gather(kv, *(entries or ()), *(of_index or ()))
+        gathering = step.placement.start_all_gather(kv, *(entries or ()), *(of_index or ()))
 
         def end() -> Projections:
             keys, *products = gathering()
@@ -257,8 +246,6 @@ class PagedCompressedAttention(CompressedAttention):
             compressed = compressed[:, None]
             counts = batch.entries(self.compressor.ratio).selected_counts(rows.shape[1])
             counts = None if counts is None else queries.local_cached(counts)
-        if self.key_counter is not None:
-            self._count_keys(batch, _listed(rows, counts), queries)
         scale = self.dim**-0.5
         if self._casts_results(step.angles):
             cast = dsa.window_attention_cast_to_fp8(
@@ -357,21 +344,6 @@ class PagedCompressedAttention(CompressedAttention):
         starts = step.queries.local_cached(entries.key_starts)
         return compressed, packing.packed_rows(topk_indices, starts, len(batch.key_lens))
 
-    def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Placement = WHOLE) -> None:
-        """Report to `key_counter`, if it is set, how many keys each token reads.
-
-        entries: int32 [T, K], or [B, next_n, K] in a decoding pass: the entries that each of `queries` reads in
-        addition to its window, padded with -1; None if the queries read no entries.
-        """
-        if self.key_counter is None:
-            return
-        context = batch.visible_keys
-        read = dense = context.clamp(max=self.window)
-        if entries is not None:
-            read = read + queries.all_gather((entries >= 0).flatten(0, -2).sum(-1))[0]
-            dense = dense + batch.entries(self.compressor.ratio).visible_keys
-        self.key_counter.add(read, dense, context)
-
     def _decode(self, x: torch.Tensor, cast: Cast | None, step: Pass) -> torch.Tensor:
         batch, cache, step.in_pages = step.batch, step.cache, True
         windows, norm, shares = self._windows(step), self.kv_norm, self._shares_products
@@ -400,7 +372,6 @@ class PagedCompressedAttention(CompressedAttention):
         if self.compressor is not None:
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
-        self._count_keys(batch, slots)
         # On a GPU, attention to FP8 pages computes in bf16 for any model dtype: e4m3 has only 4 significant bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
         # With topk_length, the length of a sequence's last token applies to all of its new tokens. The position of the
@@ -433,11 +404,3 @@ def _check_entries(name: str, entries: EntryCache | None, ratio: int, batch: Tok
 def _rotate_in_place(x: torch.Tensor, rope: Angles) -> torch.Tensor:
     """Apply rope to the last channels of x in place, and return x."""
     return dsa.apply_rotary(x, *rope, interleaved=True, dims="last", out=x)
-
-
-def _listed(rows: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor | None:
-    """Return rows [T, K] with -1 after the first `counts` [T] columns of each token."""
-    if rows is None or counts is None:
-        return rows
-    columns = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
-    return torch.where(columns < counts[:, None], rows, -1)

@@ -1,4 +1,4 @@
-"""`LightningIndexer` for inference, with index keys in a paged cache."""
+"""`LightningIndexer`, `Compressor` and `CompressedIndexer` for inference, with keys and entries in a paged cache."""
 
 from typing import Generic, TypeVar
 
@@ -8,10 +8,16 @@ import dsa
 from dsa_layers.batch.placement import Placement
 from dsa_layers.batch.selectable_keys import SelectableKeys
 from dsa_layers.batch.token_batch import TokenBatch, check_pages
+from dsa_layers.batch.views import EntryView
+from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fp32_product import fp32_product
-from dsa_layers.engine.layer_pass import Angles, LayerPass
+from dsa_layers.engine.layer_pass import Angles, EntryPass, LayerPass
+from dsa_layers.layers.compressed_indexer import CompressedIndexer
+from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import Keys, KeySelection, LightningIndexer, quantized_keys
+from dsa_layers.layers.linear import FP32Linear
 
 Projected = TypeVar("Projected")  # projections of x from which the index keys are computed
 
@@ -36,12 +42,8 @@ class PagedSelection(KeySelection, Generic[Projected]):
         weights    `head_weights` for the local rows
         """
         view = self.selectable(step.batch)
-        q = queries.unflatten(-1, (self.n_heads, self.head_dim))
         angles = placement.local_cached(step.angles[0]), placement.local_cached(step.angles[1])
-        if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
-        else:
-            q = dsa.apply_rotary(q, *angles, **self.rope)
+        q, weights = self.rotated_queries(queries, weights, angles)
         if self.quantize and step.decode:
             return self._select_in_pages(q, weights, view, step)
         starts, lengths, most = view.visible_ranges
@@ -53,6 +55,9 @@ class PagedSelection(KeySelection, Generic[Projected]):
         key_lens = view.key_lens if step.batch.is_decode else None
         keys = self._all_keys(projected, step, queries.dtype)
         return self.select_packed(q, keys, weights, ranges, key_lens, paging)
+
+    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
+        return fp32_product(x, self.weights_proj.weight, self.weight_scale)
 
     def selectable(self, batch: TokenBatch) -> SelectableKeys:
         """Return the keys among which the indexer selects."""
@@ -101,17 +106,12 @@ class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
     def select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        self.check_selects()
         step = LayerPass(batch, rope, cache)
         return self.pick(self.wq_b(qr), self.wk(x), self.head_weights(x), step, step.placement)
 
     @torch.no_grad()
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
         self.write(self.wk(x), LayerPass(batch, rope, cache))
-
-    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weights of the index heads, fp32 [T, n_heads]."""
-        return fp32_product(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
     def write(self, projected: torch.Tensor, step: LayerPass[LayerCache]) -> None:
         """Write the index keys of the new tokens to the cache. projected: wk(x) of all rows."""
@@ -140,3 +140,66 @@ class PagedIndexer(PagedSelection[torch.Tensor], LightningIndexer):
 
     def make_keys(self, projected: torch.Tensor, step: LayerPass[LayerCache], dtype: torch.dtype) -> torch.Tensor:
         return self.keys(projected, step.angles)
+
+
+Products = tuple[torch.Tensor, torch.Tensor]  # fp32 [T, c]: KV = wkv(x), and Z = wgate(x) before ape is added
+
+
+class PagedCompressor(Compressor):
+    """`Compressor` for inference. It computes wkv(x) and wgate(x) as one product, before it compresses them."""
+
+    def project(self, x: torch.Tensor) -> Products:
+        return joint_linear.multiply(x, *self.joint_layers())
+
+    def entries(
+        self, kv: torch.Tensor, gate: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch
+    ) -> torch.Tensor:
+        starts = batch.earlier_lens_tensor
+        entries, tokens = dsa.compress_kv(kv, gate, self.ape, batch.cu_query_lens, starts, overlap=self.overlap)
+        return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
+
+    def store(self, products: Products, step: EntryPass, cache: EntryCache) -> None:
+        """Write the entries that the new tokens complete, and the state of incomplete blocks, to the cache."""
+        batch = step.batch
+        dsa.write_compressed_kv(
+            *(*products, self.ape, self.norm.weight.float(), *step.entry_angles, cache.pages),
+            *(batch.entries(self.ratio).slots, batch.cu_query_lens, batch.earlier_lens_tensor),
+            *(cache.state, batch.state_slots_tensor),
+            overlap=self.overlap,
+            eps=self.norm.eps,
+        )
+
+    def joint_layers(self) -> tuple[FP32Linear, FP32Linear]:
+        """Return the layers that share one product with x."""
+        return self.wkv, self.wgate
+
+
+class PagedCompressedIndexer(PagedSelection[Products], CompressedIndexer):
+    """`CompressedIndexer` for inference, with a cache.
+
+    `PagedCompressedAttention` computes the indexer's projections of x and qr itself, so that they can share products
+    with its other projections. It writes the keys to the cache with `PagedCompressor.store` and then calls `pick`.
+    """
+
+    @torch.no_grad()
+    def select(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        rope: Angles,
+        batch: TokenBatch,
+        cache: CompressedLayerCache | None = None,
+        *,
+        entry_rope: Angles,
+    ) -> torch.Tensor:
+        step = EntryPass(batch, rope, cache, entry_angles=entry_rope)
+        return self.pick(self.wq_b(qr), self.compressor.project(x), self.head_weights(x), step, step.placement)
+
+    def selectable(self, batch: TokenBatch) -> EntryView:
+        return batch.entries(self.compressor.ratio)
+
+    def pages(self, step: EntryPass[CompressedLayerCache]) -> torch.Tensor:
+        return step.cache.index_entries.pages
+
+    def make_keys(self, projected: Products, step: EntryPass[CompressedLayerCache], dtype: torch.dtype) -> torch.Tensor:
+        return self.compressor.entries(*projected, *step.entry_angles, step.batch).to(dtype)

@@ -2,25 +2,28 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 
+@dataclass
 class SideStream:
-    """The value that `side_stream` yields. After `join`, launches may read the results of the `with` block."""
+    """The value that `side_stream` yields.
+
+    stream  the second stream; None if all launches are on one stream
+    reads   the tensors to which `side_stream` holds references
+    """
+
+    stream: torch.cuda.Stream | None = None
+    reads: tuple[torch.Tensor | None, ...] = ()
 
     def join(self) -> None:
-        """Do nothing, because all launches are on one stream."""
-
-
-class _Forked(SideStream):
-    def __init__(self, stream: torch.cuda.Stream, reads: tuple[torch.Tensor | None, ...]) -> None:
-        self._stream, self._reads = stream, reads
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._reads = ()
+        """Let later launches read the results of the `with` block."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.reads = ()
 
 
 @contextmanager
@@ -41,18 +44,15 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
     all launches stay on the current stream.
     """
     x = reads[0]
-    if not x.is_cuda or not _captures():
+    captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not captures or torch.cuda.get_allocator_backend() != "native":
         yield SideStream()
         return
     stream = torch.cuda.current_stream(x.device)
     side = _second_stream(stream)
     side.wait_stream(stream)
     with torch.cuda.stream(side):
-        yield _Forked(side, reads)
-
-
-def _captures() -> bool:
-    return torch.cuda.is_current_stream_capturing() and torch.cuda.get_allocator_backend() == "native"
+        yield SideStream(side, reads)
 
 
 @cache

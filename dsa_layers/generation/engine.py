@@ -1,21 +1,19 @@
 """Text generation for requests that start and end while other requests run."""
 
-import contextlib
 import hashlib
 import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from dsa_layers.arguments import integer, shown
+from dsa.runtime.values import integer, shown
 from dsa_layers.cache.cache import Cache, OutOfPages
-from dsa_layers.generation.engine_options import checked_options
+from dsa_layers.generation.engine_options import Capacity, checked_options
 from dsa_layers.generation.requests import (
     Request,
     RunningSequence,
@@ -26,11 +24,11 @@ from dsa_layers.generation.requests import (
     encode_prompt,
 )
 from dsa_layers.generation.sampling import SamplingParams, with_seed
-from dsa_layers.generation.sequence_memory import Capacity, SequenceMemory
+from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.steps import Passes, powers_of_two
 from dsa_layers.io.tokenizer import Tokenizer
 from dsa_layers.models.protocols import Model
-from dsa_layers.parallel.process_group import agreed, least, raise_on_all_ranks
+from dsa_layers.parallel.process_group import agreed, gathered, raise_on_all_ranks
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 _LOGGER = logging.getLogger(__name__)
@@ -68,15 +66,13 @@ class Scheduler:
         with raise_on_all_ranks(self.ranks) as facts:
             if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
                 raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
-            self.options = checked_options(model, options)
-            self.prefill_chunk = self.options.prefill_chunk
             if tokenizer is not None and tokenizer.eos_token_id is not None:
                 self.eos.add(tokenizer.eos_token_id)
+            self.options = checked_options(model, options)
+            self.capacity = Capacity(model, self.options, self.device)
             facts |= {name: str(value) for name, value in asdict(self.options).items()}
             facts["tokens that end"] = str(sorted(self.eos))
-        with raise_on_all_ranks(self.ranks):
-            self.capacity = Capacity(model, self.options, self.device)
-        self.capacity.pages = least(self.ranks, self.capacity.pages)
+        self.capacity.pages = min(gathered(self.ranks, self.capacity.pages))
         # Create the cache outside of inference mode, because callers may write to it outside of inference mode.
         with raise_on_all_ranks(self.ranks), torch.inference_mode(False):
             self.cache: Cache = self.capacity.make_cache(model, self.device)
@@ -85,21 +81,22 @@ class Scheduler:
             _LOGGER.info("The cache holds %d tokens.", self.capacity.pages * self.options.page_size)
         self.memory = SequenceMemory(self.passes.caches, self.capacity, self.options)
         self.throughput = Throughput()
+        self._requests: dict[int, Request] = {}  # by number: unfinished requests, and the latest ended requests
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
-        self._ended: deque[Request] = deque(maxlen=self.options.max_sequences)  # `Engine.stream` accepts them
         self._numbers = 0
         self._full = False  # the first waiting sequence found no room, and no memory was released since then
         self._extends_next = False
-        # Guards the fields above and the requests' events. While one thread runs a pass, other threads change none of
-        # the lists, except that they may append to `_waiting`.
+        # Guards the fields above and the requests' events. The lock is free during a pass, so that `add_request` and
+        # `abort` do not wait for the pass. Only the thread that runs the pass removes sequences from the lists.
         self._changed = threading.Condition()
         self._worker: int | None = None  # the identifier of the thread that runs a pass
 
     @property
     def unfinished(self) -> int:
         """The number of sequences that are waiting or running."""
-        return len({s for s in [*self._waiting, *self._running] if not s.ended})
+        with self._changed:
+            return sum(not s.ended for request in self._requests.values() for s in request.sequences)
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> int:
         """Add a request and return its number, which is also `TokenEvent.sequence` of its first sequence. If
@@ -110,19 +107,23 @@ class Scheduler:
         outside the vocabulary, if a text is not Unicode, or if the prompt fills the model's context. Raise OutOfPages
         if the whole cache cannot hold a sequence.
         """
-        return self._submit(lambda: [self._checked(prompt, params)]).number
+
+        def checked() -> list[Prompt]:
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
+            return [("prompt", encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size), params)]
+
+        return self._submit(checked).number
 
     def abort(self, request: int) -> None:
         """End a request. It has no further events, not even one with a finish_reason. The engine frees its memory as
         soon as no pass is running. Do nothing if the request has already ended."""
         with self._changed:
-            found = self._known_request(request)
-            if found is not None:
-                found.end()
-                found.events.clear()
+            if request in self._requests:
+                self._requests[request].end()
+                self._requests[request].events.clear()
             if self._worker is None:
                 self._release_ended()
-            self._changed.notify_all()
 
     def step(self) -> list[TokenEvent]:
         """Run a pass and return its events, in the order in which the sequences started; [] if nothing is unfinished.
@@ -130,8 +131,7 @@ class Scheduler:
         If the logits of a sequence are not finite, it ends with finish_reason "error", and the other sequences
         continue.
         """
-        with self._turn():
-            return self._step()
+        return self._alone(self._pass)
 
     def warm_up(self, max_tokens: int | None = None) -> None:
         """Capture the CUDA graphs of decoding passes before requests arrive. Otherwise the first pass of each size is
@@ -149,45 +149,42 @@ class Scheduler:
         tokens = min(self.capacity.context, room)
         if max_tokens is not None:
             tokens = integer("max_tokens", max_tokens, at_least=1, at_most=tokens)
-        with self._turn():
+
+        def capture() -> list[TokenEvent]:
             if self.unfinished:
                 raise RuntimeError(f"warm_up: must be called while no request runs, got {self.unfinished} unfinished")
             # Capture the largest graph first, because the other graphs fit into its memory.
             for pages in powers_of_two(self.capacity.of(tokens)):
                 for count in powers_of_two(self.capacity.sequences):
                     self.passes.warm_up(count, pages)
+            return []
 
-    # Requests.
+        self._alone(capture)
 
-    def _known_request(self, number: int) -> Request | None:
-        """Return the request with this number, if it is unfinished or has ended recently; None otherwise."""
-        unfinished = [s.request for s in [*self._waiting, *self._running]]
-        return next((request for request in [*unfinished, *self._ended] if request.number == number), None)
-
-    def _checked(self, prompt: Any, params: Any) -> Prompt:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: must be SamplingParams, got {shown(params)}")
-        return "prompt", encode_prompt("prompt", prompt, self.tokenizer, self.model.config.vocab_size), params
-
-    def _submit(self, make: Callable[[], Iterable[Prompt]]) -> Request:
+    def _submit(self, make: Callable[[], Iterable[Prompt]], first: int | None = None) -> Request:
         """Add the sequences of one or more prompts as one request, and return the request.
 
-        make  a function that returns the prompts. If it raises on one rank, all ranks raise
+        make   a function that returns the prompts. If it raises on one rank, all ranks raise
+        first  `TokenEvent.sequence` of the first sequence; None: the number of the request
         """
         with raise_on_all_ranks(self.ranks) as facts:
             sequences = [s for i, prompt in enumerate(make()) for s in self._sequences(i, *prompt)]
             if self.ranks.size > 1:
                 facts["prompts"] = _digest([s.tokens for s in sequences])
                 facts["params"] = _digest([s.params for s in sequences])
-        seeds = [random.SystemRandom().getrandbits(63) for _ in sequences]
+        seed = random.SystemRandom().getrandbits(62)
         if self.ranks.size > 1:
-            seeds = agreed(self.ranks, lambda: seeds)
+            seed = agreed(self.ranks, lambda: seed)
         with self._changed:
             request = Request(self._numbers, sequences)
-            self._numbers += len(sequences)
-            for k, (s, seed) in enumerate(zip(sequences, seeds)):
-                s.request, s.index = request, request.number + k
-                s.seed = seed if s.params.seed is None else s.params.seed
+            for k, s in enumerate(sequences):
+                s.request, s.index = request, k + (request.number if first is None else first)
+                s.seed = seed + k if s.params.seed is None else s.params.seed
+            ended = [number for number, known in self._requests.items() if known.ended]
+            for number in ended[: -self.options.max_sequences]:
+                del self._requests[number]
+            self._requests[request.number] = request
+            self._numbers += max(len(sequences), 1)  # requests without sequences have different numbers too
             self._waiting += sequences
         return request
 
@@ -210,63 +207,61 @@ class Scheduler:
             text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, params.stop)
             yield RunningSequence(name, index, list(tokens), with_seed(params, k), limit, text, self.eos)
 
-    # Passes.
-
-    @contextlib.contextmanager
-    def _turn(self, request: Request | None = None) -> Iterator[bool]:
-        """Wait until no other thread runs a pass. Then yield True: the caller may run a pass inside the context. With a
-        request, yield False as soon as the request needs no pass, because it has an event to return or has ended."""
-
-        def needs_a_pass() -> bool:
-            return request is None or not (request.events or request.ended)
-
+    def _alone(
+        self, run: Callable[[], list[TokenEvent]], needed: Callable[[], bool] = lambda: True
+    ) -> list[TokenEvent]:
+        """Wait until no other thread runs a pass. Then call `run`, which may run passes, and return its result. Return
+        [] as soon as `needed` returns False, which a pass of another thread may cause."""
         with self._changed:
             if self._worker == threading.get_ident():  # waiting would be a deadlock
                 raise RuntimeError("step: was called by the pass of another step, as a hook may do")
-            self._changed.wait_for(lambda: self._worker is None or not needs_a_pass())
-            mine = needs_a_pass()
-            if mine:
-                self._worker = threading.get_ident()
-                self._release_ended()
+            self._changed.wait_for(lambda: self._worker is None or not needed())
+            if not needed():
+                return []
+            self._worker = threading.get_ident()
+            self._release_ended()
         try:
-            yield mine
+            return run()
         finally:
-            if mine:
-                with self._changed:
-                    self._release_ended()
-                    self._worker = None
-                    self._changed.notify_all()
+            with self._changed:
+                self._release_ended()
+                self._worker = None
+                self._changed.notify_all()
 
     @torch.inference_mode()
-    def _step(self) -> list[TokenEvent]:
+    def _pass(self) -> list[TokenEvent]:
         ready = [s for s in self._running if not s.prefilling]
-        work = []
-        if not (self._extends_next and ready):
-            self._start_waiting()
-            work = self._prefill_work()
+        work = [] if self._extends_next and ready else self._prefill_work()
         self._extends_next = bool(work)
         try:
             events = self._prefill(work) if work else self._extend(ready)
         except BaseException as error:  # the pass may have added tokens to sequences, and their events are lost
-            self._fail({s.request for s in [s for s, _ in work] or ready}, error)
+            with self._changed:
+                for request in {s.request for s in [s for s, _ in work] or ready}:
+                    request.end()
+                    if isinstance(error, Exception):
+                        request.events.append(error)
             raise
-        return self._delivered(events)
+        with self._changed:
+            events = [(s, event) for s, event in events if not s.ended]  # aborted requests have no further events
+            for s, event in events:
+                s.request.events.append(event)
+                s.ended |= event.finish_reason is not None
+        return [event for _, event in events]
 
-    def _start_waiting(self) -> None:
-        """Start waiting sequences, first come first served, as long as there is room for the next sequence."""
+    def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
+        """Start waiting sequences, first come first served, as long as there is room for the next sequence. Choose the
+        prompt tokens of the next pass: (sequence, number of tokens) pairs, first come first served, with at most
+        `prefill_chunk` tokens in total. A batch-invariant engine computes one prompt per pass."""
         while self._waiting and not self._full:
             first = self._waiting[0]
             if not first.ended:
                 if not self.memory.start(first, self._running):
                     self._full = True
-                    return
+                    break
                 self._running.append(first)
                 self.throughput.reused_tokens += first.cached
             self._waiting.pop(0)
-
-    def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
-        """Choose the prompt tokens of the next pass: (sequence, number of tokens) pairs, first come first served, with
-        at most `prefill_chunk` tokens in total. A batch-invariant engine computes one prompt per pass."""
         work, room = [], self.options.prefill_chunk
         for s in self._running:
             n = min(self.memory.next_stop(s) - s.cached, room)
@@ -275,7 +270,7 @@ class Scheduler:
                 room = 0 if self.options.batch_invariant else room - n
         return work
 
-    def _prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
+    def _prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[tuple[RunningSequence, TokenEvent]]:
         started = time.perf_counter()
         events = self.passes.prefill(work)
         for s, _ in work:
@@ -288,42 +283,20 @@ class Scheduler:
         self.throughput.prefill_seconds += time.perf_counter() - started
         return events
 
-    def _extend(self, ready: Sequence[RunningSequence]) -> list[TokenEvent]:
+    def _extend(self, ready: Sequence[RunningSequence]) -> list[tuple[RunningSequence, TokenEvent]]:
         if not ready:
             return []
         started = time.perf_counter()
         events = self.passes.extend(ready, self.throughput)
-        self.throughput.decode_tokens += sum(event.token is not None for event in events)
+        self.throughput.decode_tokens += sum(event.token is not None for _, event in events)
         self.throughput.decode_seconds += time.perf_counter() - started
         return events
-
-    def _delivered(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
-        """Add events to the streams of their requests, and return them. Drop the events of aborted requests."""
-        kept, by_index = [], {s.index: s for s in self._running}
-        with self._changed:
-            for event in events:
-                s = by_index[event.sequence]
-                if not s.ended:
-                    kept.append(event)
-                    s.ended = event.finish_reason is not None
-                    s.request.events.append(event)
-        return kept
-
-    def _fail(self, requests: set[Request], error: BaseException) -> None:
-        """End the requests that a failed pass has computed. Their streams raise the error of the pass."""
-        with self._changed:
-            for request in requests:
-                request.end()
-                if isinstance(error, Exception):
-                    request.events.append(error)
 
     def _release_ended(self) -> None:
         """Release the memory of sequences that have ended. No pass may be running."""
         for s in [s for s in self._running if s.ended]:
             self._running.remove(s)
             self.memory.release(s)
-            if s.request.ended:
-                self._ended.append(s.request)
             self._full = False
 
 
@@ -342,11 +315,10 @@ class Engine(Scheduler):
     def stream(self, request: int) -> "EventStream":
         """Return the stream of a request, with all its events. Create at most one stream per request.
 
-        The request must be unfinished or one of the last `max_sequences` requests that have ended. Ended requests are
+        The request must be unfinished or one of the latest `max_sequences` requests that have ended. Ended requests are
         accepted because another thread may finish a request before this call. Raise ValueError for other requests.
         """
-        with self._changed:
-            found = self._known_request(request)
+        found = self._requests.get(request)
         if found is None:
             raise ValueError(f"request: must be unfinished or have ended lately, got {shown(request)}")
         return EventStream(self, found)
@@ -359,39 +331,29 @@ class EventStream(Iterator[TokenEvent]):
     request  the number of the request
     """
 
-    def __init__(
-        self, engine: Scheduler, request: Request, before_pass: Callable[[], None] | None = None, first: int = 0
-    ) -> None:
-        """
-        before_pass  a function that this stream calls before each pass that it runs
-        first        a number that is subtracted from each event's `sequence`
-        """
-        self._engine, self._request, self._before_pass, self._first = engine, request, before_pass, first
+    def __init__(self, engine: Scheduler, request: Request, before_pass: Callable[[], None] = lambda: None) -> None:
+        """before_pass: a function that this stream calls before each pass that it runs"""
+        self._engine, self._request, self._before_pass = engine, request, before_pass
         self.request = request.number
 
     def __next__(self) -> TokenEvent:
-        engine, request = self._engine, self._request
-        while True:
-            with engine._turn(request) as mine:
-                if mine:
-                    self._run_pass()
-            with engine._changed:
-                if request.events:
-                    event = request.events.popleft()
-                    if isinstance(event, Exception):
-                        raise event
-                    return replace(event, sequence=event.sequence - self._first)
-                if request.ended:
-                    raise StopIteration
+        request = self._request
+        while request.needs_pass:
+            self._engine._alone(self._run_pass, lambda: request.needs_pass)
+        with self._engine._changed:
+            event = request.events.popleft() if request.events else StopIteration()
+        if isinstance(event, Exception):
+            raise event
+        return event
 
-    def _run_pass(self) -> None:
-        if self._before_pass is not None:
-            self._before_pass()
+    def _run_pass(self) -> list[TokenEvent]:
+        self._before_pass()
         try:
-            self._engine._step()
+            return self._engine._pass()
         except Exception as error:
             if not self._request.ended:
                 _LOGGER.error("A pass that computed other requests failed.", exc_info=error)
+            return []
 
     def close(self) -> None:
         """End the request. Dropping the last reference to the stream also ends the request. In that case, the engine

@@ -1,7 +1,7 @@
-"""The options of an engine: their meaning, defaults and limits, and the models that support them."""
+"""The options of an engine: their meaning, defaults and limits, the models that support them, and the cache's size."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,12 +9,15 @@ from torch import nn
 
 from dsa.runtime import backends
 from dsa.runtime.checks import MOST_SLOTS
-from dsa_layers.arguments import flag, integer
-from dsa_layers.cache.cache import most_tokens
+from dsa.runtime.values import check_flag, integer
+from dsa_layers.cache.cache import Cache, CacheSizes, most_tokens
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.engine.fp8_up_projection import can_stay_stored
+from dsa_layers.engine.attention_form import can_stay_stored
+from dsa_layers.io.memory import room_for_caches
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.models.protocols import Model
+
+CPU_CACHE_TOKENS = 65536
 
 
 @dataclass
@@ -73,7 +76,7 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
         most = most_tokens(options.page_size)
         options.cache_tokens = integer("cache_tokens", options.cache_tokens, at_least=1, at_most=most)
     for name in ("cuda_graphs", "prefix_cache", "batch_invariant"):
-        flag(name, getattr(options, name))
+        check_flag(name, getattr(options, name))
     if options.draft_tokens and getattr(model, "drafter", None) is None:
         raise ValueError(
             "draft_tokens: must be 0 for a model without a drafter (load_model's drafter=True), "
@@ -111,3 +114,50 @@ def check_invariant(model: Model) -> None:
                 f"rope_dim, 512 kv_lora_rank, a multiple of 128 v_dim), got {sizes}, "
                 f"kv_lora_rank={layer.kv_lora_rank} in {name}"
             )
+
+
+class Capacity:
+    """The sizes of an engine's cache.
+
+    context  the number of tokens in the model's context
+    pages    the number of pages for sequences. cache_tokens sets it. Without cache_tokens, it depends on the device. On
+             a GPU, the pages fill the free memory, up to max_sequences sequences of the whole context. On a CPU, the
+             pages hold at least CPU_CACHE_TOKENS tokens and one sequence of the whole context. A CPU commits memory
+             only for pages that are written
+
+    The cache has additional pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). Raise
+    ValueError if a GPU has no room for a cache.
+    """
+
+    def __init__(self, model: Model, options: EngineOptions, device: torch.device) -> None:
+        self._options = options
+        self.context = model.config.max_position_embeddings
+        self.pages = -(-(options.cache_tokens or 0) // options.page_size) or self._default_pages(model, device)
+
+    def of(self, tokens: int) -> int:
+        """Return the number of pages that a sequence of `tokens` tokens and its drafts needs."""
+        return -(-(tokens + self._options.draft_tokens) // self._options.page_size)
+
+    @property
+    def sequences(self) -> int:
+        """The largest number of sequences that run at a time. Each sequence needs at least one page."""
+        return min(self._options.max_sequences, self.pages)
+
+    def make_cache(self, model: Model, device: torch.device) -> Cache:
+        """Create the model's cache. With prefix_cache it has a second state slot per sequence, for copies of states."""
+        state_slots = self.sequences * (1 + self._options.prefix_cache) + 1
+        pages = self.pages + self.of(1)
+        return model.make_cache(pages, page_size=self._options.page_size, device=device, state_slots=state_slots)
+
+    def _default_pages(self, model: Model, device: torch.device) -> int:
+        options = self._options
+        most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
+        if device.type != "cuda":
+            return min(most, max(-(-CPU_CACHE_TOKENS // options.page_size), self.of(self.context)))
+        sizes = CacheSizes.of((model, model.drafter) if options.draft_tokens else (model,), options.page_size)
+        room = room_for_caches(device) - self.of(1) * sizes.page - sizes.slot
+        with_copies = replace(sizes, slot=sizes.slot * (1 + options.prefix_cache))
+        pages = min(most, with_copies.pages(room, options.max_sequences))
+        if pages < 1:
+            raise ValueError(f"cache_tokens: the memory of {device} has no room for the model and a cache")
+        return pages

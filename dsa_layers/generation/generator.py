@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
-from dsa_layers.arguments import shown
+from dsa.runtime.values import shown
 from dsa_layers.generation.engine import GREEDY, EventStream, Prompt, Scheduler
 from dsa_layers.generation.requests import Completion, Request, Throughput, TokenEvent, encode_prompts
 from dsa_layers.generation.sampling import SamplingParams, with_seed
@@ -39,7 +39,7 @@ class Generator(Scheduler):
         """
         request = self._call(prompts, params)
         completions = [Completion(s.prompt_len, prompt=s.prompt) for s in request.sequences]
-        with contextlib.closing(EventStream(self, request, first=request.number)) as events:
+        with contextlib.closing(EventStream(self, request)) as events:
             for event in events:
                 completions[event.sequence].add(event)
                 if on_event is not None:
@@ -67,21 +67,21 @@ class Generator(Scheduler):
         continue. Raise the errors of `Engine.add_request` for all prompts before returning the iterator.
         """
         request = self._call(prompts, params)
-        total = sum(s.prompt_len for s in request.sequences)
 
         def tell() -> None:
             done = sum(min(s.cached, s.prompt_len) for s in request.sequences)
-            if done < total:
+            total = sum(s.prompt_len for s in request.sequences)
+            if on_prefill is not None and done < total:
                 on_prefill(done, total)
 
-        return EventStream(self, request, tell if on_prefill is not None else None, first=request.number)
+        return EventStream(self, request, tell)
 
     def _call(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams]) -> Request:
-        request = self._submit(lambda: self._all_checked(prompts, params))
+        request = self._submit(lambda: self._checked(prompts, params), first=0)
         self.throughput = Throughput()
         return request
 
-    def _all_checked(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams]) -> list[Prompt]:
+    def _checked(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams]) -> list[Prompt]:
         encoded = encode_prompts(prompts, self.tokenizer, self.model.config.vocab_size)
         if isinstance(params, SamplingParams):
             params = [with_seed(params, i * params.n) for i in range(len(encoded))]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
-from dsa_layers.arguments import integer, shown
+from dsa.runtime.values import integer, shown
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.tokenizer import StreamDecoder, Tokenizer
 
@@ -211,6 +211,11 @@ class Request:
     @property
     def ended(self) -> bool:
         return all(s.ended for s in reversed(self.sequences))  # later sequences usually end last
+
+    @property
+    def needs_pass(self) -> bool:
+        """Whether the request's next event is not computed yet."""
+        return not (self.events or self.ended)
 
     def end(self) -> None:
         for s in self.sequences:

@@ -1,13 +1,12 @@
 """Sampling parameters of a sequence, and their defaults in a checkpoint's generation_config.json."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from dsa_layers.arguments import flag, integer, number, shown
+from dsa.runtime.values import check_flag, integer, number, shown
 from dsa_layers.errors import ConfigError
 from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object
@@ -123,14 +122,15 @@ def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
     Raise ConfigError (a ValueError) that names the file, the field, its value and the accepted values.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
-    if not os.path.lexists(path):
+    if not path.exists():
         return {}
     fields = read_json_object(path, ConfigError, _MAX_BYTES)
     found = {name: fields[name] for name in _DEFAULTS if fields.get(name) is not None}
     do_sample = fields.get("do_sample")
     try:
         if do_sample is not None:
-            found["temperature"] = found.get("temperature", 1.0) if flag("do_sample", do_sample) else 0.0
+            check_flag("do_sample", do_sample)
+            found["temperature"] = found.get("temperature", 1.0) if do_sample else 0.0
         SamplingParams(**found)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: field {error}") from None

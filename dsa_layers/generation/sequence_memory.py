@@ -1,70 +1,11 @@
-"""The sizes of an engine's cache, and the pages and the state slot of each running sequence."""
+"""The pages and the state slot of each running sequence."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
-
-from dsa.runtime.checks import MOST_SLOTS
-from dsa_layers.cache.cache import Cache, CacheSizes
+from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.prefix_pages import PrefixPages, StateCopies
-from dsa_layers.generation.engine_options import EngineOptions
+from dsa_layers.generation.engine_options import Capacity, EngineOptions
 from dsa_layers.generation.requests import RunningSequence
-from dsa_layers.io.memory import room_for_caches
-from dsa_layers.models.protocols import Model
-
-CPU_CACHE_TOKENS = 65536
-
-
-class Capacity:
-    """The sizes of an engine's cache.
-
-    context  the number of tokens in the model's context
-    pages    the number of pages for sequences. cache_tokens sets it. Without cache_tokens, it depends on the device. On
-             a GPU, the pages fill the free memory, up to max_sequences sequences of the whole context. On a CPU, the
-             pages hold at least CPU_CACHE_TOKENS tokens and, if there is enough memory, one sequence of the whole
-             context. A CPU commits memory only for pages that are written
-
-    The cache has additional pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). Raise
-    ValueError if a GPU has no room for a cache.
-    """
-
-    def __init__(self, model: Model, options: EngineOptions, device: torch.device) -> None:
-        self._options = options
-        self.context = model.config.max_position_embeddings
-        self.pages = -(-(options.cache_tokens or 0) // options.page_size) or self._default_pages(model, device)
-
-    def of(self, tokens: int) -> int:
-        """Return the number of pages that a sequence of `tokens` tokens and its drafts needs."""
-        return -(-(tokens + self._options.draft_tokens) // self._options.page_size)
-
-    @property
-    def sequences(self) -> int:
-        """The largest number of sequences that run at a time. Each sequence needs at least one page."""
-        return min(self._options.max_sequences, self.pages)
-
-    def make_cache(self, model: Model, device: torch.device) -> Cache:
-        """Create the model's cache. With prefix_cache it has a second state slot per sequence, for copies of states."""
-        state_slots = self.sequences * (1 + self._options.prefix_cache) + 1
-        pages = self.pages + self.of(1)
-        return model.make_cache(pages, page_size=self._options.page_size, device=device, state_slots=state_slots)
-
-    def _default_pages(self, model: Model, device: torch.device) -> int:
-        options = self._options
-        modules = (model, model.drafter) if options.draft_tokens else (model,)
-        sizes = CacheSizes.of(modules, options.page_size)
-        pages = most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
-        room = room_for_caches(device)
-        if room is not None:
-            with_copies = replace(sizes, slot=sizes.slot * (1 + options.prefix_cache))
-            reserved = self.of(1) * sizes.page + sizes.slot
-            pages = min(most, with_copies.pages(room - reserved, options.max_sequences))
-        if device.type == "cpu":
-            few = -(-CPU_CACHE_TOKENS // options.page_size)
-            return min(most, max(few, min(pages, self.of(self.context))))
-        if pages < 1:
-            raise ValueError(f"cache_tokens: the memory of {device} has no room for the model and a cache")
-        return pages
 
 
 class SequenceMemory:

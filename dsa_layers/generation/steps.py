@@ -2,11 +2,12 @@
 decoding passes are captured as CUDA graphs, one graph per size."""
 
 from collections.abc import Callable, Sequence
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from dsa.parallel.one_shot_sum import check_ranks
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeInputs, Running
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
@@ -16,7 +17,6 @@ from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.requests import RunningSequence, Throughput, TokenEvent
 from dsa_layers.generation.sampler import logprobs_of, penalised, sample
 from dsa_layers.models.protocols import Drafter, Model
-from dsa_layers.parallel.one_shot_sum import check_ranks
 
 Inputs = TypeVar("Inputs", bound=DecodeInputs)
 
@@ -81,21 +81,14 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << i for i in reversed(range((most - 1).bit_length() + 1))]
 
 
+@dataclass
 class Padding:
-    """A sequence of one token and its drafts, which pads a batch. No running sequence uses its pages and
-    state slot."""
+    """A sequence that pads a batch. No running sequence uses its pages and state slot."""
 
-    def __init__(self, cache: Cache, drafts: int) -> None:
-        self.tokens, self.drafts = [0], [0] * drafts
-        self.pages = cache.allocator.allocate(-(-(1 + drafts) // cache.page_size))
-        (self.state_slot,) = cache.state_slots.allocate(1)
-
-    def longer(self, tokens: int) -> "Padding":
-        """Return a sequence of `tokens` tokens, including drafts. All its pages are the first page of this sequence."""
-        longer = copy(self)
-        longer.tokens = [0] * (tokens - len(self.drafts))
-        longer.pages = self.pages[:1] * tokens
-        return longer
+    tokens: list[int]
+    drafts: list[int]
+    pages: list[int]
+    state_slot: int
 
 
 class DecodeStep(CapturedStep[DecodeInputs]):
@@ -122,7 +115,8 @@ class DecodeStep(CapturedStep[DecodeInputs]):
     ) -> None:
         super().__init__(next(model.parameters()).device, capture and model.captures_decode)
         self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
-        self.padding = Padding(cache, drafts)
+        pages = cache.allocator.allocate(-(-(1 + drafts) // cache.page_size))
+        self.padding = Padding([0], [0] * drafts, pages, *cache.state_slots.allocate(1))
 
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Running]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -259,23 +253,24 @@ class Passes:
         drafts, capture = options.draft_tokens, options.cuda_graphs and model.captures_decode
         self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture, invariant=options.batch_invariant)
         self._draft: DraftStep | None = None
-        self.caches = [cache]
         if drafts:
-            of_model = model.drafter, cache, drafts, self._decode.padding, self._device
-            self._draft = DraftStep(*of_model, capture=capture)
-            self.caches.append(self._draft.cache)
+            self._draft = DraftStep(model.drafter, cache, drafts, self._decode.padding, self._device, capture=capture)
+        self.caches = [cache] if self._draft is None else [cache, self._draft.cache]
 
     def warm_up(self, count: int, pages: int) -> None:
         """Capture the passes over `count` sequences of `pages` pages each, if passes are captured."""
         if self._decode.captures:
-            sequences = [self._decode.padding.longer(pages * self._cache.page_size)] * count
+            padding, tokens = self._decode.padding, pages * self._cache.page_size
+            # All pages of this sequence are the first page of the padding.
+            longest = replace(padding, tokens=[0] * (tokens - len(padding.drafts)), pages=padding.pages[:1] * pages)
+            sequences = [longest] * count
             _, states = self._decode(sequences)
             if self._draft is not None:
                 self._draft(sequences, [[0]] * count, states)
 
-    def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[TokenEvent]:
-        """Run a pass over the next n prompt tokens of each (sequence, n) in `work`. Return the event of the first new
-        token of each sequence whose prompt ends in this pass."""
+    def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[tuple[RunningSequence, TokenEvent]]:
+        """Run a pass over the next n prompt tokens of each (sequence, n) in `work`. Return each sequence whose prompt
+        ends in this pass, and the event of its first new token."""
         chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
         batch = prefill_batch(chunks, self._cache.page_size, self._device)
         tokens = self._packed([s.tokens[s.cached : s.cached + n] for s, n in work])
@@ -292,7 +287,7 @@ class Passes:
         events = []
         if ready:
             logits = logits if len(rows) == len(work) else logits[rows]
-            events = [event for own in _taken(ready, logits[:, None]) for event in own]
+            events = _taken(ready, logits[:, None])
         if self._draft is not None:
             # The drafter needs the token after each token of this pass. A sequence that has just ended has 0 there.
             after = self._packed([[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work])
@@ -300,11 +295,13 @@ class Passes:
             if ready:
                 for s, drafts in zip(ready, self._draft.after_prompts(ready, states[batch.last_tokens[rows]])):
                     s.drafts = drafts
-        return events
+        return [(s, event) for s, own in zip(ready, events) for event in own]
 
-    def extend(self, sequences: Sequence[RunningSequence], throughput: Throughput) -> list[TokenEvent]:
-        """Run a decoding pass, and compute the next drafts. Return the events of one new token per sequence, and of the
-        drafts that the model accepts. Count drafts and accepted drafts in `throughput`."""
+    def extend(
+        self, sequences: Sequence[RunningSequence], throughput: Throughput
+    ) -> list[tuple[RunningSequence, TokenEvent]]:
+        """Run a decoding pass, and compute the next drafts. Return each sequence with the events of its new token and
+        of the drafts that the model accepts. Count drafts and accepted drafts in `throughput`."""
         logits, states = self._decode(sequences)
         events = _taken(sequences, logits)
         for s in sequences:
@@ -316,7 +313,7 @@ class Passes:
             if any(own[-1].finish_reason is None for own in events):
                 for s, drafts in zip(sequences, self._draft(sequences, taken, states)):
                     s.drafts = drafts
-        return [event for own in events for event in own]
+        return [(s, event) for s, own in zip(sequences, events) for event in own]
 
     def _packed(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         return packing.to_device([token for own in tokens for token in own], torch.int64, self._device)

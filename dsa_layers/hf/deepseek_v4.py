@@ -11,7 +11,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
-from dsa_layers.engine.paged_compressor import PagedCompressedIndexer, PagedCompressor
+from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor
 from dsa_layers.hf.lengths import Pass
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias

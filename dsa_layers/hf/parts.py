@@ -4,7 +4,6 @@ transformers' layer. `alias` makes them available under the names that dsa's lay
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers import AttentionMaskInterface
 
 import dsa
@@ -12,6 +11,7 @@ from dsa.runtime.checks import FLOATS
 from dsa_layers.batch.selected import Selected
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import layer_of
+from dsa_layers.layers.linear import computes_product_alone
 
 IMPLEMENTATION = "dsa"  # the attn_implementation for which transformers creates `TokenLengths` as masks
 
@@ -44,7 +44,7 @@ class HeadWeightsInPlace:
         # transformers stores this weight in fp32 in models of other dtypes too, and casts x to the weight's dtype.
         weight = getattr(linear, "weight", None)
         x = x.to(weight.dtype) if weight is not None and weight.dtype in FLOATS else x
-        return linear(x).float() * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        return linear(x).float() * self.weight_scale
 
 
 class AttentionInPlace:
@@ -55,7 +55,6 @@ class AttentionInPlace:
     Gradients are enabled in `attend_packed` if and only if x or a parameter of the layer requires them.
     """
 
-    key_counter: ClassVar[None] = None  # `KeysRead` sets this attribute
     consecutive: ClassVar[bool] = False  # whether the positions of a sequence's tokens must be consecutive
     returns_selected: ClassVar[bool] = False  # whether `forward` also returns the selected keys, for later layers
 
@@ -116,18 +115,3 @@ class AttentionInPlace:
             raise ValueError(f"attention_dropout: must be 0 in training, got {self.attention_dropout}")
         if options.get("output_attentions") or self.config.output_attentions:
             raise ValueError("output_attentions: must be False; weights of attention are never made, got True")
-
-
-def computes_product_alone(linear: nn.Module) -> bool:
-    """Return whether a call of the layer only multiplies by its weight. This is so if the layer has no adapter and no
-    hook, and if its weight is neither quantised nor offloaded."""
-    hooks = linear._forward_hooks or linear._forward_pre_hooks
-    return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
-
-
-def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the weight W [O, I] of a linear layer y = x W^T, in `dtype`."""
-    if computes_product_alone(linear):
-        return linear.weight.to(dtype)
-    # Quantised, offloaded and adapted layers store the weight in many ways, so apply the layer to the identity matrix.
-    return linear(torch.eye(in_features, dtype=dtype, device=device)).T

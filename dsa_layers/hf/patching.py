@@ -3,7 +3,7 @@
 from types import MethodType
 from typing import TYPE_CHECKING
 
-from dsa_layers.arguments import flag, instance
+from dsa.runtime.values import check_flag, check_instance
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,8 @@ def accelerate(model: "torch.nn.Module", *, fp8_indexer: bool = False) -> "torch
     """
     from torch import nn
 
-    instance("model", model, nn.Module, "a torch.nn.Module")
-    flag("fp8_indexer", fp8_indexer)
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    check_flag("fp8_indexer", fp8_indexer)
     _check_version()
     from dsa_layers.hf import deepseek_v4, parts, sparse_mla
 

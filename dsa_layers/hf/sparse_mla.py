@@ -13,7 +13,7 @@ from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.hf.lengths import Pass
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
-from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias, weight_of
+from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 
@@ -42,10 +42,6 @@ class SparseMLAInPlace(AttentionInPlace):
     rope_dim = alias("qk_rope_head_dim")
     v_dim = alias("v_head_dim")
     softmax_scale = alias("scaling")
-
-    def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = weight_of(self.kv_b_proj, self.kv_lora_rank, dtype, self.kv_a_layernorm.weight.device)
-        return weight.unflatten(0, (self.n_heads, self.nope_dim + self.v_dim)).split((self.nope_dim, self.v_dim), 1)
 
     def attend_packed(
         self, x: torch.Tensor, rope: Any, tokens: Pass, layer: PagedLayer | None, selected: Selected | None

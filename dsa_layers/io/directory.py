@@ -5,22 +5,19 @@ huggingface_hub apply, among them HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_T
 """
 
 import hashlib
-import math
 import os
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsa_layers.arguments import path_of, shown_json
+from dsa.runtime.values import path_of, shown_json
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io.tensors import Index
-from dsa_layers.untrusted_files import ACCEPTED, check_no_pointer, found_instead, is_there, read_json_object
+from dsa_layers.io.tensors import Index, TensorInfo
+from dsa_layers.untrusted_files import check_no_pointer, found_instead, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -30,7 +27,6 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _MAX_ERROR = 500  # maximum characters of the hub's error message
 _MAX_INDEX = 2**25  # maximum bytes of the index file
 _OPEN_FILES = 8
-_SAMPLES, _SAMPLE_BYTES = 16, 1024  # a digest reads 16 + 1 equally spaced samples of 1024 bytes per file
 _SHOWN_PROBLEMS = 10
 
 
@@ -43,14 +39,11 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
     Raises ImportError, which says what to install, if huggingface_hub is missing. Raises CheckpointError (a ValueError)
     - if `name` is neither an existing path nor a valid id,
     - if the hub does not know the id,
-    - if the hub is unreachable and the cache does not contain the model,
-    - if `name` is a GGUF file.
+    - if the hub is unreachable and the cache does not contain the model.
     Raises TypeError if `name` is neither a string nor a path.
     """
     path, text = path_of("directory", name), os.fspath(name)
-    if path.suffix == ".gguf" and path.is_file():
-        raise CheckpointError(f"{text}: is GGUF, which llama.cpp reads; {ACCEPTED}")
-    if is_there(path):
+    if path.exists():
         return path
     if not _ID.fullmatch(text):
         raise CheckpointError(
@@ -72,19 +65,6 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor's description in the header of its file. dtype: the name in safetensors ("BF16"). size: bytes."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
 class Checkpoint:
     """The tensors in a directory of safetensors files. The constructor reads only headers; `read` reads one tensor.
 
@@ -96,14 +76,14 @@ class Checkpoint:
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = Path(directory)
-        index, single = (is_there(self.directory / name) for name in (INDEX_NAME, SINGLE_NAME))
+        index, single = ((self.directory / name).exists() for name in (INDEX_NAME, SINGLE_NAME))
         if index == single:
             found = "both" if single else f"neither{found_instead(self.directory)}"
             raise CheckpointError(f"{self.directory}: must hold either {INDEX_NAME} or {SINGLE_NAME}, got {found}")
         files = sorted({*_read_index(self.directory / INDEX_NAME).values()}) if index else [SINGLE_NAME]
         # Keep some files open, because opening a file parses its whole header. A weight and its scale may be in
         # different files, so reads alternate between files.
-        self._opened = lru_cache(maxsize=_OPEN_FILES)(self._open)
+        self._opened = lru_cache(maxsize=_OPEN_FILES)(lambda file: safe_open(self.directory / file, framework="pt"))
         self.tensors: dict[str, TensorInfo] = {}
         problems: list[str] = []
         for file in files:
@@ -118,39 +98,25 @@ class Checkpoint:
         raise_problems(self.directory, problems)
 
     def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
-        """Read the tensor `name`, or its slice `index`, in the stored dtype into new memory on `device`.
+        """Read the tensor `name`, or its slice `index`, in the stored dtype on `device`.
 
-        An F4 tensor is returned as uint8 with two values per byte, and `index` counts bytes. Raises CheckpointError if
-        the tensor cannot be read.
+        On the CPU the tensor may be a view of the memory-mapped file. Raises CheckpointError if the tensor cannot be
+        read.
         """
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.directory}: holds no tensor {name}")
         info = self.tensors[name]
         try:
             file = self._opened(info.file)
-            if info.dtype == "F4":  # safetensors cannot slice this dtype
-                stored = file.get_tensor(name).view(torch.uint8)[index or ...]
-            else:
-                stored = file.get_slice(name)[index] if index else file.get_tensor(name)
-            # Copy, because on the CPU get_tensor returns a view of the memory-mapped file.
-            return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
+            return (file.get_slice(name)[index] if index else file.get_tensor(name)).to(device)
         except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{self.directory / info.file}: cannot read {name} ({info}): {error}") from error
 
     def digest(self) -> bytes:
-        """Return the SHA-256 digest of the tensors' names, files, dtypes and shapes, and of samples of each file from
-        its beginning to its end. Checkpoints from different training runs have different digests."""
-        found = hashlib.sha256(repr(sorted(self.tensors.items())).encode())
-        for file in sorted({info.file for info in self.tensors.values()}):
-            with (self.directory / file).open("rb") as stored:
-                end = stored.seek(0, os.SEEK_END)
-                for i in range(_SAMPLES + 1):
-                    stored.seek(max(0, (end - _SAMPLE_BYTES) * i // _SAMPLES))
-                    found.update(stored.read(_SAMPLE_BYTES))
-        return found.digest()
-
-    def _open(self, file: str) -> Any:
-        return safe_open(self.directory / file, framework="pt")
+        """Return the SHA-256 digest of the descriptions of all tensors, and of the files' sizes and times. Checkpoints
+        from different training runs have different digests."""
+        files = sorted({info.file for info in self.tensors.values()})
+        states = [(self.directory / file).stat() for file in files]
+        facts = sorted(self.tensors.items()), [(state.st_size, state.st_mtime_ns) for state in states]
+        return hashlib.sha256(repr(facts).encode()).digest()
 
     def _header(self, file: str) -> dict[str, TensorInfo]:
         """Return the tensors of a file, sorted by position in the file. Raises CheckpointError if the file is missing
@@ -172,16 +138,8 @@ class Checkpoint:
         held = {}
         for name in stored.offset_keys():
             tensor = stored.get_slice(name)
-            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
-            held[name] = TensorInfo(file, dtype, shape, bytes_of(dtype, shape))
+            held[name] = TensorInfo(tuple(tensor.get_shape()), tensor.get_dtype(), file)
         return held
-
-
-def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the size of a tensor in bytes. dtype: the name in safetensors, which contains the number of bits: BF16,
-    F8_E4M3, I64."""
-    bits = 8 if dtype == "BOOL" else int(re.search(r"\d+", dtype)[0])
-    return math.prod(shape) * bits // 8
 
 
 def raise_problems(directory: Path, problems: list[str]) -> None:

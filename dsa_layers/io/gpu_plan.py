@@ -1,14 +1,13 @@
 """Predict the memory of weights and caches per GPU if N GPUs share a model. Only the configuration is needed."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dsa_layers.cache.cache import CacheSizes
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.split import DoesNotDivide, copied, cuts_of, planned_layers, rank_part
-from dsa_layers.io.directory import Checkpoint
-from dsa_layers.io.loading import holds_fp4_experts, unfilled_model
+from dsa_layers.io.loading import unfilled_model
 from dsa_layers.io.memory import SHARE
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
@@ -56,21 +55,6 @@ def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
             f"{cache_tokens} tokens {found.bytes(cache_tokens) / 1e9:.1f} GB; accepted: at most {SHARE:.0%} of the "
             f"{memory / 1e9:.1f} GB that it has. `dsa plan` says which numbers of GPUs can"
         )
-
-
-def precision_of(
-    config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: object
-) -> Precision:
-    """Return the precision that `load_model` chooses for a checkpoint.
-
-    files: the checkpoint, which determines the experts' dtype; None: config.json determines it
-    options: keyword arguments of `Precision.of`
-    """
-    precision = Precision.of(config, **options)
-    stored_in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
-    if files is not None:
-        stored_in_fp4 = holds_fp4_experts(files)
-    return replace(precision, fp4_experts=precision.fp8_linear and stored_in_fp4 and not widen_experts)
 
 
 def plan(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool = False) -> GpuPlan:

@@ -1,28 +1,26 @@
 """Load a model that is ready to run from a checkpoint directory."""
 
 import hashlib
-import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import dsa
-from dsa_layers.arguments import flag
+from dsa.runtime.values import check_flag
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
-from dsa_layers.engine.split import split
+from dsa_layers.engine.split import Cut, split
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.directory import Checkpoint, checkpoint_directory
-from dsa_layers.io.plan import PACKED
-from dsa_layers.io.tensors import SCALE_SUFFIX, split_experts
-from dsa_layers.io.weights import RankParts, load_weights
+from dsa_layers.io.tensors import SCALE_SUFFIX, Index, split_experts
+from dsa_layers.io.weights import load_weights
 from dsa_layers.layers.indexer import FP8_DIM
 from dsa_layers.layers.linear import BLOCK
 from dsa_layers.models.config_file import read_config
@@ -32,10 +30,7 @@ from dsa_layers.models.registry import family
 from dsa_layers.parallel.process_group import raise_on_all_ranks
 from dsa_layers.parallel.ranks import Ranks, ranks_of
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-_LOGGER = logging.getLogger(__name__)
+_OF_EXPERT = re.compile(r".*\.experts\.(\d+)\..*")
 
 
 @torch.inference_mode(False)
@@ -50,7 +45,7 @@ def load_model(
     trainable: bool = False,
     drafter: bool = False,
     progress: bool = True,
-    mesh: "DeviceMesh | Ranks | None" = None,
+    mesh: "torch.distributed.DeviceMesh | Ranks | None" = None,
 ) -> CheckpointModel:
     """Load the model of a checkpoint directory (config.json, safetensors) or of a hub id.
 
@@ -77,7 +72,7 @@ def load_model(
 
     The returned model has the class of its family.
     `SCORE_ACCUMULATORS` of `dsa_layers.layers.indexer` is the accumulator dtype of prompts' index scores for all
-    models. `set_score_accumulators(model, ...)` changes it for one model.
+    models. The attribute `accumulators` of an indexer changes it for one indexer.
     Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,
     so tensors derived from weights could not be cached between passes.
     Raises ConfigError or CheckpointError, both ValueErrors that name the file, field or tensor. Raises ValueError or
@@ -85,45 +80,65 @@ def load_model(
     cannot be split into equal parts for the ranks. No error leaves a partly loaded model.
     """
     device = check_device(device)
-    flag("dequantize", dequantize)
-    flag("widen_experts", widen_experts)
-    flag("trainable", trainable)
-    flag("drafter", drafter)
+    check_flag("dequantize", dequantize)
+    check_flag("widen_experts", widen_experts)
+    check_flag("trainable", trainable)
+    check_flag("drafter", drafter)
     ranks = ranks_of(mesh)
     if trainable and ranks.size > 1:
         raise ValueError(f"trainable: a part of a model takes no gradient; accepted on one rank, got {ranks.size}")
+    options = {"dtype": dtype, "dequantize": dequantize, "kv_cache": kv_cache}
     with raise_on_all_ranks(ranks, CheckpointError) as facts:
         directory = checkpoint_directory(directory)
         config = read_config(directory)
-        precision = Precision.of(config, dtype, dequantize=dequantize, kv_cache=kv_cache)
+        precision = Precision.of(config, **options)
         if trainable and precision.fp8_linear:
             accepted = "accepted with dequantize=True, got dequantize=False"
             raise ValueError(f"trainable: FP8 weights take no gradient; {accepted}")
         check_quantised_sizes(config, precision, directory / "config.json")
         checkpoint = Checkpoint(directory)
-        if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):
-            precision = replace(precision, fp4_experts=True)
+        precision = precision_of(config, checkpoint, widen_experts=widen_experts, **options)
         model = unfilled_model(config, precision, drafter=drafter)
         if not trainable:
             fuse(model)
-        names = {"skip": model.skips, "name_of": model.name_of}
-        names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
+        cuts: dict[str, Cut] = {}
         if ranks.size > 1:
             facts |= _facts(checkpoint, precision, device) | {"drafter": str(drafter)}
-            parts = RankParts(
-                split(model, ranks, blocks=config.quantization is not None), config.n_routed_experts, ranks
-            )
-            names |= {"parts_of": parts.of_model, "stored_parts_of": parts.of_checkpoint}
-    progress = progress and ranks.rank == 0
-    if config.num_nextn_predict_layers and progress and not drafter:
-        _LOGGER.debug("drafter=True drafts tokens with the multi-token-prediction layer, which is not loaded now.")
+            cuts = split(model, ranks, blocks=config.quantization is not None)
+        parts = RankParts(cuts, config.n_routed_experts, ranks)
     with raise_on_all_ranks(ranks, CheckpointError):
-        load_weights(model, checkpoint, device=device, progress=progress, **names)
+        load_weights(
+            model,
+            checkpoint,
+            device=device,
+            skip=model.skips,
+            name_of=model.name_of,
+            parts_of=parts.of_model,
+            stored_parts_of=parts.of_checkpoint,
+            progress=progress and ranks.rank == 0,
+        )
         check_values(model, checkpoint.directory)
         model.init_buffers(device)
         if not trainable:
             prepare(model)
     return model.train(trainable)
+
+
+def precision_of(
+    config: ModelConfig, files: Checkpoint | None = None, *, widen_experts: bool = False, **options: Any
+) -> Precision:
+    """Return the precision that `load_model` chooses for a checkpoint.
+
+    files: the checkpoint, which determines the experts' dtype, because the config.json of the earliest FP4 checkpoints
+    does not name it; None: `config` determines it
+    options: keyword arguments of `Precision.of`
+    """
+    precision = Precision.of(config, **options)
+    in_fp4 = config.quantization is not None and config.quantization.expert_dtype == "fp4"
+    if files is not None:
+        experts = {name: info.dtype for name, info in files.tensors.items() if ".experts." in name}
+        in_fp4 = {kind for name, kind in experts.items() if not name.endswith((".scale", SCALE_SUFFIX))} == {"I8"}
+    return replace(precision, fp4_experts=precision.fp8_linear and in_fp4 and not widen_experts)
 
 
 def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
@@ -155,12 +170,54 @@ def check_values(model: nn.Module, directory: Path) -> None:
     method `check_values` (see `CheckpointModel`).
     """
     for name, module in model.named_modules():
-        if (check := getattr(module, "check_values", None)) is None:
-            continue
         try:
-            check()
+            getattr(module, "check_values", lambda: None)()
         except ValueError as error:
             raise CheckpointError(f"{directory}: {name}.{error}") from None
+
+
+class RankParts:
+    """The functions `parts_of` and `stored_parts_of` of `load_weights` for one rank. Both use the checkpoint's expert
+    numbers in the names of parts.
+
+    cuts: {parameter's name: its cut} of the model (`split`)
+    experts: the number of experts per layer, over all ranks
+    """
+
+    def __init__(self, cuts: dict[str, Cut], experts: int, ranks: Ranks) -> None:
+        self._cuts, self._experts, self._rank = cuts, experts, ranks.rank
+        each = experts // ranks.size
+        self._own = range(ranks.rank * each, (ranks.rank + 1) * each)
+
+    def of_model(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        """Return the parts of a tensor of this rank's model, which contains only the experts of this rank."""
+        return split_experts(name, shape, experts=len(self._own), first=self._own.start)
+
+    def of_checkpoint(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
+        """Return the parts of a checkpoint tensor that this rank reads. Experts of other ranks are omitted."""
+        parts = split_experts(name, shape, experts=self._experts)
+        parts = {part: index for part, index in parts.items() if self._is_read(part)}
+        if parts != {name: ()}:  # a tensor of all experts, or nothing because the expert is on another rank
+            return parts
+        cut = self._cut(name, shape)
+        return {name: () if cut is None else cut.part(self._rank)}
+
+    def _is_read(self, name: str) -> bool:
+        """Return False for experts of other ranks. Return True for an expert number that is too large, so that
+        `make_plan` reports an unexpected tensor."""
+        match = _OF_EXPERT.fullmatch(name)
+        return match is None or int(match[1]) in self._own or int(match[1]) >= self._experts
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        """Return the cut of a tensor, or None if the tensor is not cut. For the scales of an FP8 weight that the model
+        dequantises, derive the cut from the weight's cut."""
+        cut = self._cuts.get(name)
+        if cut is None:
+            cut = self._cuts.get(name.removesuffix(SCALE_SUFFIX))
+            return None if cut is None else Cut(cut.dim, shape, cut.size // BLOCK)
+        if shape != cut.whole:
+            raise CheckpointError(f"has shape {list(shape)}; expected {list(cut.whole)}")
+        return cut
 
 
 class _LeaveParameters(TorchFunctionMode):
@@ -204,11 +261,3 @@ def _facts(checkpoint: Checkpoint, precision: Precision, device: torch.device) -
         "precision": str(precision),
         "backend": dsa.backend() if device.type == "cuda" else "reference",
     }
-
-
-def holds_fp4_experts(checkpoint: Checkpoint) -> bool:
-    """Return whether all experts' weights are packed FP4. The files decide, because the config.json of the earliest
-    FP4 checkpoints does not name the experts' dtype."""
-    experts = {name: info for name, info in checkpoint.tensors.items() if ".experts." in name}
-    dtypes = {info.dtype for name, info in experts.items() if not name.endswith((".scale", SCALE_SUFFIX))}
-    return bool(dtypes) and dtypes <= PACKED.keys()

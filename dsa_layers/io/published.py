@@ -1,8 +1,6 @@
 """Derive the tensors of a checkpoint in a family's published format from the model, and convert values to them."""
 
 import re
-from collections.abc import Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,37 +14,30 @@ from dsa_layers.io.tensors import (
     BLOCK_SCALE_SUFFIX,
     DTYPES,
     SCALE_SUFFIX,
-    TORCH_DTYPES,
-    quantize,
+    TensorInfo,
     sliced,
     split_experts,
 )
 from dsa_layers.models.config_file import config_of, read_config
-from dsa_layers.models.family import PublishedFormat, published_config
+from dsa_layers.models.family import published_config
 from dsa_layers.models.precision import Precision
-from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.models.registry import family
 from dsa_layers.untrusted_files import read_json_object
 
-# {tensor's name: (shape, dtype's name in safetensors)}
-Manifest = dict[str, tuple[tuple[int, ...], str]]
+Manifest = dict[str, TensorInfo]
 Storage = Literal["bf16", "fp8", "fp4"]
 STORAGES: tuple[Storage, ...] = ("bf16", "fp8", "fp4")
 
 _NORM = re.compile(r"norm\.(weight|bias)")
 _DRAFTER = "drafter."
-_FIRST_EXPERT = ".experts.0."
-_KINDS = {"F8_E4M3": "FP8", "I8": "FP4"}
 
 # {end of a tensor's name in a published multi-token-prediction layer: the main model's tensor that it copies}
 _COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 _COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})")
-ORIGINALS = frozenset(_COPIED.values())
 
 
 def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) -> Manifest:
-    """Return the tensors of a checkpoint in the published format: first the main model's tensors, then the tensors of
-    each multi-token-prediction layer. Each scale follows its weight, and the tensors of an expert are contiguous.
+    """Return {name: description} of the tensors of a checkpoint in the published format.
 
     fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization`, all weights are
     BF16. With it, experts are FP4 unless its expert_dtype is "fp8". None means FP4, because one early published
@@ -57,52 +48,26 @@ def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) 
         fp4_experts = fp8 and config.quantization.expert_dtype != "fp8"
     precision = Precision(torch.bfloat16, fp8, fp8_indexer=False, kv_cache="model", fp4_experts=fp4_experts)
     of = family(config.model_type)
-    has_drafter = of.drafter is not None and config.num_nextn_predict_layers > 0
-    model = unfilled_model(config, precision, drafter=has_drafter)
-    tensors = _model_tensors(model, of.format)
-    drafter = {name: entry for name, entry in tensors.items() if name.startswith(_DRAFTER)}
-    main = {model.stored_name(name): entry for name, entry in tensors.items() if name not in drafter}
-    manifest = _all_experts(main, config.n_routed_experts)
-    if not has_drafter:
-        return manifest
-    matrix = (config.vocab_size, config.hidden_size), "BF16"
-    embedding = {_DRAFTER + of.format.mtp_embedding: matrix} if of.format.mtp_embedding else {}
-    head = {_DRAFTER + of.format.mtp_head: matrix} if of.format.mtp_head else {}
-    for layer in range(config.num_nextn_predict_layers):
-        stored = {model.stored_name(name, layer): entry for name, entry in (embedding | drafter | head).items()}
-        manifest |= _all_experts(stored, config.n_routed_experts)
-    return manifest
-
-
-def _model_tensors(model: CheckpointModel, published: PublishedFormat) -> Manifest:
-    """Return the tensors under the model's names. From each layer's routed experts, include only the first."""
-    found = {}
+    mtp_layers = 0 if of.drafter is None else config.num_nextn_predict_layers
+    model = unfilled_model(config, precision, drafter=mtp_layers > 0)
+    manifest: Manifest = {}
     for name, tensor in model.state_dict().items():
         shape, dtype = tuple(tensor.shape), DTYPES[tensor.dtype]
-        if _NORM.search(name):
-            dtype = published.norm_dtype
-        elif name.endswith(SCALE_SUFFIX) and model.config.use_ue8m0 and published.e8m0_scales:
-            dtype = "F8_E8M0"
-        for part, index in split_experts(name, (1, *shape[1:])).items():
-            found[part] = sliced(shape, index), dtype
-    tensors = {}
-    for name, entry in found.items():
-        if name.endswith((SCALE_SUFFIX, BLOCK_SCALE_SUFFIX)):
+        if name.endswith(BLOCK_SCALE_SUFFIX):
             continue
-        tensors[name] = entry
-        if name + SCALE_SUFFIX in found:
-            tensors[name + SCALE_SUFFIX] = found[name + SCALE_SUFFIX]
-    return tensors
-
-
-def _all_experts(manifest: Manifest, experts: int) -> Manifest:
-    """Return the manifest with the tensors of all routed experts. All experts have the shapes of the first expert."""
-    tensors = {}
-    for is_expert, group in groupby(manifest.items(), lambda item: _FIRST_EXPERT in item[0]):
-        group = list(group)
-        for expert in range(experts if is_expert else 1):
-            tensors |= {name.replace(_FIRST_EXPERT, f".experts.{expert}."): entry for name, entry in group}
-    return tensors
+        if _NORM.search(name):
+            dtype = of.format.norm_dtype
+        elif name.endswith(SCALE_SUFFIX) and config.use_ue8m0 and of.format.e8m0_scales:
+            dtype = "F8_E8M0"
+        for part, index in split_experts(name, shape).items():
+            info = TensorInfo(sliced(shape, index), dtype)
+            for layer in range(mtp_layers if name.startswith(_DRAFTER) else 1):
+                manifest[model.stored_name(part, layer)] = info
+    copies = [name for name in (of.format.mtp_embedding, of.format.mtp_head) if name is not None]
+    for layer in range(mtp_layers):
+        matrix = TensorInfo((config.vocab_size, config.hidden_size), "BF16")
+        manifest |= {model.stored_name(_DRAFTER + name, layer): matrix for name in copies}
+    return manifest
 
 
 def copied_from(name: str) -> str | None:
@@ -141,30 +106,12 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
     return found, config
 
 
+def with_scale_suffix(name: str) -> str:
+    """Return a tensor's name with the spelling x.weight_scale_inv for scales. Some families spell it x.scale."""
+    return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
+
+
 def scales_of(manifest: Manifest) -> dict[str, str]:
-    """Return {quantised weight's name: its scale's name}. Families spell the names of scales differently."""
-    weights = [name for name, (_, dtype) in manifest.items() if dtype in _KINDS]
-    spellings = {name: (name + SCALE_SUFFIX, name.removesuffix("weight") + "scale") for name in weights}
-    return {name: next(scale for scale in names if scale in manifest) for name, names in spellings.items()}
-
-
-def shape_of_values(name: str, manifest: Manifest) -> tuple[int, ...]:
-    """Return the shape of a tensor before quantisation. FP4 (I8) packs two columns into one."""
-    shape, dtype = manifest[name]
-    return (shape[0], 2 * shape[1]) if dtype == "I8" else shape
-
-
-def as_published(
-    name: str, values: torch.Tensor, manifest: Manifest, scales: Mapping[str, str], *, use_ue8m0: bool
-) -> dict[str, torch.Tensor]:
-    """Convert `values` to the dtype of the manifest's tensor `name`. Return {name: tensor}; for a quantised tensor the
-    dictionary also contains the scale.
-
-    scales: the result of `scales_of` for the manifest
-    use_ue8m0: whether FP8 scales are powers of two
-    """
-    dtype = manifest[name][1]
-    if dtype not in _KINDS:
-        return {name: values.to(TORCH_DTYPES[dtype]).contiguous()}
-    q, scale = quantize(values.float(), _KINDS[dtype], use_ue8m0=use_ue8m0)
-    return {name: q, scales[name]: scale.to(TORCH_DTYPES[manifest[scales[name]][1]])}
+    """Return {quantised weight's name: its scale's name}."""
+    spelled = {name: with_scale_suffix(name) for name in manifest}
+    return {full.removesuffix(SCALE_SUFFIX): name for name, full in spelled.items() if full.endswith(SCALE_SUFFIX)}

@@ -3,9 +3,8 @@
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,23 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from dsa.runtime.checks import check_choice
-from dsa_layers.arguments import integer, path_of, shown
-from dsa_layers.io.directory import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    Checkpoint,
-    bytes_of,
-    checkpoint_directory,
-    raise_problems,
-)
-from dsa_layers.io.plan import Target, make_plan, parts_of_checkpoint
+from dsa.runtime.values import check_choice, integer, path_of, shown
+from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint, checkpoint_directory, raise_problems
+from dsa_layers.io.loading import unfilled_model
 from dsa_layers.io.published import (
     STORAGES,
     Manifest,
     Storage,
-    as_published,
     copied_from,
     published_manifest,
     scales_of,
-    shape_of_values,
     stored_as,
+    with_scale_suffix,
 )
-from dsa_layers.io.tensors import SCALE_SUFFIX, TORCH_DTYPES, split_experts
-from dsa_layers.io.weights import read_step
-from dsa_layers.models.precision import check_device
+from dsa_layers.io.tensors import DTYPES, TensorInfo, split_experts
+from dsa_layers.io.weights import Part, Step, make_plan, parts_of_checkpoint, read_step
+from dsa_layers.models.config_file import read_config
+from dsa_layers.models.precision import Precision, check_device
 from dsa_layers.models.protocols import CheckpointModel
 
 SHARD_BYTES = 5 * 10**9
@@ -76,27 +67,25 @@ def save_model(
     check_choice("dtype", dtype, STORAGES)
     integer("shard_bytes", shard_bytes, at_least=1)
     fields, config = stored_as(like, dtype, drafter=model.drafter is not None)
+    manifest = published_manifest(config, fp4_experts=dtype == "fp4")
     values: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         places = split_experts(name, tuple(tensor.shape))
-        values |= {part: tensor[index] if index else tensor for part, index in places.items()}
-    manifest = published_manifest(config, fp4_experts=dtype == "fp4")
-    scales = scales_of(manifest)
-    for stored in manifest.keys() - {*scales.values()}:
-        name, shape = model.name_of(stored), shape_of_values(stored, manifest)
-        if name not in values or tuple(values[name].shape) != shape:
-            got = list(values[name].shape) if name in values else "none"
-            raise ValueError(f"like: by its config.json {stored} has shape {list(shape)}, the model's {got}")
+        values |= {part: tensor.detach()[index] for part, index in places.items()}
+    parts = {}
+    for stored in manifest:
+        name = model.name_of(stored)
+        if name in values:
+            info = TensorInfo(tuple(values[name].shape), DTYPES[values[name].dtype], "the model")
+            parts[with_scale_suffix(stored)] = Part(with_scale_suffix(stored), name, (), info)
+    steps = steps_of(manifest, parts, [], use_ue8m0=config.use_ue8m0, source=f"like: {like}")
 
     def make(stored: str) -> dict[str, torch.Tensor]:
-        value = values[model.name_of(stored)].detach()
-        made = as_published(stored, value, manifest, scales, use_ue8m0=config.use_ue8m0)
-        # Clone values that are still the model's memory: a drafter shares the embedding and the head, but safetensors
-        # files cannot contain tensors that share memory.
-        return {name: x.cpu() if x.data_ptr() != value.data_ptr() else x.cpu().clone() for name, x in made.items()}
+        # Copy the values: a drafter shares the embedding and the head, but the tensors of a safetensors file cannot
+        # share memory.
+        return steps[stored].make(*(values[part.stored].clone() for part in steps[stored].parts))
 
-    files = split_into_files(manifest, shard_bytes)
-    write_shards(directory, manifest, files, make, fields, like=like, progress=progress)
+    write_shards(directory, manifest, make, fields, like=like, shard_bytes=shard_bytes, progress=progress)
 
 
 def convert_checkpoint(
@@ -133,39 +122,44 @@ def convert_checkpoint(
     if source.resolve() == directory.resolve():
         raise ValueError(f"directory: must be another one than the checkpoint's, got {directory}")
     checkpoint = Checkpoint(source)
+    config = read_config(source)
+    main = unfilled_model(config, Precision.of(config, kv_cache="model"))
+    has_drafter = any(map(main.skips, checkpoint.tensors))
     problems: list[str] = []
-    parts = parts_of_checkpoint(checkpoint, problems, lambda name: False, _with_scale_suffix, split_experts)
-    fields, config = stored_as(source, dtype, drafter=True)
+    parts = parts_of_checkpoint(checkpoint.tensors, problems, lambda name: False, with_scale_suffix, split_experts)
+    fields, config = stored_as(source, dtype, drafter=has_drafter)
     manifest = published_manifest(config, fp4_experts=dtype == "fp4")
-    if config.num_nextn_predict_layers:
-        without_drafter = stored_as(source, dtype, drafter=False)
-        main = published_manifest(without_drafter[1], fp4_experts=dtype == "fp4")
-        if not any(name in parts for name in manifest if name not in main):
-            (fields, config), manifest = without_drafter, main
     # Omit copies of the embedding and the head that the source does not contain: no loader reads these copies.
-    manifest = {name: entry for name, entry in manifest.items() if name in parts or copied_from(name) is None}
-    published = {weight + SCALE_SUFFIX: scale for weight, scale in scales_of(manifest).items()}
-    names = {scale: name for name, scale in published.items()}
-    wanted = {}
-    for name, (shape, stored) in manifest.items():
-        target = names.get(name, name)
-        wanted[target] = Target(target, (), shape, TORCH_DTYPES[stored])
-    steps = make_plan(wanted, parts, problems, use_ue8m0=config.use_ue8m0)
+    manifest = {name: info for name, info in manifest.items() if name in parts or copied_from(name) is None}
+    steps = steps_of(manifest, parts, problems, use_ue8m0=config.use_ue8m0, source=source)
+    made_from = hashlib.sha256(checkpoint.digest() + repr((fields, manifest, shard_bytes)).encode()).hexdigest()
+    write_shards(
+        directory,
+        manifest,
+        lambda name: read_step(checkpoint, steps[name], device),
+        fields,
+        like=source,
+        shard_bytes=shard_bytes,
+        made_from=made_from,
+        progress=progress,
+    )
+
+
+def steps_of(
+    manifest: Manifest, parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool, source: object
+) -> dict[str, Step]:
+    """Return {weight's name: the step that makes it} for the tensors of `manifest`. Raises CheckpointError if there are
+    problems.
+
+    parts: the tensors of the source by their names in the checkpoint, with the suffix of `with_scale_suffix`
+    problems: the problems that the caller has found
+    use_ue8m0: whether FP8 scales are powers of two
+    source: the source, which the error names
+    """
+    wanted = {with_scale_suffix(name): info for name, info in manifest.items()}
+    steps = make_plan(wanted, parts, problems, use_ue8m0=use_ue8m0)
     raise_problems(source, problems)
-    step_of = {step.target.name: step for step in steps}
-
-    def make(name: str) -> dict[str, torch.Tensor]:
-        made = read_step(checkpoint, step_of[name], device)
-        return {published.get(target, target): tensor.cpu() for target, tensor in made.items()}
-
-    files = split_into_files(manifest, shard_bytes)
-    made_from = hashlib.sha256(checkpoint.digest() + repr((fields, files)).encode()).hexdigest()
-    write_shards(directory, manifest, files, make, fields, like=source, made_from=made_from, progress=progress)
-
-
-def _with_scale_suffix(name: str) -> str:
-    """Return a tensor's name with the spelling x.weight_scale_inv for scales. Some families spell it x.scale."""
-    return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
+    return {step.part.name: step for step in steps}
 
 
 def split_into_files(manifest: Manifest, most: int = SHARD_BYTES) -> dict[str, list[str]]:
@@ -179,7 +173,7 @@ def split_into_files(manifest: Manifest, most: int = SHARD_BYTES) -> dict[str, l
         if name in of_weights:
             continue
         names = [name, scales[name]] if name in scales else [name]
-        size = _size(manifest, names)
+        size = sum(manifest[name].size for name in names)
         if filled + size > most:
             groups.append([])
             filled = 0
@@ -194,68 +188,61 @@ def split_into_files(manifest: Manifest, most: int = SHARD_BYTES) -> dict[str, l
 def write_shards(
     directory: Path,
     manifest: Manifest,
-    files: Mapping[str, Sequence[str]],
     make: Callable[[str], dict[str, torch.Tensor]],
     fields: Mapping[str, Any],
     *,
     like: Path,
+    shard_bytes: int = SHARD_BYTES,
     made_from: str = "",
     progress: bool = True,
 ) -> None:
     """Write a checkpoint into `directory`: the index if there are several files, the safetensors files, the tokenizer
     files and config.json. config.json is written last, so a directory that contains it is complete.
 
-    manifest   the tensors of the checkpoint
-    files      {file name: the names of its tensors} (`split_into_files`)
-    make       a function from a weight's name to {name: tensor} of the weight and, if it is quantised, its scale
-    fields     the fields of config.json
-    like       the directory whose tokenizer files are copied
-    made_from  an identifier of the tensors' source, stored in the index; "": no identifier. If the directory's index
-               already has this identifier, existing files are kept, so an interrupted call can be repeated
-    progress   True: show a progress bar on a terminal
+    manifest     the tensors of the checkpoint
+    make         a function from a weight's name to the weight and, if it is quantised, its scale (`Step.make`)
+    fields       the fields of config.json
+    like         the directory whose tokenizer files are copied
+    shard_bytes  maximum bytes per file (`split_into_files`)
+    made_from    an identifier of the tensors' source, stored in the index; "": no identifier. If the directory already
+                 has the same index, existing files are kept, so an interrupted call can be repeated
+    progress     True: show a progress bar on a terminal
 
     Only the tensors of one file are in memory at a time.
     Raises ValueError if the directory holds other weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    files, path = split_into_files(manifest, shard_bytes), directory / INDEX_NAME
+    metadata = {"total_size": sum(info.size for info in manifest.values()), "made_from": made_from}
+    index = to_json({"metadata": metadata, "weight_map": {name: file for file in files for name in files[file]}})
     present = {path.name for path in directory.glob("*.safetensors")}
-    done = present & files_made_from(directory, made_from) if made_from else set()
-    if others := sorted(present - done):
+    is_continued = made_from and path.exists() and path.read_text(encoding="utf-8") == index
+    if present and not is_continued:
         raise ValueError(
             f"directory: must hold no weights, unless the same call was interrupted, got {directory} with "
-            f"{shown(others[0])}"
+            f"{shown(min(present))}"
         )
-    sizes = {file: _size(manifest, names) for file, names in files.items() if file not in done}
     if len(files) > 1:
-        metadata = {"total_size": _size(manifest, manifest)} | ({"made_from": made_from} if made_from else {})
-        weight_map = {name: file for file, names in files.items() for name in names}
-        write_json(directory / INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
+        path.write_text(index, encoding="utf-8")
     else:
-        (directory / INDEX_NAME).unlink(missing_ok=True)  # remove the stale index of weights that no longer exist
-    scales = {*scales_of(manifest).values()}
-    with tqdm(
-        total=sum(sizes.values()), unit="B", unit_scale=True, desc="Writing", disable=None if progress else True
-    ) as bar:
-        for file in sizes:
+        path.unlink(missing_ok=True)  # the index of weights that no longer exist
+    scales = scales_of(manifest)
+    of_weights = {*scales.values()}
+    missing = {file: names for file, names in files.items() if file not in present}
+    total = sum(manifest[name].size for names in missing.values() for name in names)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=None if progress else True) as bar:
+        for file, names in missing.items():
             tensors: dict[str, torch.Tensor] = {}
-            for name in files[file]:
-                tensors |= {} if name in scales else make(name)
-                bar.update(_size(manifest, [name]))
+            for name in names:
+                for made, tensor in ({} if name in of_weights else make(name)).items():
+                    stored = made if made in manifest else scales[name]
+                    tensors[stored] = tensor.cpu().contiguous()
+                    bar.update(manifest[stored].size)
             save_tensors(directory / file, tensors)
     if like.resolve() != directory.resolve():
         for path in (path for pattern in _COPIED for path in like.glob(pattern)):
             shutil.copyfile(path, directory / path.name)
-    write_json(directory / "config.json", fields)
-
-
-def files_made_from(directory: Path, made_from: str) -> set[str]:
-    """Return the file names in the index if the index has the identifier `made_from` (`write_shards`), else an empty
-    set."""
-    try:
-        index = json.loads((directory / INDEX_NAME).read_bytes())
-        return set(index["weight_map"].values()) if index["metadata"]["made_from"] == made_from else set()
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
+    (directory / "config.json").write_text(to_json(fields), encoding="utf-8")
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -272,10 +259,5 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     os.replace(part, path)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _size(manifest: Manifest, names: Iterable[str]) -> int:
-    shapes = (manifest[name] for name in names)
-    return sum(bytes_of(dtype, shape) for shape, dtype in shapes)
+def to_json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,21 +1,25 @@
-"""Names, dtypes, FP4 conversion and slices of the tensors of checkpoints and models.
+"""Descriptions, names, dtypes, quantisation and slices of the tensors of checkpoints and models."""
 
-`dsa.widen_fp4` describes the FP4 format.
-"""
-
+import math
 import re
+from typing import NamedTuple
 
 import torch
 
 from dsa import per_block_cast_to_fp8
-from dsa.reference.gemm.fp4_cast import E2M1, GROUP, LOWEST_EXPONENT, e2m1_groups, powers_of_two
+from dsa.reference import quantize_fp4
 from dsa_layers.errors import CheckpointError
 
 SCALE_SUFFIX = "_scale_inv"
 BLOCK_SCALE_SUFFIX = "_block_scale"  # scales that a model derives from an FP4 weight; no checkpoint contains them
 
-FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
-DTYPES = FLOATS | {
+FLOATS = ("BF16", "F16", "F32", "F64")
+KINDS = {"F8_E4M3": "FP8", "I8": "FP4"}  # {dtype of a quantised weight: its format}
+DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -31,6 +35,24 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 # A slice of a tensor: an int or a slice object per leading dimension. () is the whole tensor.
 Index = tuple[int | slice, ...]
 
+
+class TensorInfo(NamedTuple):
+    """The description of a tensor. dtype: the name in safetensors ("BF16"). file: the file that holds the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes. The dtype's name contains the number of bits: BF16, F8_E4M3, I64."""
+        bits = 8 if self.dtype == "BOOL" else int(re.search(r"\d+", self.dtype)[0])
+        return math.prod(self.shape) * bits // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
 _FUSED = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<scale>_scale_inv|_block_scale)?"
 )
@@ -41,34 +63,7 @@ def quantize(values: torch.Tensor, kind: str, *, use_ue8m0: bool) -> tuple[torch
     return quantize_fp4(values) if kind == "FP4" else per_block_cast_to_fp8(values, use_ue8m0)
 
 
-def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return w[..., i, j] = e2m1[..., i, j] * scale[..., i, j // 32] in `dtype`, shape [..., O, I].
-
-    The result is exact if the range of `dtype` includes it.
-    packed: [..., O, I / 2] int8 or uint8; scale: [..., O, I / 32] float8_e8m0fnu
-    """
-    return (e2m1_groups(packed) * scale.float()[..., None]).flatten(-2).to(dtype)
-
-
-def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight to FP4. Return (packed [O, I / 2] int8, scale [O, I / 32] float8_e8m0fnu).
-
-    weight: float [O, I], finite; I is a multiple of 32
-    The scale of a group of 32 columns is the smallest power of two s, at least 2^-126, for which 6 * s is at least the
-    group's largest magnitude. The scale of a group of zeros is 1. Values are rounded to the nearest FP4 value, and ties
-    to the smaller magnitude.
-    """
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    mantissa, exponent = torch.frexp(groups.abs().amax(-1) / E2M1[-1].item())
-    exponent = (exponent - (mantissa == 0.5).int()).clamp_min(LOWEST_EXPONENT)
-    middles = ((E2M1[1:] + E2M1[:-1]) / 2).to(weight.device)
-    codes = torch.bucketize(groups.abs() / powers_of_two(exponent)[..., None], middles, out_int32=True)
-    codes = (codes | groups.signbit().int() << 3).flatten(1).to(torch.uint8)
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
-    return packed, (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
-def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None) -> dict[str, Index]:
+def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None, first: int = 0) -> dict[str, Index]:
     """Split a tensor of all experts into one tensor per expert and projection. Return {name of a part: its slice}. For
     any other tensor, return {name: ()}, where () is the whole tensor.
 
@@ -77,6 +72,7 @@ def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None)
     with the suffix `_scale_inv` contain the weights' scales, for blocks of any size. Tensors with the suffix
     `_block_scale` contain the additional block scales of a model's FP4 weights.
     experts: the required E, or None for any E. Callers pass a known E, because a corrupt header can claim 10^9 experts
+    first: the number of the first expert in the names
     Raises CheckpointError for another shape.
     """
     match = _FUSED.fullmatch(name)
@@ -90,10 +86,10 @@ def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None)
     if experts not in (None, shape[0]):
         raise CheckpointError(f"has shape {list(shape)}, that is {shape[0]} experts; the model has {experts}")
     if projection == "down_proj":
-        return {f"{prefix}.{e}.down_proj.{kind}": (e,) for e in range(shape[0])}
+        return {f"{prefix}.{first + e}.down_proj.{kind}": (e,) for e in range(shape[0])}
     inner = shape[1] // 2
     halves = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}
-    return {f"{prefix}.{e}.{half}.{kind}": (e, rows) for e in range(shape[0]) for half, rows in halves.items()}
+    return {f"{prefix}.{first + e}.{half}.{kind}": (e, rows) for e in range(shape[0]) for half, rows in halves.items()}
 
 
 def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import tokenizers
 
-from dsa_layers.arguments import instance, shown, shown_json
+from dsa.runtime.values import check_instance, shown, shown_json
 from dsa_layers.errors import TokenizerError
 from dsa_layers.io.chat_template import FORMATS, NEEDED, format_source, render
 from dsa_layers.io.directory import checkpoint_directory
-from dsa_layers.untrusted_files import is_there, read_json_object, read_text
+from dsa_layers.untrusted_files import read_json_object, read_text
 
 # Maximum file sizes in bytes. The largest published tokenizer.json has 35 MB.
 _MAX_TOKENIZER = 2**26
@@ -51,8 +51,8 @@ class Tokenizer:
         self.special_tokens = frozenset(token.content for token in added if token.special)
 
         config = read_json_object(config_path, TokenizerError, _MAX_CONFIG)
-        named = {name: config[name] for name in _SPECIAL if config.get(name) is not None}
-        self._special = {name: _token_text(config_path, name, value) for name, value in named.items()}
+        named = (name for name in _SPECIAL if config.get(name) is not None)
+        self._special = {name: _token_text(config_path, name, config[name]) for name in named}
         self.bos_token_id = self._token_id("bos_token", config_path)
         self.eos_token_id = self._token_id("eos_token", config_path)
 
@@ -73,7 +73,7 @@ class Tokenizer:
         is never added.
         Raises TokenizerError if the tokenizer cannot encode the text, and TypeError if `text` is not a string.
         """
-        instance("text", text, str, "a string")
+        check_instance("text", text, str, "a string")
         with _failures(f"{self._path}: cannot encode a text of {len(text)} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
@@ -138,13 +138,15 @@ class StreamDecoder:
 
     A character can span several tokens, so the decoder holds back text that ends in U+FFFD until a token completes the
     character. The decoder decodes the previous piece's tokens again together with the new tokens, because some
-    tokenizers strip the leading space of a text's first token.
+    tokenizers strip the leading space of a text's first token. `tokenizers.decoders.DecodeStream` would raise an
+    exception for some ids whose bytes are not UTF-8.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """decode: a function from ids to text, such as `Tokenizer.decode`"""
         self._decode = decode
-        self._start()
+        self._ids: list[int] = []  # the tokens of the previous piece, then the tokens whose text is held back
+        self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, often a word. Return "" for a special token or an incomplete
@@ -159,15 +161,8 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return the held-back text, which is U+FFFD if the ids end inside a character. Reset the decoder for another
-        text."""
-        piece = self._decode(self._ids)[self._shown :]
-        self._start()
-        return piece
-
-    def _start(self) -> None:
-        self._ids: list[int] = []  # the tokens of the previous piece, then the tokens whose text is held back
-        self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
+        """Return the held-back text, which is U+FFFD if the ids end inside a character. Call it after the last id."""
+        return self._decode(self._ids)[self._shown :]
 
 
 @contextmanager
@@ -199,7 +194,7 @@ def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str])
     tokens: the tokenizer's added tokens
     """
     path = directory / "chat_template.jinja"
-    if is_there(path):
+    if path.exists():
         return path, read_text(path, TokenizerError, _MAX_TEMPLATE)
     path, template = directory / "tokenizer_config.json", config.get("chat_template")
     if template is not None:
@@ -207,7 +202,7 @@ def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str])
             raise TokenizerError(f"{path}: chat_template is {shown_json(template)}; accepted: a string")
         return path, template
     model_config = directory / "config.json"
-    if is_there(model_config) and tokens.issuperset(NEEDED):
+    if model_config.exists() and tokens.issuperset(NEEDED):
         model_type = read_json_object(model_config, TokenizerError, _MAX_CONFIG).get("model_type")
         if isinstance(model_type, str) and model_type in FORMATS:
             return FORMATS[model_type], format_source(FORMATS[model_type])

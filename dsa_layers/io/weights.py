@@ -1,26 +1,228 @@
-"""Load a checkpoint's weights into a model, or into one rank's part of a model."""
+"""Plan how each tensor of a model is made from a checkpoint's tensors, or the other way round, and load weights.
 
-import re
+A plan depends only on names, shapes and dtypes, so no weight is read for it.
+"""
+
 from collections.abc import Callable
+from dataclasses import dataclass
 from os import PathLike
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from dsa_layers.engine.split import Cut
+from dsa import dequantize_per_block, fp4_block_scales, widen_fp4
+from dsa.reference import dequantize_fp4
+from dsa.reference.gemm.fp4_cast import GROUP
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import Checkpoint, raise_problems
-from dsa_layers.io.memory import memory_of
-from dsa_layers.io.plan import PartsOf, Step, Target, make_plan, parts_of_checkpoint
-from dsa_layers.io.tensors import SCALE_SUFFIX, Index, split_experts
+from dsa_layers.io.tensors import (
+    BLOCK_SCALE_SUFFIX,
+    DTYPES,
+    FLOATS,
+    KINDS,
+    SCALE_SUFFIX,
+    TORCH_DTYPES,
+    Index,
+    TensorInfo,
+    quantize,
+    sliced,
+    split_experts,
+)
 from dsa_layers.layers.linear import BLOCK
-from dsa_layers.parallel.ranks import Ranks
 
-_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+# A function: (tensor's name, its shape) -> {name of a part: its slice}. The slice () is the whole tensor.
+PartsOf = Callable[[str, tuple[int, ...]], dict[str, Index]]
 
 
-def _whole(name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-    return {name: ()}
+class Part(NamedTuple):
+    """A tensor from which a target is made, or a slice of a tensor.
+
+    name: the name of the target that is made from this part
+    stored: the name of the tensor in the checkpoint
+    index: the slice; () for the whole tensor
+    info: the description of the slice
+    """
+
+    name: str
+    stored: str
+    index: Index
+    info: TensorInfo
+
+    @property
+    def label(self) -> str:
+        """The target's name, and the name of the checkpoint's tensor if it differs."""
+        return self.name if self.stored == self.name else f"{self.name} (stored as {self.stored})"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a plan: make a target from a part and the part's scale. If the target is quantised, the step also
+    makes the target's scales.
+
+    part          the checkpoint's tensor, or a slice of it
+    scale         the part's scale; None if the part is not quantised or if the checkpoint has no scale for it
+    target        the description of the tensor to make
+    stored        the format of the part: "FP4", "FP8" or None
+    wanted        the format of the target: "FP4", "FP8" or None
+    scale_dtype   the dtype of the target's scale, by its name in safetensors; None if the target is not quantised
+    block_scale   whether the target has scales per 128 x 128 block in addition to FP4's scales per 32 columns
+    use_ue8m0     whether new FP8 scales are powers of two; None: a float weight is not quantised
+    """
+
+    part: Part
+    scale: Part | None
+    target: TensorInfo
+    stored: str | None
+    wanted: str | None
+    scale_dtype: str | None
+    block_scale: bool
+    use_ue8m0: bool | None
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.part] if self.scale is None else [self.part, self.scale]
+
+    def make(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Return {name: tensor} of the target and its scales.
+
+        tensor, scale: the tensors of `parts`, in this order
+        Raises ValueError for FP4 values that FP8 cannot represent.
+        """
+        name, dtype = self.part.name, TORCH_DTYPES[self.target.dtype]
+        if self.wanted is None:
+            return {name: tensor.to(dtype) if self.stored is None else self._dequantized(tensor, scale, dtype)}
+        if self.stored == self.wanted:
+            tensor = tensor.view(dtype)
+        elif self.stored == "FP4":
+            tensor, scale = widen_fp4(tensor, scale)
+        else:
+            values = tensor.float() if self.stored is None else self._dequantized(tensor, scale, torch.float32)
+            tensor, scale = quantize(values, self.wanted, use_ue8m0=bool(self.use_ue8m0))
+        made = {name: tensor, name + SCALE_SUFFIX: scale.to(TORCH_DTYPES[self.scale_dtype])}
+        if self.block_scale:
+            made[name + BLOCK_SCALE_SUFFIX] = fp4_block_scales(tensor, scale)
+        return made
+
+    def _dequantized(self, tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        dequantize = dequantize_fp4 if self.stored == "FP4" else dequantize_per_block
+        return dequantize(tensor, scale, dtype)
+
+    def problem(self) -> str | None:
+        """Return a message that says why the step is impossible, or None if it is possible."""
+        info, label = self.part.info, self.part.label
+        shape, expected = unpacked(info.shape, self.stored), unpacked(self.target.shape, self.wanted)
+        if shape != expected:
+            return f"{label} has shape {list(shape)}; expected {list(expected)}"
+        if self.stored is not None:
+            return self._scale_problem(shape)
+        is_quantised_here = self.wanted is not None and self.use_ue8m0 is not None
+        accepted = FLOATS if self.target.dtype in FLOATS or is_quantised_here else (self.target.dtype,)
+        if info.dtype in accepted:
+            return None
+        has_floats = self.wanted is not None and info.dtype in FLOATS
+        hint = ". Load a checkpoint that is not quantised with dequantize=True" if has_floats else ""
+        return f"{label} is {info.dtype}; expected {' or '.join(accepted)}{hint}"
+
+    def _scale_problem(self, shape: tuple[int, ...]) -> str | None:
+        """Return a message about a shape, slice or scale that the part's quantised format does not allow, or None.
+
+        shape: the shape of the part's unpacked values
+        """
+        info, label = self.part.info, self.part.label
+        if len(shape) != 2:
+            return f"{label} is {info}; only a matrix can be quantised"
+        rows, columns = (1, GROUP) if self.stored == "FP4" else (BLOCK, BLOCK)
+        if self.stored == "FP4" and shape[1] % GROUP:
+            return f"{label} is {info}; FP4 has groups of {GROUP} columns, got {shape[1]} columns"
+        cut = [i.start for i in self.part.index if isinstance(i, slice) and (i.start or 0) % BLOCK]
+        if self.stored == "FP8" and cut:
+            return f"{label} is {info.dtype} and cut at {cut[0]}, inside a block of {BLOCK}"
+        expected = [-(-shape[0] // rows), -(-shape[1] // columns)]
+        only_powers = self.stored == "FP4" or (self.stored == self.wanted and self.scale_dtype == "F8_E8M0")
+        dtypes = ["F8_E8M0"] if only_powers else ["F32", "F8_E8M0"]
+        described = f"{' or '.join(dtypes)} {expected}"
+        if self.scale is None:
+            name = self.part.name + SCALE_SUFFIX
+            return f"{label} is {info.dtype} and its scale {name} is missing; expected {described}"
+        if self.scale.info.dtype not in dtypes or list(self.scale.info.shape) != expected:
+            return f"{self.scale.label} is {self.scale.info}; expected {described} for the {list(info.shape)} weight"
+        return None
+
+
+def parts_of_checkpoint(
+    tensors: dict[str, TensorInfo],
+    problems: list[str],
+    skip: Callable[[str], bool],
+    name_of: Callable[[str], str],
+    cut: PartsOf,
+) -> dict[str, Part]:
+    """Return {target's name: part} for a checkpoint's `tensors`, in the order of the files.
+
+    problems: receives a message for each tensor that `name_of` or `cut` refuses, and for each duplicate name
+    skip: returns True for the name of a tensor that is ignored
+    name_of: turns the name of a checkpoint's tensor into the target's
+    cut: returns the parts of a checkpoint's tensor
+    """
+    parts: dict[str, Part] = {}
+    for stored, whole in tensors.items():
+        if skip(stored):
+            continue
+        try:
+            places = cut(name_of(stored), whole.shape)
+        except CheckpointError as error:
+            problems.append(f"{whole.file}: {stored}: {error}")
+            continue
+        for name, index in places.items():
+            part = Part(name, stored, index, whole._replace(shape=sliced(whole.shape, index)))
+            if name in parts:
+                problems.append(f"{whole.file}: {part.label} is there twice, as {parts[name].stored} too")
+            parts[name] = part
+    return parts
+
+
+def make_plan(
+    wanted: dict[str, TensorInfo], parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool | None = None
+) -> list[Step]:
+    """Return the steps that make all targets, in the order of the files.
+
+    wanted: the targets, by name. An e4m3 or int8 target is quantised if its scale is a target too. The step that makes
+    the target also makes its scales
+    parts: the checkpoint's parts, by target name
+    problems: receives a message for each target, part or step that is wrong
+    use_ue8m0: whether the scales of float weights that become FP8 are powers of two; None: such weights are a problem
+    """
+    kinds = {name: KINDS.get(info.dtype) for name, info in wanted.items() if name + SCALE_SUFFIX in wanted}
+    scales = {name + suffix for name, kind in kinds.items() if kind for suffix in (SCALE_SUFFIX, BLOCK_SCALE_SUFFIX)}
+    steps: list[Step] = []
+    read = set(scales)
+    for name, part in parts.items():
+        if name in scales or name not in wanted:
+            continue
+        target, kind, scale_name = wanted[name], kinds.get(name), name + SCALE_SUFFIX
+        # I8 is also the dtype of integer tensors, so only a target that may be quantised or float makes it FP4.
+        stored = KINDS.get(part.info.dtype) if kind is not None or target.dtype in FLOATS else None
+        read |= {name} if stored is None else {name, scale_name}
+        scale_dtype = None if kind is None else wanted[scale_name].dtype
+        scale = None if stored is None else parts.get(scale_name)
+        has_block_scale = name + BLOCK_SCALE_SUFFIX in wanted
+        step = Step(part, scale, target, stored, kind, scale_dtype, has_block_scale, use_ue8m0)
+        steps.append(step)
+        problem = step.problem()
+        if problem is not None:
+            problems.append(f"{part.info.file}: {problem}")
+    problems += [
+        f"{name}: missing; expected {info}" for name, info in wanted.items() if name not in parts and name not in scales
+    ]
+    problems += [
+        f"{part.info.file}: unexpected {part.label} ({part.info})" for name, part in parts.items() if name not in read
+    ]
+    return steps
+
+
+def unpacked(shape: tuple[int, ...], kind: str | None) -> tuple[int, ...]:
+    """Return the shape of a tensor's values. FP4 packs two values into each byte of the last dimension."""
+    return (*shape[:-1], 2 * shape[-1]) if kind == "FP4" and shape else shape
 
 
 def load_weights(
@@ -30,7 +232,7 @@ def load_weights(
     device: str | torch.device = "cpu",
     skip: Callable[[str], bool] = lambda name: False,
     name_of: Callable[[str], str] = str,
-    parts_of: PartsOf = _whole,
+    parts_of: PartsOf = split_experts,
     stored_parts_of: PartsOf | None = None,
     progress: bool = True,
 ) -> None:
@@ -54,38 +256,35 @@ def load_weights(
     - bf16, fp16, fp32 or fp64: a float tensor, which is cast, or an F8_E4M3 or FP4 matrix, which is dequantised;
     - any other dtype: a tensor of this dtype.
     The checkpoint's scale of a quantised matrix is named `<name>_scale_inv`. FP8 has one F32 or F8_E8M0 scale per
-    128 x 128 block. FP4 (I8 of [O, I / 2], or F4) has one F8_E8M0 scale per 32 columns.
+    128 x 128 block. FP4 (I8 of [O, I / 2]) has one F8_E8M0 scale per 32 columns.
 
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint`, and for tensors that are
     missing, unexpected, refused, duplicated, or of the wrong shape or dtype. These checks precede the first read, and
-    one error lists all problems. Raises CheckpointError also if the model is larger than the memory of `device`, if a
-    file cannot be read, or if e4m3 cannot represent a block of FP4 weights. The last error also applies to weights
-    that stay FP4, because matrix products convert them to e4m3.
+    one error lists all problems. Raises CheckpointError also if a file cannot be read, or if e4m3 cannot represent a
+    block of FP4 weights. The last error also applies to weights that stay FP4, because matrix products convert them to
+    e4m3.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems: list[str] = []
-    parts = parts_of_checkpoint(checkpoint, problems, skip, name_of, stored_parts_of or parts_of)
+    parts = parts_of_checkpoint(checkpoint.tensors, problems, skip, name_of, stored_parts_of or parts_of)
     state = model.state_dict()
-    wanted: dict[str, Target] = {}
+    places: dict[str, tuple[str, Index]] = {}  # {target: (the model's tensor, the target's slice of it)}
+    wanted: dict[str, TensorInfo] = {}
     for name, tensor in state.items():
-        whole = tuple(tensor.shape)
-        pieces = parts_of(name, whole).items()
-        wanted |= {piece: Target(name, index, whole, tensor.dtype) for piece, index in pieces}
+        for piece, index in parts_of(name, tuple(tensor.shape)).items():
+            places[piece] = name, index
+            wanted[piece] = TensorInfo(sliced(tensor.shape, index), DTYPES[tensor.dtype])
     steps = make_plan(wanted, parts, problems)
     raise_problems(checkpoint.directory, problems)
 
-    needed, memory = sum(tensor.nbytes for tensor in state.values()), memory_of(device)
-    if memory is not None and needed > memory:
-        raise CheckpointError(
-            f"{checkpoint.directory}: the model takes {needed / 1e9:.1f} GB; the memory of {device} is "
-            f"{memory / 1e9:.1f} GB"
-        )
-    loaded: dict[str, torch.Tensor] = {}
+    # Allocate the whole model first, so that a model larger than a GPU's memory fails before the first read.
+    loaded = {name: torch.empty_like(tensor, device=device) for name, tensor in state.items()}
     total = sum(part.info.size for step in steps for part in step.parts)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True) as bar:
         for step in steps:
-            for name, tensor in read_step(checkpoint, step, device).items():
-                _place(tensor, wanted[name], loaded)
+            for piece, tensor in read_step(checkpoint, step, device).items():
+                name, index = places[piece]
+                loaded[name][index] = tensor
             bar.update(sum(part.info.size for part in step.parts))
     model.load_state_dict(loaded, assign=True)
 
@@ -98,64 +297,3 @@ def read_step(checkpoint: Checkpoint, step: Step, device: str | torch.device) ->
     except (ValueError, RuntimeError, MemoryError) as error:
         file = checkpoint.directory / step.part.info.file
         raise CheckpointError(f"{file}: {step.part.label}: {error}") from error
-
-
-def _place(tensor: torch.Tensor, target: Target, loaded: dict[str, torch.Tensor]) -> None:
-    """Store a target's tensor in `loaded`, whole or as a slice of the model's tensor. Several targets can be slices of
-    one tensor of the model."""
-    if not target.index:
-        loaded[target.name] = tensor
-        return
-    if target.name not in loaded:
-        loaded[target.name] = torch.empty(target.whole, dtype=tensor.dtype, device=tensor.device)
-    loaded[target.name][target.index] = tensor
-
-
-class RankParts:
-    """The functions `parts_of` and `stored_parts_of` of `load_weights` for one rank. Both use the checkpoint's expert
-    numbers in the names of parts.
-
-    cuts: {parameter's name: its cut} of the model (`split`)
-    experts: the number of experts per layer, over all ranks
-    """
-
-    def __init__(self, cuts: dict[str, Cut], experts: int, ranks: Ranks) -> None:
-        self._cuts, self._experts, self._rank = cuts, experts, ranks.rank
-        each = experts // ranks.size
-        self._own = range(ranks.rank * each, (ranks.rank + 1) * each)
-
-    def of_model(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        """Return the parts of a tensor of this rank's model, which contains only the experts of this rank."""
-        parts = split_experts(name, shape, experts=len(self._own))
-        return {_renumbered(part, self._own.start): index for part, index in parts.items()}
-
-    def of_checkpoint(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        """Return the parts of a checkpoint tensor that this rank reads. Experts of other ranks are omitted."""
-        parts = split_experts(name, shape, experts=self._experts)
-        parts = {part: index for part, index in parts.items() if self._is_read(part)}
-        if parts != {name: ()}:  # a tensor of all experts, or nothing because the expert is on another rank
-            return parts
-        cut = self._cut(name, shape)
-        return {name: () if cut is None else cut.part(self._rank)}
-
-    def _is_read(self, name: str) -> bool:
-        """Return False for experts of other ranks. Return True for an expert number that is too large, so that
-        `make_plan` reports an unexpected tensor."""
-        match = _OF_EXPERT.fullmatch(name)
-        return match is None or int(match[2]) in self._own or int(match[2]) >= self._experts
-
-    def _cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """Return the cut of a tensor, or None if the tensor is not cut. For the scales of an FP8 weight that the model
-        dequantises, derive the cut from the weight's cut."""
-        cut = self._cuts.get(name)
-        if cut is None:
-            cut = self._cuts.get(name.removesuffix(SCALE_SUFFIX))
-            return None if cut is None else Cut(cut.dim, shape, cut.size // BLOCK)
-        if shape != cut.whole:
-            raise CheckpointError(f"has shape {list(shape)}; expected {list(cut.whole)}")
-        return cut
-
-
-def _renumbered(name: str, first: int) -> str:
-    match = _OF_EXPERT.fullmatch(name)
-    return name if match is None else f"{match[1]}.{int(match[2]) + first}.{match[3]}"

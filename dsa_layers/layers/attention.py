@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 import dsa
-from dsa.runtime.checks import check_number, check_same_dtype
-from dsa_layers.arguments import integer
+from dsa.runtime.checks import check_same_dtype
+from dsa.runtime.values import check_number, integer
 from dsa_layers.batch import packing
-from dsa_layers.batch.token_batch import TokenBatch, check_batch
+from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.indexer import Indexer, LightningIndexer, Rope
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
@@ -103,10 +102,7 @@ class DSAAttention(nn.Module):
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.check_pass(x, batch)
-        if cache is not None:
-            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares a layer for inference")
-        if batch.query_lens != batch.key_lens:
-            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
+        check_no_cache(cache, batch)
         rope = cos, sin
         qr = self.q_a_layernorm(self.q_a_proj(x))
         q = self._rotate(self.q_b_proj(qr).unflatten(-1, (self.n_heads, -1)), rope)
@@ -209,3 +205,26 @@ def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Mo
             raise ValueError(f"indexer: its {name} must be the layer's {size}, got {projection.weight.shape[1]}")
     if type(reader) is type(indexer.wk) is Linear:
         check_same_dtype(("layer", reader.weight), indexer=indexer.wk.weight)
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: TokenBatch, softmax_scale: float
+) -> torch.Tensor:
+    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head. s runs over the keys of token t's sequence
+    that token t sees.
+
+    q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
+    """
+    if q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
+        # Sequences of equal length need no mask, so one call of flash attention computes all of them.
+        by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
+        return out.transpose(1, 2).flatten(0, 1)
+    out = []
+    for q_i, k_i, v_i in zip(q.split(batch.query_lens), k.split(batch.key_lens), v.split(batch.key_lens)):
+        new, total = len(q_i), len(k_i)
+        visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+        by_head = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
+        attended = nn.functional.scaled_dot_product_attention(*by_head, attn_mask=visible, scale=softmax_scale)
+        out.append(attended[0].transpose(0, 1))
+    return torch.cat(out) if out else v[:0]

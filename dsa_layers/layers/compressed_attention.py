@@ -5,13 +5,12 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.entry_view import EntryView
-from dsa_layers.batch.token_batch import TokenBatch, check_batch
+from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
+from dsa_layers.batch.views import EntryView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import check_rows, make_linear
+from dsa_layers.layers.linear import GroupedLinear, check_rows, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RopeAngles
 
@@ -84,10 +83,7 @@ class CompressedAttention(nn.Module):
         cache: CompressedLayerCache | None = None,
     ) -> torch.Tensor:
         self.check_pass(x, batch)
-        if cache is not None:
-            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares a layer for inference")
-        if batch.query_lens != batch.key_lens:
-            raise ValueError("cache: is needed when a sequence has more keys than new tokens")
+        check_no_cache(cache, batch)
         qr = self.q_norm(self.wq_a(x))
         q = dsa.rms_norm(self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
         q, keys = self._rotate(q, rope), self._rotate(self.kv_norm(self.wkv(x)), rope)

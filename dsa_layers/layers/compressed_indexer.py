@@ -4,12 +4,11 @@ from typing import Any, ClassVar
 
 import torch
 
-import dsa
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressor import Compressor
-from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE, KeySelection, Rope, quantized_keys
-from dsa_layers.layers.linear import FP32Linear, linear_fp32, make_linear
+from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE, KeySelection, Rope
+from dsa_layers.layers.linear import FP32Linear, make_linear
 
 
 class CompressedIndexer(KeySelection):
@@ -55,15 +54,6 @@ class CompressedIndexer(KeySelection):
         self.weights_proj = FP32Linear(hidden, n_heads, scale=self.weight_scale, dtype=dtype)
         self.compressor = compressor
 
-    @property
-    def weight_scale(self) -> float:
-        """The factor n_heads^-0.5 * head_dim^-0.5 in w."""
-        return self.n_heads**-0.5 * self.head_dim**-0.5
-
-    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute w, fp32 [T, n_heads]."""
-        return linear_fp32(x, self.weights_proj.weight, self.weight_scale)
-
     @torch.no_grad()
     def select(
         self,
@@ -75,15 +65,7 @@ class CompressedIndexer(KeySelection):
         *,
         entry_rope: Rope,
     ) -> torch.Tensor:
-        if cache is not None:
-            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
-        q, weights = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.head_weights(x)
+        check_no_cache(cache, batch)
         keys = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
-        if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *rope, **self.rope)
-            keys = quantized_keys(keys)
-        else:
-            q = dsa.apply_rotary(q, *rope, **self.rope)
         entries = batch.entries(self.compressor.ratio)
-        key_lens = entries.key_lens if batch.is_decode else None
-        return self.select_packed(q, keys, weights, entries.visible_ranges, key_lens)
+        return self.select_new(self.wq_b(qr), keys, self.head_weights(x), rope, entries, batch.is_decode)

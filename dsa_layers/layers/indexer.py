@@ -10,9 +10,10 @@ from torch import nn
 import dsa
 from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
-from dsa.runtime.checks import check_choice, check_dtype
-from dsa_layers.arguments import flag, instance, integer
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa.runtime.checks import check_dtype
+from dsa.runtime.values import check_choice, check_flag, integer
+from dsa_layers.batch.selectable_keys import SelectableKeys
+from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
@@ -74,6 +75,9 @@ class KeySelection(nn.Module):
 
     workspace     maximum bytes of a prompt's scores at a time; the scores of a single token may exceed it
     accumulators  accumulator dtype of scores of e4m3 queries and keys, an argument of `dsa.fp8_mqa_logits`
+
+    Subclasses have the projection `weights_proj` and the attributes n_heads, head_dim, quantize and rope of
+    `LightningIndexer`.
     """
 
     def __init__(self, top_k: int, workspace: int = WORKSPACE, accumulators: torch.dtype = SCORE_ACCUMULATORS) -> None:
@@ -81,6 +85,47 @@ class KeySelection(nn.Module):
         self.top_k, self.workspace = integer("top_k", top_k, at_least=1), integer("workspace", workspace, at_least=1)
         check_dtype("accumulators", accumulators, ACCUMULATORS)
         self.accumulators = accumulators
+
+    @property
+    def weight_scale(self) -> float:
+        """The factor in w."""
+        return self.n_heads**-0.5 * self.head_dim**-0.5
+
+    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute w, fp32 [T, n_heads]."""
+        return linear_fp32(x, self.weights_proj.weight, self.weight_scale)
+
+    def rotated_queries(self, q: torch.Tensor, weights: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (q [T, n_heads, head_dim] with rope, w) from wq_b(qr) and w. If `quantize`, q is e4m3, and its scales
+        are multiplied into w."""
+        q = q.unflatten(-1, (self.n_heads, self.head_dim))
+        if not self.quantize:
+            return dsa.apply_rotary(q, *rope, **self.rope), weights
+        if self.head_dim != FP8_DIM:
+            raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
+        return dsa.quantize_indexer_queries(q, weights, *rope, **self.rope)
+
+    def select_new(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        rope: Rope,
+        view: SelectableKeys,
+        by_sequence: bool,
+    ) -> torch.Tensor:
+        """Return int32 [T, top_k], the selected positions in each token's sequence, in a pass without a cache.
+
+        q            wq_b(qr)
+        keys         all keys of the pass, float [N, head_dim]
+        weights      w
+        view         which keys each token sees
+        by_sequence  whether each sequence has equally many tokens, so that float scores are computed by sequence
+        """
+        q, weights = self.rotated_queries(q, weights, rope)
+        if self.quantize:
+            keys = quantized_keys(keys)
+        return self.select_packed(q, keys, weights, view.visible_ranges, view.key_lens if by_sequence else None)
 
     def select_packed(
         self,
@@ -201,9 +246,9 @@ class LightningIndexer(KeySelection):
         sizes = {"hidden": hidden, "q_lora_rank": q_lora_rank, "n_heads": n_heads, "head_dim": head_dim}
         for name, size in sizes.items():
             integer(name, size, at_least=1)
-        flag("rope_interleaved", rope_interleaved)
+        check_flag("rope_interleaved", rope_interleaved)
         check_choice("rope_dims", rope_dims, ("first", "last"))
-        flag("quantize", quantize)
+        check_flag("quantize", quantize)
         self.n_heads, self.head_dim = n_heads, head_dim
         self.rope = {"interleaved": rope_interleaved, "dims": rope_dims}
         self.quantize = quantize
@@ -225,30 +270,13 @@ class LightningIndexer(KeySelection):
     def select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Rope, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        if cache is not None:
-            raise ValueError("cache: must be None before dsa_layers.fuse, which prepares an indexer for inference")
-        self.check_selects()
-        q, k = self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), self.keys(self.wk(x), rope)
-        weights = self.head_weights(x)
-        if self.quantize:
-            q, weights = dsa.quantize_indexer_queries(q, weights, *rope, **self.rope)
-            k = quantized_keys(k)
-        else:
-            q = dsa.apply_rotary(q, *rope, **self.rope)
-        return self.select_packed(q, k, weights, batch.visible_ranges, batch.key_lens if batch.is_decode else None)
-
-    def check_selects(self) -> None:
-        """Raise ValueError if selection does not support head_dim."""
-        if self.quantize and self.head_dim != FP8_DIM:
-            raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
+        check_no_cache(cache, batch)
+        keys = self.keys(self.wk(x), rope)
+        return self.select_new(self.wq_b(qr), keys, self.head_weights(x), rope, batch, batch.is_decode)
 
     def keys(self, projected: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Compute k [T, head_dim] from wk(x) [T, head_dim]. k is not quantised."""
         return dsa.apply_rotary(self.k_norm(projected), *rope, **self.rope)
-
-    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute w, fp32 [T, n_heads]."""
-        return linear_fp32(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
 
 def _part_of(paging: dict, part: slice) -> dict:
@@ -260,27 +288,3 @@ def quantized_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Hadamard-transform and quantise k [N, D]. Return e4m3 [N, D] and one scale per key, fp32 [N]."""
     k, scale = dsa.per_token_cast_to_fp8(k, True, k.shape[-1], hadamard=True)
     return k, scale.squeeze(-1)
-
-
-def set_score_accumulators(model: Module, accumulators: torch.dtype) -> Module:
-    """Set the dtype in which a model's indexers accumulate the scores of prompts. Return the model.
-
-        model = set_score_accumulators(load_model(CHECKPOINT, device="cuda"), torch.float32)
-
-    model         a model with a `LightningIndexer` or `CompressedIndexer`: from `load_model`, from transformers with
-                  `dsa_layers.hf`, or the caller's model
-    accumulators  torch.float32, or torch.float16 (the default, `SCORE_ACCUMULATORS`)
-
-    The setting applies from the next prompt on. `dsa compile` does not build the kernels for torch.float32 in advance.
-    Raises TypeError or ValueError that names the argument, also for a model without such an indexer.
-    """
-    instance("model", model, nn.Module, "a torch.nn.Module")
-    check_dtype("accumulators", accumulators, ACCUMULATORS)
-    indexers = [module for module in model.modules() if hasattr(module, "accumulators")]
-    if not indexers:
-        raise ValueError(
-            f"model: must have a LightningIndexer or a CompressedIndexer, got {type(model).__name__} without one"
-        )
-    for indexer in indexers:
-        indexer.accumulators = accumulators
-    return model

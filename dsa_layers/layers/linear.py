@@ -6,7 +6,7 @@ from torch import nn
 import dsa
 from dsa.reference.autocast import without_autocast
 from dsa.runtime.checks import FLOATS, check_dtype, check_tensor
-from dsa_layers.arguments import flag
+from dsa.runtime.values import check_flag
 
 BLOCK = 128
 HALVES = torch.bfloat16, torch.float16
@@ -34,10 +34,20 @@ class Linear(nn.Linear):
         return self.weight.to(dtype)
 
 
+def computes_product_alone(linear: nn.Module) -> bool:
+    """Return whether a call of the layer only multiplies by its weight. This is so for an `nn.Linear` without hooks
+    whose weight is not offloaded. Adapters and quantised layers are other classes."""
+    hooks = linear._forward_hooks or linear._forward_pre_hooks
+    return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
+
+
 def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return W [O, I] in `dtype` for a module that computes y = x W^T: a layer of this file or an adapter around it."""
+    """Return the weight W [O, in_features] of a linear layer y = x W^T, in `dtype`. The layer may be of any class."""
     if isinstance(linear, Linear | BlockFP8Linear):
         return linear.float_weight(dtype)
+    if computes_product_alone(linear):
+        return linear.weight.to(dtype)
+    # Quantised and adapted layers store the weight in many ways, so apply the layer to the identity matrix.
     eye = torch.eye(in_features, dtype=dtype, device=next(linear.parameters()).device)
     return linear(eye).T
 
@@ -119,8 +129,8 @@ def make_linear(
 ) -> Linear | BlockFP8Linear:
     """Return a projection that FP8 checkpoints store quantised. Its weight is in FP8 blocks if `fp8`, else in `dtype`.
     Raise TypeError or ValueError for invalid options."""
-    flag("fp8", fp8)
-    flag("use_ue8m0", use_ue8m0)
+    check_flag("fp8", fp8)
+    check_flag("use_ue8m0", use_ue8m0)
     if dtype is not None:
         check_dtype("dtype", dtype, FLOATS)
     if fp8:
@@ -192,3 +202,40 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(tokens, self.weight)
+
+
+class GroupedLinear(nn.Module):
+    """y[g] = W_g x[g]. x [T, groups, I] -> y [T, groups, O].
+
+    Parameters are in the submodule `matrices`. weight [groups * O, I] has the matrices concatenated along the rows. If
+    `fp8`, `matrices` is a `BlockFP8Linear` with FP8 weight and weight_scale_inv, and O must be a multiple of 128.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        use_ue8m0: bool = True,
+    ) -> None:
+        super().__init__()
+        if fp8 and out_features % 128:
+            raise ValueError(f"out_features: must be a multiple of 128 for FP8 weights, got {out_features}")
+        self.out_features = out_features
+        self.matrices = make_linear(in_features, groups * out_features, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
+
+    @property
+    def groups(self) -> int:
+        """The number of matrices. If the layer is split over ranks, each rank has complete matrices."""
+        return len(self.matrices.weight) // self.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.matrices
+        if isinstance(layer, BlockFP8Linear):
+            matrices = layer.weight.chunk(self.groups), layer.weight_scale_inv.chunk(self.groups)
+            products = zip(x.unbind(1), *matrices)
+            return torch.stack([dsa.fp8_gemm_nt(layer.cast(x_g), (w, scale), x.dtype) for x_g, w, scale in products], 1)
+        return torch.einsum("tgi,goi->tgo", x, layer.weight.unflatten(0, (self.groups, -1)))

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from dsa_layers.arguments import integer, number, shown
+from dsa.runtime.values import integer, number, shown
 from dsa_layers.batch.selectable_keys import cached_property
 
 
@@ -135,3 +135,33 @@ class JointRotary(nn.Module):
             for own, back in zip(found, -sin[: self.own]):
                 own.back = own[0], back
         return found
+
+
+def make_rotary(dim: int, rope: Any) -> RotaryEmbedding:
+    """Return the rotary embedding for `dim` channels. rope: a configuration with `theta` and `yarn`, such as
+    `dsa_layers.config.model_config.RopeConfig`.
+
+    YaRN multiplies cos and sin by yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim). This ratio is 1
+    for families whose configurations do not have these fields.
+    """
+    device = torch.get_default_device()
+    # Compute on the CPU. On the meta device torch would import Dynamo, which takes two seconds.
+    with torch.device("cpu"):
+        frequencies, scale = _frequencies(dim, rope)
+    return RotaryEmbedding(frequencies.to(device), scale)
+
+
+def _frequencies(dim: int, rope: Any) -> tuple[torch.Tensor, float]:
+    if rope.yarn is None:
+        return rope_frequencies(dim, rope.theta), 1.0
+    yarn = rope.yarn
+    frequencies = yarn_frequencies(
+        dim,
+        rope.theta,
+        factor=yarn.factor,
+        original_length=yarn.original_max_position_embeddings,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+    )
+    scale = yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
+    return frequencies, scale

@@ -15,7 +15,6 @@ from pathlib import Path
 from dsa_layers.config.fields import Fields, one_of, token_ids
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.models.registry import FAMILIES, family
-from dsa_layers.untrusted_files import is_there
 
 
 def read_config(directory: str | PathLike[str]) -> ModelConfig:
@@ -33,7 +32,7 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
         return config_of(Fields.of_file(directory))
     config = config_of(Fields.of_file(directory / "config.json"))
     generation = directory / "generation_config.json"
-    if not is_there(generation):
+    if not generation.exists():
         return config
     eos = Fields.of_file(generation).read("eos_token_id", token_ids(config.vocab_size))
     return replace(config, eos_token_ids=eos or config.eos_token_ids)

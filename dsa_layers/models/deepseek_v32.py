@@ -21,11 +21,10 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import Embedding, LanguageModelHead, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import yarn_mscale
+from dsa_layers.layers.rope import make_rotary, yarn_mscale
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
-from dsa_layers.models.rotary import make_rotary
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,11 @@ from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.linear import Embedding, LanguageModelHead, make_linear
 from dsa_layers.layers.moe import MoE, SqrtSoftplusRouter
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import JointRotary, RopeAngles
+from dsa_layers.layers.rope import JointRotary, RopeAngles, make_rotary
 from dsa_layers.models import deepseek_v4_names as names
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
-from dsa_layers.models.rotary import make_rotary
 
 # {layer type of transformers: tokens per compressed entry}. 0: the layer has a window and no entries.
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
@@ -461,15 +460,6 @@ class DeepseekV4Drafter(nn.Module):
         return make_cache(target, [self.block.attn], num_pages, page_size, device=device, state_slots=state_slots)
 
 
-# Parts of tensor names, for `TinyFields.order`: names outside the layers, names in a layer, in attention and in the
-# mixture of experts, and suffixes of matrices and hyper-connections.
-_TINY_ORDER = (
-    *("embed", "layers", "e_proj", "h_proj", "attn", "attn_norm", "hc_attn_fn", "hc_attn_base", "hc_attn_scale"),
-    *("ffn_norm", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale", "ffn", "enorm", "hnorm"),
-    *("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "attn_sink", "wo_a", "wo_b", "wgate", "ape", "weights_proj"),
-    *("compressor", "indexer", "gate", "experts", "shared_experts", "w1", "w2", "w3", "weight", "scale", "bias"),
-    *("tid2eid", "norm", "head", "hc_head_fn", "hc_head_base", "hc_head_scale", "mtp"),
-)
 _TINY = TinyFields(
     "deepseek_v4_flash_config.json",
     {
@@ -487,7 +477,6 @@ _TINY = TinyFields(
         "q_lora_rank": 256,
         "vocab_size": 2048,
     },
-    _TINY_ORDER,
 )
 
 FAMILY = Family(

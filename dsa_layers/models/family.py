@@ -40,13 +40,10 @@ class TinyFields:
 
     published  file name of a published configuration in `dsa_layers/vendored`
     changes    the fields in which the tiny config.json differs from the published configuration
-    order      parts of tensor names, in the order in which the tiny checkpoint generates random values; () for the
-               order of the layers
     """
 
     published: str
     changes: dict[str, Any]
-    order: tuple[str, ...] = ()
 
     def fields(self, *, quantized: bool) -> dict[str, Any]:
         fields = published_config(self.published) | self.changes

@@ -6,8 +6,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from dsa.runtime.checks import check_choice
-from dsa_layers.arguments import flag, shown
+from dsa.runtime.values import check_choice, check_flag, shown
 from dsa_layers.config.model_config import ModelConfig
 
 
@@ -37,7 +36,7 @@ class Precision:
             error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError
             raise error(f"dtype: must be torch.bfloat16, torch.float16 or torch.float32, got {shown(self.dtype)}")
         for name in ("fp8_linear", "fp8_indexer", "fp4_experts"):
-            flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         if self.fp4_experts and not self.fp8_linear:
             raise ValueError(
                 "fp4_experts: FP4 weights are multiplied with FP8 activations; accepted with fp8_linear=True"

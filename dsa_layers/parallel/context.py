@@ -6,10 +6,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dsa_layers.arguments import integer
+from dsa.runtime.values import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.parallel.process_group import raise_on_all_ranks
@@ -87,17 +86,14 @@ class RowPlan:
     most: int
 
 
-def gather_rows(x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
+class _GatherRows(torch.autograd.Function):
     """Gather the rows [N, ...] of this rank's plan from all ranks' x [own rows, ...].
 
     A row's gradient is the sum of all ranks' gradients for the row. These are rounded to x's dtype and added in fp32
     (fp64 for fp64) in the order of the ranks, so every run gives the same bits. All ranks must call this function, and
     run backward, in the same order.
     """
-    return _GatherRows.apply(x, plan, ranks)
 
-
-class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
         ctx.plan, ctx.ranks, ctx.own = plan, ranks, len(x)
@@ -145,12 +141,7 @@ class ContextBatch(SequenceBatch):
         """Return this rank's share of sequences with these lengths. All ranks must call this method with equal `lens`.
 
         Raise ValueError on all ranks if one rank's `lens` are unsuitable or differ from rank 0's. If `lens` have a
-        wrong type, the rank that has them raises TypeError instead. Raise ValueError if this process is not one of the
-        ranks, and RuntimeError if torch.distributed is not initialised."""
-        if not 0 <= ranks.rank < ranks.size:  # torch gives rank -1 to a process outside of the group
-            raise ValueError(f"ranks: this process must be one of its {ranks.size} ranks, got rank {ranks.rank}")
-        if ranks.size > 1 and not dist.is_initialized():
-            raise RuntimeError("ranks: torch.distributed is not initialised: call init_process_group before")
+        wrong type, the rank that has them raises TypeError instead."""
         with raise_on_all_ranks(ranks) as facts:
             lens = facts["lens"] = SequenceBatch.without_cache(lens).query_lens
             if sum(lens) < ranks.size:
@@ -177,17 +168,17 @@ class ContextBatch(SequenceBatch):
         """Return this rank's rows of x [T, ...], in the order of its pieces. x has one sequence after another."""
         if x.dim() == 0 or len(x) != sum(self.lens):
             raise ValueError(f"x: must have a row for each of {sum(self.lens)} tokens, got shape {list(x.shape)}")
-        return x[self._own_tokens]
+        return x[self._tokens_of(self._share.pieces)]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather rows [sum(keyed.key_lens), ...] from all ranks' x [own tokens, ...]. For each piece of this rank, they
-        are the rows of its sequence up to the piece's end. A row's gradient is the sum over all ranks (`gather_rows`).
+        are the rows of its sequence up to the piece's end. A row's gradient is the sum over all ranks.
         """
         if len(x) != sum(self.query_lens):
             raise ValueError(
                 f"x: must have a row for each of this rank's {sum(self.query_lens)} tokens, got shape {list(x.shape)}"
             )
-        return x if self.ranks.size == 1 else gather_rows(x, self._plan, self.ranks)
+        return x if self.ranks.size == 1 else _GatherRows.apply(x, self._plan, self.ranks)
 
     def mean(self, values: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """Return size / count * the sum of values [own tokens]. The mean of the ranks' results is the sum of all
@@ -217,24 +208,19 @@ class ContextBatch(SequenceBatch):
     def _share(self) -> TokenShare:
         return self.shares[self.ranks.rank]
 
-    @cached_property
-    def _own_tokens(self) -> torch.Tensor:
-        begins = packing.starts(self.lens)
-        pieces = [(begins[p.sequence] + p.begin, begins[p.sequence] + p.end) for p in self._share.pieces]
-        return packing.ranges(*zip(*pieces), self.device)
+    def _tokens_of(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return the rows of the pieces in a tensor [T, ...] of the whole sequences."""
+        starts = packing.starts(self.lens)
+        begins = [starts[piece.sequence] + piece.begin for piece in pieces]
+        ends = [starts[piece.sequence] + piece.end for piece in pieces]
+        return packing.ranges(begins, ends, self.device)
 
     @cached_property
     def _plan(self) -> RowPlan:
-        begins, most = packing.starts(self.lens), max(share.tokens for share in self.shares)
-        row_of = torch.empty(sum(self.lens), dtype=torch.int64)  # each token's row in the joined rows
+        most = max(share.tokens for share in self.shares)
+        row_of = torch.empty(sum(self.lens), dtype=torch.int64, device=self.device)  # tokens' rows in the joined rows
         for rank, share in enumerate(self.shares):
-            row = rank * most
-            for piece in share.pieces:
-                begin, count = begins[piece.sequence] + piece.begin, piece.end - piece.begin
-                torch.arange(row, row + count, out=row_of[begin : begin + count])
-                row += count
-        rows = torch.cat([row_of[begins[p.sequence] :][: p.end] for p in self._share.pieces])
-        if self.device.type == "cuda":
-            rows = rows.pin_memory()
+            row_of[self._tokens_of(share.pieces)] = torch.arange(share.tokens, device=self.device) + rank * most
+        keys = self._tokens_of([Piece(piece.sequence, 0, piece.end) for piece in self._share.pieces])
         first = sum(piece.end for piece in self._share.early)
-        return RowPlan(rows.to(self.device, non_blocking=True), first, most)
+        return RowPlan(row_of[keys], first, most)

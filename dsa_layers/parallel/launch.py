@@ -5,11 +5,9 @@ Importing this module does not import torch.
 """
 
 import collections
-import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -19,28 +17,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsa_layers.arguments import shown
-
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 STOP_SECONDS = 5  # the time that ranks have to end after the launcher signals them
 HOST = "127.0.0.1"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
-LOGGERS = "torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api"
-Told = Callable[[str, int], None]
 LAST_LINES = 20  # lines of a failed rank's standard error that are shown
 
 
-def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
+def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] | None = None) -> int:
     """Run `command`, a program and its arguments, in `ranks` processes. Return the exit code after all processes have
     ended.
 
-    The ranks have this process's environment and torchrun's variables. Their MASTER_PORT is this process's MASTER_PORT
-    if it is set, otherwise a free port of 127.0.0.1. Rank 0 has this process's standard input, output and error. The
-    other ranks have an empty input, and their output is dropped.
+    The ranks have this process's environment and torchrun's variables. Rank 0 has this process's standard input, output
+    and error. The other ranks have an empty input, and their output is dropped.
 
     If a rank fails, the launcher stops the other ranks. The exit code is the failed rank's exit code, or 1 if a signal
     killed it. This process writes the failed rank's last lines and a line that names the rank to standard error. Then
@@ -50,22 +42,25 @@ def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
     If this process receives one of SIGNALS, it forwards the signal to the ranks, and the exit code is 128 + the
     signal's number.
 
-    Call this function in the main thread. Raise ValueError if an argument or MASTER_PORT is wrong, or if the port is in
-    use.
+    Call this function in the main thread. It replaces the handlers of SIGNALS and silences the loggers of torch's
+    launcher.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks: must be an integer of at least 1, got {shown(ranks)}")
-    if isinstance(command, str) or not command or shutil.which(command[0]) is None:
-        raise ValueError(f"command: must be an existing program and its arguments, got {shown(command)}")
-    # These imports are slow, so the arguments are checked first.
+    # Importing torch here keeps the import of this module fast.
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+    for logger in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{logger}").setLevel(logging.CRITICAL)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_SECONDS)  # torch 2.11 has no parameter for it
     start_rank = ["-I", "-S", str(Path(__file__).with_name("start_rank.py")), str(os.getpid())]
     arguments = [argument.replace("$", "$$") for argument in command]  # the launcher substitutes ${local_rank}
-    store = _store()
+    # The launcher's own store would listen to the network. Two stores of one process with the same port share one
+    # server, so the launcher's store shares this server, to which only this node can connect.
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(HOST, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
     with tempfile.TemporaryDirectory(prefix="dsa-ranks-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -82,8 +77,7 @@ def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
             logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(range(1, ranks), Std.ERR), local_ranks_filter={0}),
         )
         try:
-            with _quiet_launcher():
-                launch_agent(config, sys.executable, [*start_rank, *arguments])
+            launch_agent(config, sys.executable, [*start_rank, *arguments])
         except SignalException as error:
             return 128 + error.sigval
         except ChildFailedError as error:
@@ -91,39 +85,9 @@ def launch(command: Sequence[str], ranks: int, told: Told | None = None) -> int:
     return 0
 
 
-def _store() -> "TCPStore":
-    """Return a store that only this node can connect to.
-
-    The launcher creates a store too, and that store's server would listen to the network. The launcher gets the port of
-    this store, and two stores of one process with the same port share one server.
-    """
-    from torch.distributed import TCPStore
-
-    given = os.environ.get("MASTER_PORT", "0")
-    if not (given.isdecimal() and int(given) < 2**16):
-        raise ValueError(f"MASTER_PORT: must be a port's number, 0 for any free one, got {shown(given)}")
-    try:
-        listener = socket.create_server((HOST, int(given)))
-    except OSError as error:
-        raise ValueError(
-            f"MASTER_PORT: port {given} of {HOST} cannot be used ({error.strerror}); must be a free port, or unset"
-        ) from error
-    port = listener.getsockname()[1]
-    return TCPStore(HOST, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
-
-
-def _quiet_launcher() -> contextlib.ExitStack:
-    """Silence the launcher's loggers. Return a context that restores the log levels and the signal handlers on exit."""
-    restored = contextlib.ExitStack()
-    for number in SIGNALS:
-        restored.callback(signal.signal, number, signal.getsignal(number))
-    for logger in map(logging.getLogger, LOGGERS):
-        restored.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.CRITICAL)
-    return restored
-
-
-def _report(failures: dict[int, "ProcessFailure"], ranks: int, folder: Path, told: Told | None) -> int:
+def _report(
+    failures: dict[int, "ProcessFailure"], ranks: int, folder: Path, told: Callable[[str, int], None] | None
+) -> int:
     """Report the failed rank on standard error, unless rank 0 has printed the cause. Return the exit code."""
     rank = first_failed(failures)
     code = failures[rank].exitcode
@@ -137,28 +101,17 @@ def _report(failures: dict[int, "ProcessFailure"], ranks: int, folder: Path, tol
     how = f"ended with exit code {code}" if code > 0 else f"was ended by {failures[rank].signal_name()}"
     line = f"rank {rank} of {ranks} {how}" + ("; the other ranks have been stopped" if ranks > 1 else "")
     print(f"dsa: {line}", file=sys.stderr, flush=True)
-    result = max(code, 1)
     if told is not None:
-        told(line, result)
-    return result
+        told(line, max(code, 1))
+    return max(code, 1)
 
 
 def started_ranks() -> int | None:
     """Return WORLD_SIZE, the number of ranks that a launcher has started together with this process. Return None if a
-    variable of NUMBERS is not set, because this process is not a rank then.
-
-    Raise ValueError if one of these variables or MASTER_PORT is not a number, or if RANK is not below WORLD_SIZE. With
-    such a RANK, the other ranks would wait indefinitely for a missing rank.
-    """
+    variable of NUMBERS is not set, because this process is not a rank then."""
     if any(name not in os.environ for name in NUMBERS):
         return None
-    for name in (*NUMBERS, "MASTER_PORT"):
-        if not os.environ.get(name, "0").isdecimal():
-            raise ValueError(f"{name}: must be a number, got {os.environ[name]!r}")
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank >= ranks:
-        raise ValueError(f"RANK: must be below WORLD_SIZE={ranks}, got {rank}")
-    return ranks
+    return int(os.environ["WORLD_SIZE"])
 
 
 def note_failure(problem: str) -> None:
@@ -166,38 +119,32 @@ def note_failure(problem: str) -> None:
 
     Call this function before the process ends. Other ranks may fail because this process ends; they then note their
     failures later. After the call, this process ignores SIGTERM: the launcher sends SIGTERM to all ranks as soon as one
-    rank has ended, but this rank still has to print the cause. The launcher sends SIGKILL 30 s later.
+    rank has ended, but this rank still has to print the cause. The launcher sends SIGKILL STOP_SECONDS later.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    part = Path(f"{path}.part")
-    with contextlib.suppress(OSError):
-        part.write_text(json.dumps({"message": problem, "timestamp": time.time()}), encoding="utf-8")
-        part.replace(path)
+    if path:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(path).write_text(json.dumps({"message": problem, "timestamp": time.time()}), encoding="utf-8")
 
 
 def first_failed(failures: dict[int, "ProcessFailure"]) -> int:
     """Return the rank that caused the other ranks' failures. `failures` are in the order in which the launcher found
     them.
 
-    A rank that a signal killed is chosen before ranks that exited with an error, because these may have lost their
-    connection to the killed rank. Among ranks that exited with an error, the rank that called `note_failure` first is
-    chosen. Two kinds of ranks are chosen last: ranks that the launcher stopped, by SIGTERM or after STOP_SECONDS, and
-    ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
+    The rank that failed first is chosen. The time of a failure is the time of `note_failure`, else the time at which
+    the launcher found it. A killed rank may take up to STOP_SECONDS to end, so its time is taken to be that much
+    earlier. Two kinds of ranks are chosen last, unless they called `note_failure`: ranks that the launcher stopped by
+    SIGTERM, and ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
     """
     found_first = next(iter(failures))
-    began = min(failure.timestamp for failure in failures.values())
 
-    def order(rank: int) -> tuple[bool, bool, float]:
+    def order(rank: int) -> tuple[bool, float]:
         failure = failures[rank]
         noted = failure.error_file_data.get("timestamp")
         if noted is not None:
-            return False, True, noted
-
-        late = failure.timestamp >= began + STOP_SECONDS
-        stopped = rank != found_first and (late or failure.exitcode == -signal.SIGTERM)
-        return stopped or failure.exitcode == -signal.SIGABRT, failure.exitcode > 0, failure.timestamp + 1
+            return False, noted
+        stopped = failure.exitcode == -signal.SIGTERM and rank != found_first
+        found = failure.timestamp + 1  # torch rounds it down to seconds
+        return stopped or failure.exitcode == -signal.SIGABRT, found - STOP_SECONDS * (failure.exitcode < 0)
 
     return min(failures, key=order)

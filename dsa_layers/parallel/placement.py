@@ -92,20 +92,6 @@ class Sharded(Placement):
     def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._start_all_gather(local, at_once=True)()
 
-    def start_joint_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-        of_dtypes: dict[torch.dtype, list[torch.Tensor]] = {}
-        for x in local:
-            of_dtypes.setdefault(x.dtype, []).append(x)
-        gathering = self.start_all_gather(*(xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in of_dtypes.values()))
-        widths = {dtype: [x.shape[-1] for x in xs] for dtype, xs in of_dtypes.items()}
-        dtypes = [x.dtype for x in local]
-
-        def end() -> tuple[torch.Tensor, ...]:
-            parts = {whole.dtype: iter(whole.split(widths[whole.dtype], -1)) for whole in gathering()}
-            return tuple(next(parts[dtype]) for dtype in dtypes)
-
-        return end
-
     def start_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
         return self._start_all_gather(local, at_once=False)
 

@@ -1,19 +1,16 @@
 """The ranks over which a model is split, and their collectives through torch.distributed."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
-from dsa_layers.arguments import integer
-from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes, takes_experts
-from dsa_layers.parallel.peer_copies import PeerCopies, peer_copies
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from dsa.parallel.one_shot_sum import one_shot_sum, takes, takes_experts
+from dsa.parallel.peer_copies import PeerCopies, peer_copies
+from dsa.runtime.values import integer
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,25 +27,25 @@ class Ranks:
     size   the number of ranks
     group  their process group, or None
 
-    Without a group, raise TypeError or ValueError unless size is an integer of at least 1 and rank is in [0, size)."""
+    Raise TypeError or ValueError unless size is an integer of at least 1 and rank is in [0, size)."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        if self.group is not None:  # torch gives rank -1 to a process outside of the group
-            return
         size = integer("size", self.size, at_least=1)
         integer("rank", self.rank, at_least=0, at_most=size - 1)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
         """Return the ranks of `group`; None: of the default process group. Raise RuntimeError if torch.distributed is
-        not initialised."""
+        not initialised, and ValueError if this process is not in the group."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
         group = group or dist.group.WORLD
+        if dist.get_rank(group) < 0:
+            raise ValueError("group: this process must be one of its ranks, got a group of other processes")
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,22 +159,15 @@ def check_no_gradient(*sent: torch.Tensor) -> None:
         )
 
 
-def ranks_of(mesh: "DeviceMesh | Ranks | None") -> Ranks:
+def ranks_of(mesh: "dist.DeviceMesh | Ranks | None") -> Ranks:
     """Return the ranks of a one-dimensional mesh, or `mesh` itself if it is a `Ranks`. Return ALONE for None.
 
     Raise TypeError if `mesh` has another type. Raise ValueError if it has more dimensions, or if this process is not
     one of its ranks.
     """
-    ranks = mesh or ALONE if mesh is None or isinstance(mesh, Ranks) else _of_mesh(mesh)
-    if not 0 <= ranks.rank < ranks.size:  # torch.distributed gives rank -1 to a process outside of the group
-        raise ValueError(f"mesh: this process must be one of its ranks, got rank {ranks.rank} of {ranks.size}")
-    return ranks
-
-
-def _of_mesh(mesh: "DeviceMesh") -> Ranks:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(mesh, DeviceMesh):
+    if mesh is None or isinstance(mesh, Ranks):
+        return mesh or ALONE
+    if not isinstance(mesh, dist.DeviceMesh):
         raise TypeError(f"mesh: must be a DeviceMesh, Ranks or None, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh: must have one dimension, got {mesh.ndim}; one of several is mesh[its name]")

@@ -12,20 +12,15 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 
+launcher, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+if os.getppid() != int(launcher):
+    sys.exit(1)  # the launcher had already ended before prctl was called
 
-def main(launcher: int, command: list[str]) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != launcher:
-        sys.exit(1)  # the launcher had already ended before prctl was called
+if os.environ["RANK"] != "0":
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    if os.environ["RANK"] != "0":
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-
-    # By default, torch warns that the NCCL group is not destroyed; `process_group.join` explains why it is not.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.execvp(command[0], command)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+# By default, torch warns that the NCCL group is not destroyed; `process_group.join` explains why it is not.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.execvp(command[0], command)

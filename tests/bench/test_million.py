@@ -12,7 +12,7 @@ from dsa_bench.e2e import million
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.runs import Prompts, prefill
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
-from dsa_layers.compilation import passes
+from dsa_layers import compilation
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fuse import prepare
 from dsa_layers.layers.indexer import WORKSPACE
@@ -118,16 +118,16 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
     at most 16 heads, so the test also runs with a small model of 4 heads.
     """
     model = skeleton(name, **small)
-    model.init_buffers(passes.META)
+    model.init_buffers(compilation.META)
     prepare(model)
-    cache = model.eval().make_cache(2**20 // model.page_size, model.page_size, passes.META, state_slots=1)
+    cache = model.eval().make_cache(2**20 // model.page_size, model.page_size, compilation.META, state_slots=1)
     latents = paged_attention.most_read(model.config.num_attention_heads) // (2 * 576)
     contexts = [2**14, 2**17, latents // 8192 * 8192, 2**20]
     needed = []
     with asked_variants("sm_90"):
         for context in contexts:
             with PeakBytes() as count:
-                passes.prefill(model, cache, [(8192, context - 8192)])
+                compilation.prefill(model, cache, [(8192, context - 8192)])
             needed.append(count.peak)
     assert needed[0] > (2**28 if small else 2**30)  # the counter counts activations
     # `flash_mla_sparse_fwd` with at most 16 heads needs 2.8 bytes per index. `PeakBytes` does not count them.

@@ -309,7 +309,7 @@ def test_wrong_arguments_are_refused():
         (lambda: nt(a, one, d, recipe=5), "recipe: must be a tuple of ints or None, got int"),
         (lambda: nt(a, one, d, recipe=(1, 128.0, 128)), r"recipe: must be .* got \(1, 128.0, 128\)"),
         (lambda: nt(a, one, d, recipe_b="128"), "recipe_b: must be a tuple of ints or None, got str"),
-        (lambda: contiguous(a, b, d, rows, use_psum_layout=1), "use_psum_layout: must be True or False, got int"),
+        (lambda: contiguous(a, b, d, rows, use_psum_layout=1), "use_psum_layout: must be True or False, got 1"),
         (lambda: deep_gemm.transform_sf_into_required_layout(a[1], 8, 128, None), r"recipe: must be .* got None"),
         (lambda: deep_gemm.transform_sf_into_required_layout(a[1], 8, 128, (1, 128), "2"), "num_groups: must be an"),
         (lambda: deep_gemm.get_tma_aligned_size(1, 3), "element_size: must divide 16, got 3"),

@@ -65,7 +65,7 @@ def test_contiguous_by_position():
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
         # In `fp8_mqa_logits`, DeepGEMM's function before 2.8, the sixth parameter is the bool clean_logits. So a caller
         # who passes a bool here means the old function.
-        ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),
+        ({"max_seqlen_k": True}, "max_seqlen_k: must be an integer, got True"),
     ],
 )
 def test_wrong_arguments_are_refused(changes, message):

@@ -83,7 +83,7 @@ def test_sparse_prefill(d, sink, counted, is_all_indices_invalid):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_batch_invariant": 1}, "enable_batch_invariant: must be True or False, got int"),
+        ({"enable_batch_invariant": 1}, "enable_batch_invariant: must be True or False, got 1"),
         ({"indexer_topk": 64}, "indexer_topk: must be 0, got 64"),
     ],
 )
@@ -128,7 +128,7 @@ def test_options_that_only_some_copies_have():
     [
         ({"kv_format": "V32_NO_ROPE"}, "kv_format: must be None, got V32_NO_ROPE"),
         ({"descale_q": torch.zeros(1)}, "descale_q: must be None, got Tensor"),
-        ({"use_legacy": 1}, "use_legacy: must be True or False, got int"),
+        ({"use_legacy": 1}, "use_legacy: must be True or False, got 1"),
         ({"is_fp8_kvcache": False}, "k_cache: dtype must be float32"),
     ],
 )

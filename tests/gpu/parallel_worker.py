@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 import dsa
+from dsa.parallel import one_shot_sum as one_shot_sums
+from dsa.parallel.one_shot_sum import FEW, one_shot_sum, takes_experts
+from dsa.parallel.peer_copies import peer_copies
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io import loading
-from dsa_layers.parallel import one_shot_sum as one_shot_sums
-from dsa_layers.parallel.one_shot_sum import FEW, one_shot_sum, takes_experts
-from dsa_layers.parallel.peer_copies import peer_copies
 from dsa_layers.parallel.placement import Sharded
 from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks

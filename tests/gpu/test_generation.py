@@ -138,9 +138,13 @@ def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     """tests/layers/compilation/test_launches.py counts ops and PyTorch operators without a GPU. Here the count is
     larger, because some of them launch more than one kernel. The step must also run more branches on a second stream
     than it has layers."""
-    forks = []
-    fork = side_stream._Forked.__init__
-    monkeypatch.setattr(side_stream._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
+    forks, made = [], side_stream.SideStream
+
+    def fork(*of_second_stream):
+        forks.extend(of_second_stream[:1])
+        return made(*of_second_stream)
+
+    monkeypatch.setattr(side_stream, "SideStream", fork)
     model = load_tiny(family)
     generator = Generator(model, cache_tokens=1024)
     generator.generate(PROMPTS, SamplingParams(8))

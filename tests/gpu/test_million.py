@@ -13,7 +13,7 @@ from dsa_bench.e2e.command import asked_of, compile_ahead, quiet
 from dsa_bench.e2e.runs import Prompts
 from dsa_bench.e2e.stacks import skeleton, stack
 from dsa_layers.engine.paged_attention import most_read
-from dsa_layers.models.rotary import make_rotary
+from dsa_layers.layers.rope import make_rotary
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.needles import Haystack, planted
 

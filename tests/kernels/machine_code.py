@@ -179,9 +179,9 @@ def changed_families() -> list[str]:
 def compiled(names: Iterable[str]) -> dict[str, Digests]:
     """Compile these families' variants on all cores, unless the compile cache has them. Return {family: {variant:
     digest}}."""
+    from dsa.runtime.build import build
     from dsa.runtime.compile_cache import cache_dir, object_file
     from dsa.runtime.variants import Variant
-    from dsa_layers.compilation.build import build
 
     names = [*names]
     with tempfile.TemporaryDirectory() as own:

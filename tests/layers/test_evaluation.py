@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, SequenceBatch, load_model
-from dsa_layers.evaluation import KeysRead, all_keys, held_out_loss, latest_keys
+from dsa_layers import SHIPPED_MODEL, SequenceBatch, load_model
+from dsa_layers.evaluation import all_keys, held_out_loss, keys_read, latest_keys
 
 TOP_K = 128
 
@@ -44,9 +44,9 @@ def test_the_loss_is_that_of_one_pass_over_each_sequence(model, sequences):
 def test_all_keys_is_attention_of_a_model_that_selects_as_many_keys_as_there_are(model, sequences):
     tokens = sequences[0]
     selected = logits_of(model, tokens)
-    with all_keys(model, len(tokens)), KeysRead(model) as keys:
+    with all_keys(model, len(tokens)):
         dense = logits_of(model, tokens)
-    assert (keys.counts().most_read, keys.counts().longest_context) == (301, 301) and keys.counts().share == 1
+        assert keys_read(model, len(tokens)).share == 1
     torch.testing.assert_close(dense[:TOP_K], selected[:TOP_K], atol=1e-3, rtol=0)
     assert (dense - selected)[TOP_K:].abs().max() > 1e-2
     for top_k, expected in ((301, dense), (TOP_K, selected)):
@@ -58,11 +58,10 @@ def test_all_keys_is_attention_of_a_model_that_selects_as_many_keys_as_there_are
 def test_the_latest_keys_are_a_window(model, sequences):
     tokens, seen = sequences[0], []
     hook = model.model.layers[0].self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[0]))
-    with latest_keys(model), KeysRead(model) as keys:
+    with latest_keys(model):
         window = logits_of(model, tokens)
         logits_of(model, [*tokens[:100], (tokens[100] + 1) % 256, *tokens[101:]])
     hook.remove()
-    assert keys.counts().most_read == TOP_K
     assert (seen[0] != seen[1]).any(-1).nonzero()[:, 0].tolist() == [*range(100, 100 + TOP_K)]
     selected = logits_of(model, tokens)  # by the indexers again
     torch.testing.assert_close(selected[:TOP_K], window[:TOP_K], atol=1e-3, rtol=0)
@@ -109,10 +108,7 @@ class Other(nn.Module):
         return batch
 
     def forward(self, tokens, batch):
-        selected = self.indexer.select(tokens, None, None, batch, None, depth=3)
-        if self.key_counter is not None:
-            self.key_counter.add((selected >= 0).sum(-1), batch.visible_keys, batch.visible_keys)
-        return selected
+        return self.indexer.select(tokens, None, None, batch, None, depth=3)
 
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, checkpoint_wrapper, partial(torch.compile, backend="eager")])
@@ -120,13 +116,12 @@ def test_contexts_change_attention_of_another_class_and_in_wrappers(wrap):
     attention, tokens, batch = Other(), torch.arange(4), SequenceBatch.without_cache([4])
     layer = attention if wrap is nn.Sequential else wrap(attention)
     model = nn.Sequential(layer)
-    with KeysRead(model) as keys, latest_keys(model):
+    with latest_keys(model):
         assert layer(tokens, batch).tolist() == LATEST
-    assert (keys.counts().read, keys.counts().context, keys.counts().most_read) == (7 / 4, 10 / 4, 2)
     assert layer(tokens, batch).tolist() == [[0, 0]] * 4  # by its indexer again
     with all_keys(model, 4):
         assert attention.indexer.top_k == 4
-    assert attention.indexer.top_k == 2 and attention.key_counter is None
+    assert attention.indexer.top_k == 2
 
 
 def test_nested_contexts_restore_what_was_there_before():
@@ -143,12 +138,9 @@ def test_nested_contexts_restore_what_was_there_before():
     assert (inner._tokens, outer._tokens, model[0].key_counter) == (4, 4, None)
 
 
-@pytest.mark.parametrize(
-    ("context", "attribute"),
-    [(latest_keys, "indexer"), (partial(all_keys, longest=4), "indexer"), (KeysRead, "key_counter")],
-)
-def test_a_model_without_such_layers_is_refused(context, attribute):
-    message = f"model: must have attention layers .*`{attribute}`.*, got Linear without such a layer"
+@pytest.mark.parametrize("context", [latest_keys, partial(all_keys, longest=4)])
+def test_a_model_without_indexers_is_refused(context):
+    message = "model: must have attention layers with an `indexer`, got Linear without such a layer"
     with pytest.raises(ValueError, match=message), context(nn.Linear(2, 2)):
         pass
 
@@ -156,7 +148,6 @@ def test_a_model_without_such_layers_is_refused(context, attribute):
 def test_keys_of_deepseek_v4_are_the_window_s_tokens_and_selected_or_complete_entries(tiny_checkpoint):
     model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, progress=False)
     config, length = model.config, 280
-    tokens = torch.arange(length) % 50
 
     def expected(selected):
         read = 0
@@ -170,10 +161,9 @@ def test_keys_of_deepseek_v4_are_the_window_s_tokens_and_selected_or_complete_en
 
     sparse, latest, dense = contextlib.nullcontext(), latest_keys(model), all_keys(model, length)
     for context, selected in ((sparse, config.index_topk), (latest, config.index_topk), (dense, length)):
-        with context, KeysRead(model) as keys, torch.no_grad():
-            model(tokens, SequenceBatch.without_cache([length]))
-        counts = keys.counts()
+        with context:
+            counts = keys_read(model, length)
         assert counts.read == pytest.approx(expected(selected)) and counts.dense == pytest.approx(expected(length))
-        assert counts.context == (length + 1) / 2 and counts.longest_context == length
-        assert counts.share == counts.read / counts.dense and counts.most_read <= counts.most_dense
+        assert counts.context == (length + 1) / 2
+        assert counts.share == counts.read / counts.dense
     assert expected(length) > expected(config.index_topk)

@@ -2,12 +2,14 @@
 bits, so for a larger int an op raises an error that names the argument."""
 
 import inspect
+import re
 
 import pytest
 import torch
 
 import dsa
 from dsa.cases import CASES
+from dsa.runtime.values import shown
 
 TOO_LARGE = (2**63, 2**64, 2**70, -(2**63) - 1, 2**1100)
 LARGEST = (2**63 - 1, -(2**63))
@@ -31,7 +33,7 @@ def test_the_ops_that_take_floats_are_found():
 @by_name
 def test_an_int_of_more_bits_is_refused(call, name):
     for value in TOO_LARGE:
-        with pytest.raises(ValueError, match=f"^{name}: must be .*, got (an int of 1101 bits|{value})$"):
+        with pytest.raises(ValueError, match=f"^{name}: must be .*, got {re.escape(shown(value))}$"):
             call.function()(**call.arguments() | {name: value})
 
 
@@ -72,10 +74,10 @@ def test_numbers_that_torch_compile_does_not_know_yet():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sorted": None}, "sorted: must be True or False, got NoneType"),
-        ({"return_values": 0.5}, "return_values: must be True or False, got float"),
-        ({"k": True}, "k: must be an int, got bool"),
-        ({"k": 2.0}, "k: must be an int, got float"),
+        ({"sorted": None}, "sorted: must be True or False, got None"),
+        ({"return_values": 0.5}, "return_values: must be True or False, got 0.5"),
+        ({"k": True}, "k: must be an integer, got True"),
+        ({"k": 2.0}, "k: must be an integer, got 2.0"),
     ],
 )
 def test_a_compiled_call_refuses_what_an_eager_call_refuses(changes, message):

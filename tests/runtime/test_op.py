@@ -177,7 +177,7 @@ def test_a_call_of_the_reference_computes_no_signature(ops, monkeypatch):
         (torch.zeros(2, 72), 2.0, False, r"x: the kernel takes at most 64 for D, got 72 \(kernels for sm_90\)"),
         (torch.zeros(2, 8), 13.0, False, r"by: the kernel takes any number but 13 \(kernels for sm_90\)"),
         (torch.zeros(2, 9)[:, :8], 2.0, False, "x: rows must start at multiples of 16 bytes"),
-        (torch.zeros(2, 8), 2.0, 1, "negate: must be True or False, got int"),
+        (torch.zeros(2, 8), 2.0, 1, "negate: must be True or False, got 1"),
     ],
 )
 def test_an_invalid_call_is_refused_every_time(ops, kernel_path, x, by, negate, message):

@@ -7,7 +7,7 @@ import pytest
 
 from dsa.runtime import compile_cache
 from dsa.runtime.compile_cache import archive_of, fill, object_file, packed_object, read_archive, stem_of, write_archive
-from dsa_layers.compilation.build import pack
+from dsa.runtime.pack import pack
 from tests.kernels.cached_casts import (
     ARGS,
     DAMAGES,

@@ -1,5 +1,5 @@
 """FP4 weights as DeepSeek-V4's checkpoints store them, with two e2m1 codes per byte and a power-of-two scale per group
-of 32 channels, and their exact conversion to FP8.
+of 32 channels: casts from and to float, and the exact conversion to FP8.
 
 The e2m1 values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with either sign; the low nibble of a byte is the even channel.
 Hopper's tensor cores do not accept FP4, but every e2m1 value times a power of two from 2^-8 to 2^6 is an e4m3 number.
@@ -32,6 +32,33 @@ _NAN = 128  # the exponent of e8m0's NaN
 # Per ratio and byte: the byte's two e2m1 values times the ratio, as two bytes of e4m3.
 _POWERS = torch.tensor([2.0**i for i in range(_LOWEST_SHIFT, _HEADROOM + 1)], dtype=torch.float32, device="cpu")
 _IN_E4M3 = (_PAIRS * _POWERS[:, None, None]).to(torch.float8_e4m3fn).view(torch.int16).flatten()
+
+
+@without_autocast
+def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """w[..., i, j] = e2m1[..., i, j] * scale[..., i, j // 32] in `dtype`, exact if the range of `dtype` includes it.
+
+    packed: [..., N, K / 2] int8 or uint8. scale: [..., N, K / 32] float8_e8m0fnu. Returns [..., N, K].
+    """
+    return (e2m1_groups(packed) * scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+@without_autocast
+def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight [N, K] to FP4. weight: float, finite; K is a multiple of 32.
+
+    Returns (packed [N, K / 2] int8, scale [N, K / 32] float8_e8m0fnu). The scale of a group of 32 columns is the
+    smallest power of two s, at least 2^-126, for which 6 * s is at least the group's largest magnitude. The scale of a
+    group of zeros is 1. Values are rounded to the nearest FP4 value, and ties to the smaller magnitude.
+    """
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    mantissa, exponent = torch.frexp(groups.abs().amax(-1) / E2M1[-1].item())
+    exponent = (exponent - (mantissa == 0.5).int()).clamp_min(LOWEST_EXPONENT)
+    middles = ((E2M1[1:] + E2M1[:-1]) / 2).to(weight.device)
+    codes = torch.bucketize(groups.abs() / powers_of_two(exponent)[..., None], middles, out_int32=True)
+    codes = (codes | groups.signbit().int() << 3).flatten(1).to(torch.uint8)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    return packed, (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 @without_autocast

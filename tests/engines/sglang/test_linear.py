@@ -6,9 +6,9 @@ from types import SimpleNamespace as Space
 import pytest
 import torch
 
+from dsa.runtime.variants import growing
 from dsa_engines import products
 from dsa_engines.sglang import linear
-from dsa_layers.compilation.passes import growing
 from tests.engines.test_products import assert_near, cast, fp8_weights
 
 ROWS, COLUMNS, MOST = 192, 640, 3

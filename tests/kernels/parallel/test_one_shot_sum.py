@@ -7,7 +7,7 @@ from dsa.cute.weighted_rows import BATCH
 from dsa.kernels.parallel import experts_sum_sm90 as experts
 from dsa.kernels.parallel import one_shot_sum_sm90 as kernels
 from dsa.kernels.parallel.limits import PART, RANKS
-from dsa_layers.parallel.one_shot_sum import MEMORY, most_bytes
+from dsa.parallel.one_shot_sum import MEMORY, most_bytes
 from tests.kernels.variants import assert_counts, shipped
 
 

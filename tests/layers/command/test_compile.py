@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsa.runtime.variants import Variant
+from dsa_layers import compilation
 from dsa_layers.command.main import main
-from dsa_layers.compilation import passes
 from dsa_layers.models.family import VENDORED
 from tests.layers.io.stand_ins import BF16, fields_of
 
@@ -25,7 +25,7 @@ def asked(monkeypatch):
         found.append((config, precision, drafts, gpus))
         return [Variant(SORT, "compile_sort_by_expert", ("int64",))]
 
-    monkeypatch.setattr(passes, "model_variants", model_variants)
+    monkeypatch.setattr(compilation, "model_variants", model_variants)
     return found
 
 

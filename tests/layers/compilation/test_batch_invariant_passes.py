@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsa.runtime.asked_variants import asked_variants
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.compilation.passes import META, without_memory
+from dsa_layers.compilation import META, without_memory
 from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.engine.split import split
 from dsa_layers.models.precision import Precision

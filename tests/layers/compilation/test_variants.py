@@ -1,31 +1,22 @@
 """Which kernels a model's passes ask for, against passes of other sizes and against a generator's."""
 
 import functools
-import importlib
 import random
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-import dsa
-from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as casts
 from dsa.runtime.asked_variants import asked_variants
-from dsa.runtime.op import OPS
-from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.compilation.passes import (
-    META,
-    TILES,
+from dsa_layers.compilation import (
     decode,
     model_variants,
     prefill,
-    with_all_tiles,
     without_memory,
 )
 from dsa_layers.engine.batch_invariance import batch_invariant
-from dsa_layers.io.gpu_plan import precision_of
-from tests.kernels.variants import all_compile_functions
+from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published, tiny
 
 
@@ -116,33 +107,3 @@ def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoi
             prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
             generator.generate(prompts, [SamplingParams(max_tokens=2 + i) for i in range(len(prompts))])
     assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts=drafts)
-
-
-def test_all_tiles_of_a_kernel():
-    """With the arguments that the bridge gives: what has a default may be missing."""
-    name, given = "compile_per_token_cast_to_fp8", ("bfloat16", True, False)
-    tiles = {a[3] for f, a in casts.shipped_variants() if f.__name__ == name and a[:3] == given}
-    of_tiles = {Variant(casts.__name__, name, (*given, tile)) for tile in tiles}
-    assert with_all_tiles([min(of_tiles, key=repr)]) == of_tiles and len(tiles) > 1
-    other = Variant("dsa.kernels.moe.sort_by_expert_sm90", "compile_sort_by_expert", ("int64",))
-    assert with_all_tiles([other]) == {other}
-
-
-def test_tiles_are_of_kernels_that_there_are():
-    functions = {function.__name__: function for function in all_compile_functions()}
-    for name, place in TILES.items():
-        module = importlib.import_module(functions[name].__module__)
-        assert len({a[place] for f, a in module.shipped_variants() if f.__name__ == name}) > 1, name
-
-
-def test_nothing_is_kept_of_the_search():
-    """Ops run their references again, and no kernel that does nothing is found later."""
-    x, weight = torch.zeros(4, 512, dtype=torch.bfloat16, device=META), torch.ones(512, device=META)
-    for _ in range(2):
-        with asked_variants("sm_90") as asked:
-            dsa.rms_norm(x, weight, 1e-6)
-        assert [v.function for v in asked] == ["compile_rms_norm"]
-    normed = dsa.rms_norm(torch.randn(4, 512), None, 0.0)
-    assert torch.allclose(normed.square().mean(-1), torch.ones(4))
-    assert not any(op.known.steps or op.known._times for op in OPS.values())
-    assert not x.is_cuda

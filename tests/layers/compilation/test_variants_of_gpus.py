@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from dsa.kernels.parallel.limits import DTYPES, RANKS
+from dsa.parallel.one_shot_sum import OneShotSum
 from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.compilation.passes import META, decode, without_memory
-from dsa_layers.io.gpu_plan import precision_of
-from dsa_layers.parallel.one_shot_sum import OneShotSum
+from dsa_layers.compilation import META, decode, without_memory
+from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import tiny
 from tests.layers.compilation.test_variants import Zeroed, variants_of
 from tests.layers.layers.calls import record

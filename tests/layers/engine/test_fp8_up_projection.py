@@ -6,8 +6,8 @@ import torch
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.engine import fp8_up_projection
-from dsa_layers.engine.fp8_up_projection import MOST_TOKENS, stored_up_projection
+from dsa_layers.engine import attention_form
+from dsa_layers.engine.attention_form import MOST_TOKENS, stored_up_projection
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.split import rank_part
 from dsa_layers.layers.attention import DSAAttention
@@ -22,7 +22,7 @@ OPS = ("mla_absorb_queries", "mla_values_cast_to_fp8")
 @pytest.fixture
 def called(monkeypatch):
     """Names of the called ops, as on a GPU with their kernels. Their references run."""
-    monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: True)
+    monkeypatch.setattr(attention_form, "has_kernels", lambda _: True)
     return record(monkeypatch, *OPS)
 
 
@@ -52,7 +52,7 @@ def test_decoding_equals_that_with_dequantised_weights(sizes, latent, called, mo
     layer, x = make_layer(*sizes), torch.randn(2, 24, HIDDEN).bfloat16()
     got = decode(layer, x, latent)
     assert called == [*OPS] * 4  # in the steps of one token, not in the prompts
-    monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: False)
+    monkeypatch.setattr(attention_form, "has_kernels", lambda _: False)
     expected = decode(layer, x, latent)
     assert len(called) == 8
     # Products are summed in another order, so single numbers in bf16 or in the FP8 cast differ.
@@ -75,7 +75,7 @@ def test_only_few_16_bit_queries_of_layers_that_kernels_take_use_the_stored_weig
     assert stored_up_projection(layer, queries(layer).float()) is None
     for options in ({"nope": 64}, {"value": 64}, {"fp8": False}):
         assert stored(make_layer(**options)) is None, options
-    monkeypatch.setattr(fp8_up_projection, "has_kernels", lambda _: False)
+    monkeypatch.setattr(attention_form, "has_kernels", lambda _: False)
     assert stored(layer) is None
 
 

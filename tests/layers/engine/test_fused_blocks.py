@@ -8,8 +8,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.fused_block import FusedDecoderBlock
-from dsa_layers.engine.fused_hyper_block import MixedStreams, _FusedMixing, split_in_bf16
+from dsa_layers.engine.fused_blocks import FusedDecoderBlock, MixedStreams, _FusedMixing, split_in_bf16
 from dsa_layers.engine.joint_linear import norm_and_cast
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.linear import BlockFP8Linear, Linear

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dsa
-from dsa_layers.engine import routing
+from dsa_layers.engine import fused_moe
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter
@@ -59,7 +59,7 @@ def test_routing_gives_what_router_and_sort_give(make, x, ops, monkeypatch):
     expected = router(x) if isinstance(router, GroupedSigmoidRouter) else router(x, tokens)
     with monkeypatch.context() as patch:
         called = record(patch, "route_to_experts", "route_by_table", "moe_gate", "sort_by_expert")
-        experts, weights, by_expert = routing.route(router, own, x, tokens)
+        experts, weights, by_expert = fused_moe.route(router, own, x, tokens)
     assert called == ops
     assert torch.equal(experts, expected[0]) and torch.equal(weights, expected[1])
     assert all(torch.equal(a, b) for a, b in zip(by_expert, dsa.sort_by_expert(experts - 4, 5), strict=True))

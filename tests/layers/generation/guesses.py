@@ -14,7 +14,7 @@ class Guesses:
     def __call__(self, sequences):
         found = []
         for s in sequences:
-            coming = self.truth[s.index - s.request.number][len(s.tokens) - s.prompt_len :][: self.drafts]
+            coming = self.truth[s.index][len(s.tokens) - s.prompt_len :][: self.drafts]
             coming = coming + [0] * (self.drafts - len(coming))
             right = torch.rand(self.drafts, generator=self.generator) < 0.7
             found.append([token if ok else 1 for token, ok in zip(coming, right.tolist())])

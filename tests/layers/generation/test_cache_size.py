@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from dsa_layers.cache.cache import CacheSizes
-from dsa_layers.generation import sequence_memory
-from dsa_layers.generation.engine_options import EngineOptions
-from dsa_layers.generation.sequence_memory import Capacity
+from dsa_layers.generation import engine_options
+from dsa_layers.generation.engine_options import Capacity, EngineOptions
 from dsa_layers.io import memory
-from dsa_layers.parallel.process_group import least
+from dsa_layers.parallel.process_group import gathered
 from dsa_layers.parallel.ranks import Ranks
 from tests.layers.generation.remembering_model import RememberingModel, engine_of
 
@@ -27,14 +26,14 @@ GB = 2**30
     ],
 )
 def test_a_cache_follows_from_the_memory(device, room, pages, monkeypatch):
-    monkeypatch.setattr(sequence_memory, "room_for_caches", lambda _: room)
-    monkeypatch.setattr(sequence_memory, "CPU_CACHE_TOKENS", 40)
+    monkeypatch.setattr(engine_options, "room_for_caches", lambda _: room)
+    monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", 40)
     options = EngineOptions(page_size=4, max_sequences=8)
     assert Capacity(RememberingModel(context=4096), options, torch.device(device)).pages == pages
 
 
 def test_a_gpu_without_room_is_refused(monkeypatch):
-    monkeypatch.setattr(sequence_memory, "room_for_caches", lambda _: 10)
+    monkeypatch.setattr(engine_options, "room_for_caches", lambda _: 10)
     with pytest.raises(ValueError, match="cache_tokens: the memory of cuda has no room for the model and a cache"):
         Capacity(RememberingModel(), EngineOptions(page_size=4), torch.device("cuda"))
 
@@ -42,7 +41,7 @@ def test_a_gpu_without_room_is_refused(monkeypatch):
 def test_ranks_take_the_smallest_cache(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.all_gather_object", lambda out, own, group: out.__setitem__(1, own - 5))
-    assert least(Ranks(0, 2), 70) == 65
+    assert min(gathered(Ranks(0, 2), 70)) == 65
 
 
 def test_the_room_of_a_gpu_leaves_a_tenth(monkeypatch):

@@ -104,6 +104,21 @@ def test_an_aborted_request_has_no_further_events(by_stream):
         engine.abort(ended)
 
 
+def test_requests_that_have_ended_lately_have_streams():
+    engine = engine_of(max_sequences=2)
+    unfinished = engine.add_request([1], SamplingParams(40))
+    requests = [engine.add_request([2], SamplingParams(1)) for _ in range(4)]
+    while engine.unfinished > 1:
+        engine.step()
+    requests.append(engine.add_request([2], SamplingParams(1)))
+    for request in requests[:2]:
+        with pytest.raises(ValueError, match="request: must be unfinished or have ended lately, got"):
+            engine.stream(request)
+    for request in requests[2:]:
+        assert [event.token for event in engine.stream(request)] == continued([2], 1)
+    assert [event.token for event in engine.stream(unfinished)] == continued([1], 40)
+
+
 def test_a_stream_that_is_dropped_ends_its_request():
     """Also one in a cycle, which the garbage collector drops while a thread holds the engine's lock."""
     engine = engine_of()
@@ -157,11 +172,15 @@ def test_a_reader_gets_an_event_that_another_threads_pass_has_computed():
         return extend(ready, counts)
 
     engine.passes.extend = read_meanwhile
-    with engine._turn():
-        events = engine._step()  # and this thread's turn does not end
+
+    def pass_after_pass():
+        events = engine._pass()  # this thread's turn does not end
         with engine._changed:
             engine._changed.notify_all()
         reader.join(5)
+        return events
+
+    events = engine._alone(pass_after_pass)
     assert not reader.is_alive() and found == [e.token for e in events if e.sequence == 0] == continued([1], 2)[1:]
     stream.close()
     run(engine)

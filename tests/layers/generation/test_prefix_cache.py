@@ -156,9 +156,9 @@ class Spy:
             assert sum(s.pages[i] in other.pages for other in running) == 1
 
     def drafted(self, events):
-        ended = {event.sequence for event in events if event.finish_reason}
+        ended = {s for s, event in events if event.finish_reason}
         for s in self.generator._running:
-            if s.drafts and s.index not in ended:
+            if s.drafts and s not in ended:
                 assert s.drafts[0] == next_draft(s.tokens, self.generator.model.stateful)
         return events
 

@@ -64,7 +64,7 @@ def test_every_damaged_file_is_named(tmp_path):
         ({"weight_map": {"a": "../1.st"}}, "the file '../1.st'; accepted: the name of a file in this directory"),
         ({"weight_map": {"a": 1}}, "weight_map gives 'a' the file 1; accepted: the name of a file"),
         ({"weight_map": {"a": "a\0b"}}, "the file 'a\\x00b'; accepted: the name of a file"),
-        ({"weight_map": {"a": ".."}}, "..: must be a file"),
+        ({"weight_map": {"a": ".."}}, "..: not a safetensors file"),
         ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
         ({}, 'expected {"weight_map": {tensor: file, ...}}, got {}'),
         (MISSING_FILES, "998 problems, nothing was loaded:\n  0.st: missing"),
@@ -109,9 +109,7 @@ def test_the_files_of_another_tool_are_named_in_one_line(tmp_path, file, said):
 def test_a_directory_needs_one_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=f"must hold either {INDEX_NAME} or {SINGLE_NAME}, got neither$"):
         Checkpoint(tmp_path)
-    (tmp_path / SINGLE_NAME).symlink_to("nowhere")  # a file that was not downloaded
-    with pytest.raises(CheckpointError, match=f"{SINGLE_NAME}: missing"):
-        Checkpoint(tmp_path)
-    (tmp_path / INDEX_NAME).symlink_to("nowhere")
+    for name in (SINGLE_NAME, INDEX_NAME):
+        (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=r"got both$"):
         Checkpoint(tmp_path)

@@ -12,7 +12,8 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import model
 from dsa_layers.command.main import main
 from dsa_layers.engine.split import copied
-from dsa_layers.io.gpu_plan import check_fits, plan, plans, precision_of
+from dsa_layers.io.gpu_plan import check_fits, plan, plans
+from dsa_layers.io.loading import precision_of
 from dsa_layers.models.config_file import read_config
 from dsa_layers.models.family import VENDORED
 from dsa_layers.models.registry import FAMILIES, family

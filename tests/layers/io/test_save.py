@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from dsa.reference import dequantize_fp4, quantize_fp4
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io import save as saving
@@ -58,7 +59,7 @@ def test_a_refused_save_writes_nothing(checkpoint, tmp_path):
     like, out = tmp_path / "like", tmp_path / "out"
     like.mkdir()
     for changes, problem in (
-        ({"vocab_size": 17, "eos_token_id": 1, "bos_token_id": 0}, "like: by its config.json .* has shape"),
+        ({"vocab_size": 17, "eos_token_id": 1, "bos_token_id": 0}, "(?s)like: .*the model: lm_head.weight has shape"),
         ({"hidden_act": "relu"}, f"{like / 'config.json'}: field 'hidden_act' is 'relu'"),
     ):
         (like / "config.json").write_text(json.dumps(fields_of(checkpoint) | changes))

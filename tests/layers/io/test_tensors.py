@@ -1,4 +1,4 @@
-"""FP4 weights, and checkpoints whose experts are in one tensor a layer, under the names of transformers' modules."""
+"""Checkpoints whose experts are in one tensor a layer, under the names of transformers' modules."""
 
 import re
 

@@ -179,12 +179,11 @@ def small(directory, changes=None, **config):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-@pytest.mark.parametrize("content", [LFS_POINTER, b"\xff\xfe", b'{"a":' * 100_000, b'{"half": ', None])
+@pytest.mark.parametrize("content", [LFS_POINTER, b"\xff\xfe", b'{"a":' * 100_000, b'{"half": '])
 def test_a_damaged_file_is_named(tmp_path, name, content):
     small(tmp_path)
     path = tmp_path / name
-    path.unlink(missing_ok=True)
-    path.symlink_to("nowhere") if content is None else path.write_bytes(b"{{" * (name[0] == "c") + content)
+    path.write_bytes(b"{{" * (name[0] == "c") + content)
     with pytest.raises(TokenizerError, match=re.escape(str(path))):
         Tokenizer(tmp_path).apply_chat_template([])
 

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 from dsa import dequantize_per_block, per_block_cast_to_fp8
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io import memory
 from dsa_layers.io import weights as weights_module
 from dsa_layers.io.directory import SINGLE_NAME, Checkpoint
 from dsa_layers.io.weights import load_weights

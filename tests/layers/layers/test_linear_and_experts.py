@@ -7,10 +7,9 @@ from torch import nn
 import dsa
 from dsa.testing import calc_diff
 from dsa_layers.batch.packing import GroupRows
-from dsa_layers.engine.grouped_product import grouped_products
+from dsa_layers.engine.joint_linear import grouped_products
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import BlockFP8Linear, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, GroupedLinear, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, SwiGLU
 
 

@@ -40,7 +40,7 @@ OF_INDEXER = [
 OF_ATTENTION = [
     ({"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
     ({"rope_dim": 63}, "rope_dim: must be even, got 63"),
-    ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
+    ({"softmax_scale": "1"}, "softmax_scale: must be a number, got '1'"),
     ({"eps": -1.0}, "eps: must be at least 0, got -1.0"),
     ({"indexer": nn.Linear(8, 8)}, NO_INDEXER + "Linear"),
     ({"q_lora_rank": 64, "indexer": indexer()}, "indexer: its q_lora_rank must be the layer's 64, got 128"),
@@ -155,8 +155,8 @@ def test_plain_layers_take_no_cache(make):
 
 def test_plain_indexers_take_no_cache():
     select, of_entries = indexer().select, compressed_indexer().select
-    refused(lambda: select(*[None] * 4, pages()), BEFORE_FUSE + "an indexer for inference")
-    refused(lambda: of_entries(*[None] * 4, pages(), entry_rope=None), BEFORE_FUSE + "an indexer for inference")
+    refused(lambda: select(*[None] * 4, pages()), BEFORE_FUSE + "a layer for inference")
+    refused(lambda: of_entries(*[None] * 4, pages(), entry_rope=None), BEFORE_FUSE + "a layer for inference")
 
 
 @pytest.mark.parametrize(

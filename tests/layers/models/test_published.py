@@ -15,6 +15,10 @@ from tests.layers.models.configs import read
 from tests.layers.models.listings import parts, read_listing
 
 
+def manifest_of(config):
+    return {name: (info.shape, info.dtype) for name, info in published_manifest(config).items()}
+
+
 def manifest(directory, name, **changes):
     return published_manifest(read(directory, name, **changes))
 
@@ -60,7 +64,7 @@ def build(directory, name):
     """The model with its drafter, and the stored tensors that it skips without one."""
     config = read(directory, name)
     model = unfilled_model(config, None)
-    without = {stored for stored in published_manifest(config) if model.skips(stored)}
+    without = {stored for stored in manifest_of(config) if model.skips(stored)}
     with torch.device("meta"):
         model.drafter = family(config.model_type).drafter(model)
     return model, without
@@ -78,7 +82,7 @@ def build(directory, name):
 )
 def test_the_model_reads_every_tensor_but_copies(tmp_path, name, parameters):
     model, without = build(tmp_path, name)
-    manifest = published_manifest(model.config)
+    manifest = manifest_of(model.config)
     ours = {name: tuple(tensor.shape) for name, tensor in parts(model).items()}
     assert sorted(ours) == sorted(model.name_of(stored) for stored in manifest if not model.skips(stored))
     copies = {stored.rpartition(".")[0].rpartition(".")[2] for stored in manifest if model.skips(stored)}
@@ -94,7 +98,7 @@ def test_fp4_experts_take_what_their_files_take_within_2_percent(tmp_path):
     config = read(tmp_path, "deepseek_v4_flash")
     sizes = {"I8": 1, "F8_E8M0": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4, "I64": 8}
     model = unfilled_model(config, replace(Precision.of(config), fp4_experts=True))
-    stored = {n: e for n, e in published_manifest(config).items() if not model.skips(n)}
+    stored = {n: e for n, e in manifest_of(config).items() if not model.skips(n)}
     tensors = parts(model)
     for word in (".experts.", ""):
         in_files = sum(math.prod(shape) * sizes[dtype] for n, (shape, dtype) in stored.items() if word in n)
@@ -107,7 +111,7 @@ def test_glm_5_2_has_the_published_totals(tmp_path):
     """The totals are those in the headers of all files. All tensors are BF16 except the gates' biases, which the sparse
     layers and the MTP layer have."""
     model = unfilled_model(read(tmp_path, "glm_5_2"), None)
-    manifest = published_manifest(model.config)
+    manifest = manifest_of(model.config)
     sizes = {name: math.prod(shape) for name, (shape, _) in manifest.items()}
     mtp = sum(size for name, size in sizes.items() if name.startswith("model.layers.78."))
     assert (len(sizes), sum(sizes.values()), mtp) == (59_585, 753_329_940_480, 9_952_920_576)

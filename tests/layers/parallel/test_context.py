@@ -142,8 +142,8 @@ def check_groups(ranks):
     """Each of two groups of two ranks shares tokens by itself."""
     groups, number = [dist.new_group([0, 1]), dist.new_group([2, 3])], ranks.rank // 2
     assert_close(trained("sparse", Ranks.of(groups[number])), trained("sparse", ALONE))
-    with pytest.raises(ValueError, match=r"^ranks: this process must be one of its .* ranks, got rank -1$"):
-        IndexerStage(Small(TOP_K), "sparse").share([8], Ranks.of(groups[1 - number]))
+    with pytest.raises(ValueError, match=r"^group: this process must be one of its ranks"):
+        Ranks.of(groups[1 - number])
 
 
 CHECKS = {
@@ -168,8 +168,6 @@ def test_every_token_is_one_ranks_and_all_ranks_have_equal_work(size):
 
 def test_wrong_uses_of_a_share_are_refused():
     model = Small(TOP_K)
-    with pytest.raises(RuntimeError, match=r"^ranks: torch\.distributed is not initialised"):
-        IndexerStage(model, "sparse").share([12, 3], Ranks(0, 2))
     with pytest.raises(TypeError, match=r"^ranks: must be Ranks, got int$"):
         IndexerStage(model, "sparse").share([12, 3], 5)
     share = IndexerStage(model, "sparse").share([12, 3], ALONE)

@@ -18,21 +18,6 @@ def test_the_number_of_started_ranks_is_that_of_the_environment(monkeypatch):
     assert started_ranks() is None
 
 
-@pytest.mark.parametrize(
-    ("rank", "ranks", "problem"),
-    [
-        ("2", "2", "RANK: must be below WORLD_SIZE=2, got 2"),
-        ("0", "0", "RANK: must be below WORLD_SIZE=0, got 0"),
-        ("-1", "2", "RANK: must be a number, got '-1'"),
-    ],
-)
-def test_an_impossible_rank_is_refused(monkeypatch, rank, ranks, problem):
-    """Its peers would wait for hours."""
-    set_numbers(monkeypatch, rank, "0", ranks)
-    with pytest.raises(ValueError, match=f"^{problem}$"):
-        started_ranks()
-
-
 # {why rank 1 failed first: {rank, in the order found: (exit code, when the launcher found it, time in note_failure)}}
 SECOND_FAILED_FIRST = {
     "the launcher's SIGTERM is no cause": {1: (3, 100, None), 0: (-15, 100, None)},

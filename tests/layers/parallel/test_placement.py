@@ -40,17 +40,17 @@ def check_local_rows(rows, own, every):
 
 
 def check_gathered_rows(rows, own, every):
-    """Slices, which are not contiguous, gathered at once, jointly, and while another gather is under way."""
+    """Slices, which are not contiguous, gathered at once and while another gather is under way."""
     tensors = [whole(len(every), dtype) for dtype in DTYPES]
     local = [rows.local(x) for x in tensors]
     begun, other = rows.start_all_gather(*local), rows.start_all_gather(own)
-    joint = rows.start_joint_all_gather(local[0][:, 0], local[1][:, 0], local[0][:, 1])()
+    columns = rows.all_gather(local[0][:, 0], local[1][:, 0], local[0][:, 1])
     sliced = rows.all_gather(*(x[:, :, 1:] for x in local))
     assert torch.equal(other()[0], every)
     for found, expected in [
         *zip(begun(), tensors, strict=True),
         *zip(sliced, (x[:, :, 1:] for x in tensors), strict=True),
-        *zip(joint, (tensors[0][:, 0], tensors[1][:, 0], tensors[0][:, 1]), strict=True),
+        *zip(columns, (tensors[0][:, 0], tensors[1][:, 0], tensors[0][:, 1]), strict=True),
     ]:
         assert found.dtype == expected.dtype and torch.equal(found.float(), expected.float())
 

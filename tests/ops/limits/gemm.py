@@ -16,7 +16,7 @@ LIMITS = [
         for number, message in [
             (-1, "must be at least 0, got -1"),
             (5, r"must be at most M = 4, got 5 \(sizes as of rows\)"),
-            (2.0, "must be an int, got float"),
+            (2.0, "must be an integer, got 2.0"),
         ]
     ),
     (
@@ -37,7 +37,7 @@ LIMITS = [
         for value, message in [
             (0.0, "must be a positive number, got 0.0"),
             (math.nan, "must be finite in fp32, got nan"),
-            ("7", "must be a number, got str"),
+            ("7", "must be a number, got '7'"),
         ]
     ),
 ]

@@ -15,7 +15,7 @@ LIMITS = [
         ("sparse_mla_attention", lambda a, x=x: {"softmax_scale": x}, "softmax_scale: must be finite")
         for x in (math.nan, math.inf)
     ),
-    ("sparse_mla_attention", lambda a: {"deterministic": 1}, "deterministic: must be True or False, got int"),
+    ("sparse_mla_attention", lambda a: {"deterministic": 1}, "deterministic: must be True or False, got 1"),
     ("sparse_indexer_loss", lambda a: {"softmax_scale": math.inf}, "softmax_scale: must be finite in fp32, got inf"),
     (
         "sparse_indexer_loss",

@@ -1,5 +1,5 @@
-"""The references that convert FP4 weights to FP8: the result is exact, or an error is raised if e4m3's range does not
-suffice."""
+"""The references that convert FP4 weights. From and to float: exact, and rounded to the nearest value. To FP8: the
+result is exact, or an error is raised if e4m3's range does not suffice."""
 
 import re
 
@@ -7,11 +7,49 @@ import pytest
 import torch
 
 from dsa.cases.gemm import check_widened
-from dsa.reference import fp4_block_scales, widen_fp4
+from dsa.reference import dequantize_fp4, fp4_block_scales, quantize_fp4, widen_fp4
 from tests.reference.common import BYTE, assert_refused
-from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes
+from tests.reference.gemm.fp4 import LARGEST, SMALLEST, VALUES, e8m0, pack, random_codes, weight
 
 SPREAD = 14  # the largest accepted difference between the exponents of a block's groups
+
+
+def test_the_low_nibble_is_the_even_column():
+    packed = torch.tensor([[0x21, 0x43, 0x65, 0x87, 0xA9, 0xCB, 0xED, 0x0F, *[0] * 8]], dtype=torch.uint8)
+    got = dequantize_fp4(packed, e8m0(torch.tensor([[1]])))
+    order = [*range(1, 16), 0]
+    assert got[0, :16].tolist() == [2 * VALUES[code] for code in order]
+    assert torch.equal(got, dequantize_fp4(packed.view(torch.int8), e8m0(torch.tensor([[1]]))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantize_fp4_is_exact(dtype):
+    codes = random_codes(130, 96)
+    exponents = torch.randint(-125, 124, (130, 3), generator=torch.Generator().manual_seed(1))
+    got = dequantize_fp4(pack(codes), e8m0(exponents), dtype)
+    assert got.dtype == dtype
+    assert torch.equal(got.double(), weight(codes, exponents))
+
+
+def test_quantize_fp4_rounds_to_the_nearest_value_under_the_least_scale():
+    w = torch.randn(130, 96, generator=torch.Generator().manual_seed(4))
+    w = w * torch.exp2(torch.randint(-40, 40, (130, 1), generator=torch.Generator().manual_seed(5)))
+    packed, scale = quantize_fp4(w)
+    assert (packed.dtype, packed.shape) == (torch.int8, (130, 48))
+    assert (scale.dtype, scale.shape) == (torch.float8_e8m0fnu, (130, 3))
+    largest, power = w.unflatten(1, (-1, 32)).abs().amax(-1), scale.float()
+    assert (largest <= 6 * power).all() and (largest > 3 * power).all()
+    reachable = torch.tensor(VALUES) * power.repeat_interleave(32, 1)[..., None]
+    least = (reachable - w[..., None]).abs().amin(-1)
+    assert torch.equal((dequantize_fp4(packed, scale) - w).abs(), least)
+
+
+def test_quantize_fp4_rounds_ties_to_the_smaller_magnitude_and_zeros_have_the_scale_1():
+    w = torch.zeros(1, 64)
+    w[0, :8] = torch.tensor([0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 5, 6])
+    packed, scale = quantize_fp4(w)
+    assert dequantize_fp4(packed, scale)[0, :8].tolist() == [0, 0.5, -1, 1.5, 2, -3, 4, 6]
+    assert scale.float().tolist() == [[1, 1]] and dequantize_fp4(packed, scale)[0, 8:].eq(0).all()
 
 
 def assert_lossless(codes, exponents):

@@ -69,7 +69,7 @@ WRONG = {
         ({"num_tokens": -1}, "num_tokens: must be at least 0, got -1"),
         ({"page_size": 0}, "page_size: must be at least 1, got 0"),
         ({"ratio": 0}, "ratio: must be at least 1, got 0"),
-        ({"ring": 1}, "ring: must be True or False, got int"),
+        ({"ring": 1}, "ring: must be True or False, got 1"),
     ],
     "compress_kv without a state": [
         ({"starts": i32([0, 3])}, "starts: must be at least 0, and 0 without a state, got [0, 3]"),

@@ -51,8 +51,8 @@ WRONG = {
         ({"base": zeros(20)}, "base: shape must be [24]"),
         ({"scale": zeros(1)}, "scale: shape must be [3]"),
         ({"iterations": 0}, "iterations: must be at least 1, got 0"),
-        ({"iterations": 2.0}, "iterations: must be an int, got float"),
-        ({"iterations": True}, "iterations: must be an int, got bool"),
+        ({"iterations": 2.0}, "iterations: must be an integer, got 2.0"),
+        ({"iterations": True}, "iterations: must be an integer, got True"),
     ],
     "hyper_expand": [
         ({"y": zeros(3, 16).half()}, "streams: dtype must be y's float16, got bfloat16"),

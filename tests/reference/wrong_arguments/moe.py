@@ -11,7 +11,7 @@ OPERANDS = [
     ({"weight": zeros(16, 32, dtype=BF16)}, "weight: shape must be [E, 64], got [16, 32]"),
     ({"weight": zeros(dtype=BF16)}, "weight: shape must be [E, 64], got []"),
     ({"first_expert": -1}, "first_expert: must be at least 0, got -1"),
-    ({"first_expert": "4"}, "first_expert: must be an int, got str"),
+    ({"first_expert": "4"}, "first_expert: must be an integer, got '4'"),
     ({"first_expert": 16, "count": None}, "count: must be at least 1, got 0"),
     ({"first_expert": 12, "count": 5}, "count: must be at most 4, the experts of weight from first_exp"),
 ]
@@ -33,7 +33,7 @@ WRONG = {
         *OPERANDS,
         ({"table": zeros(2, 3).int()}, "table: dtype must be int64, got int32"),
         ({"tokens": zeros(4).long()}, "tokens: shape must be [3], got [4]"),
-        ({"scale": "1"}, "scale: must be a number, got str"),
+        ({"scale": "1"}, "scale: must be a number, got '1'"),
     ],
     "route_to_experts": [
         *OPERANDS,

@@ -6,9 +6,9 @@ import re
 import pytest
 
 import dsa
+from dsa import check
 from dsa.ops import op_modules
 from dsa.runtime import backends
-from dsa_layers.command import check
 from dsa_layers.command.main import main
 from tests.ops.wrong_ops import break_op, swapped
 

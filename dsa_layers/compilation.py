@@ -4,29 +4,27 @@ This module runs all kinds of a generator's passes, from one row to tens of thou
 `asked_variants` records the kernel variants that these passes request.
 """
 
-import importlib
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from dsa.parallel.one_shot_sum import RANKS, compiled_sums
 from dsa.runtime.asked_variants import asked_variants
-from dsa.runtime.variants import Variant
+from dsa.runtime.variants import Variant, growing, with_all_tiles
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
-from dsa_layers.engine.fused_hyper_block import MixedStreams
 from dsa_layers.engine.split import split
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.layers.indexer import FUSED_TOKENS
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
-from dsa_layers.parallel.one_shot_sum import RANKS, compiled_sums
 from dsa_layers.parallel.ranks import Ranks
 
 MOST_ROWS = 32768  # new tokens per pass; larger passes use the same kernels
@@ -36,30 +34,6 @@ MOST_KEYS = 2**24  # sequences times longest sequence in a decoding pass
 # least FUSED_TOKENS tokens.
 MOST_SCORES = 2**29
 META = torch.device("meta")
-
-# {compile function: position of the tile among its arguments}, for kernels that choose the tile from the number of
-# rows. If a pass requests one of these kernels, all its tiles are compiled.
-TILES = {
-    "compile_apply_rotary": 2,
-    "compile_fp8_fp4_gemm": 1,
-    "compile_fp8_fp4_gemm_few_rows": 1,
-    "compile_fp8_gemm": 1,
-    "compile_fp8_gemm_few_rows": 1,
-    "compile_fp8_gemm_swiglu": 3,
-    "compile_grouped_fp8_gemm": 1,
-    "compile_grouped_fp8_gemm_few_rows": 1,
-    "compile_hyper_expand_mix": 0,
-    "compile_hyper_mix": 0,
-    "compile_hyper_mix_few_tokens": 0,
-    "compile_linear_fp32": 1,
-    "compile_mla_combine": 1,
-    "compile_per_token_cast_to_fp8": 3,
-    "compile_route_by_table": 1,
-    "compile_route_to_experts": 1,
-    "compile_sparse_mla_combine": 1,
-    "compile_sparse_mla_fp8_kv": 1,
-    "compile_topk_indices": 1,
-}
 
 
 def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0, gpus: int = 1) -> list[Variant]:
@@ -76,29 +50,6 @@ def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0
         if gpus in RANKS:
             compiled_sums(gpus)
     return sorted(with_all_tiles(asked), key=repr)
-
-
-def with_all_tiles(variants: Iterable[Variant]) -> set[Variant]:
-    """Return the variants and all shipped variants that differ from one of them only in the tile (`TILES`)."""
-    return {other for variant in variants for other in (variant, *_other_tiles(variant))}
-
-
-def _other_tiles(variant: Variant) -> Iterator[Variant]:
-    place = TILES.get(variant.function)
-    if place is None:
-        return
-    module, given = importlib.import_module(variant.module), variant.arguments
-    signature = inspect.signature(getattr(module, variant.function))
-
-    def others(arguments: tuple) -> tuple:
-        """Return the arguments without the tile. Missing arguments are replaced by their defaults."""
-        bound = signature.bind(*arguments)
-        bound.apply_defaults()
-        return bound.args[:place] + bound.args[place + 1 :]
-
-    for function, arguments in module.shipped_variants():
-        if function.__name__ == variant.function and others(arguments) == others(given):
-            yield variant._replace(arguments=(*given[:place], arguments[place], *given[place + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -118,7 +69,7 @@ def without_memory(
     """Return the model on the meta device, fused and split as by `load_model`, and a cache for the model.
 
     Layers of the same kind request the same kernels, so only the first layer of each kind computes. The other layers
-    return their input.
+    pass on their input.
     gpus: the number of GPUs that share the model; the result is one rank's part
     Raises DoesNotDivide if the GPUs cannot share the model evenly.
     """
@@ -131,29 +82,19 @@ def without_memory(
     cache = model.make_cache(pages, model.page_size, META, state_slots=MOST_SEQUENCES)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
     kinds = {}
-    for i, layer in enumerate(layers):
+    for layer in layers:
         if kinds.setdefault(_kind(layer), layer) is not layer:
-            layers[i] = _SameBlock() if isinstance(layer, DecoderBlock) else _SameStreams(i + 1 == len(layers))
+            layer.forward = _passing_on(layer)
     return model.train(False), cache
 
 
-class _SameBlock(nn.Module):
-    """A replacement for a `DecoderBlock` of the same kind as an earlier block. It returns x and its last argument."""
-
-    def forward(self, x: torch.Tensor, *others: object) -> tuple[torch.Tensor, object]:
-        return x, others[-1]
-
-
-class _SameStreams(nn.Module):
-    """A replacement for a `HyperDecoderBlock` of the same kind as an earlier block. It returns its input. If it is
-    the last block and its input is a `MixedStreams`, it returns only the streams."""
-
-    def __init__(self, is_last: bool) -> None:
-        super().__init__()
-        self._is_last = is_last
-
-    def forward(self, streams: torch.Tensor | MixedStreams, *_: object) -> torch.Tensor | MixedStreams:
-        return streams.streams if self._is_last and isinstance(streams, MixedStreams) else streams
+def _passing_on(layer: nn.Module) -> Callable[..., Any]:
+    """Return a `forward` for a layer that computes nothing. Its result has the form of the layer's result."""
+    if isinstance(layer, DecoderBlock):
+        return lambda x, *others: (x, others[-1])  # (x, selected)
+    if layer.following:
+        return lambda streams, *_: streams
+    return lambda mixed, *_: mixed.streams  # the last block returns only the streams
 
 
 def _kind(layer: nn.Module) -> tuple:
@@ -181,15 +122,6 @@ def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
     for count in growing(MOST_SEQUENCES, 1.6):
         for tokens in (*lengths, context):
             decode(model, cache, count, min(tokens, MOST_KEYS // count), drafts)
-
-
-def growing(most: int, factor: float) -> list[int]:
-    """Return increasing integers from 1 to `most`. Each number is the previous one times `factor`, rounded down, or the
-    previous one plus 1 if that is larger."""
-    numbers = [1]
-    while numbers[-1] < most:
-        numbers.append(min(most, max(numbers[-1] + 1, int(numbers[-1] * factor))))
-    return numbers
 
 
 @torch.inference_mode()

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
+from dsa.runtime.build import build
 from dsa.runtime.compile_cache import fill
 from dsa.runtime.variants import Variant
-from dsa_layers.compilation.build import build
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
 VARIANTS = [Variant(SORT, "compile_sort_by_expert", (dtype,)) for dtype in ("int32", "int64")]

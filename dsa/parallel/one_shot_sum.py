@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
 from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
+from dsa.parallel.symmetric_memory import allocate, made_by_all, share
 from dsa.runtime import backends
-from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
 
 FEW = 128 << 10  # the largest result, in bytes, for which the kernel also sums the experts of each token
 MEMORY = 32 << 20  # bytes per GPU of the buffers for two sums' parts from all GPUs; a part takes twice its size
@@ -19,8 +19,8 @@ _DTYPES = {getattr(torch, name): name for name in DTYPES}
 
 def takes(x: torch.Tensor, ranks: int) -> bool:
     """Return whether the kernel supports this contiguous part: a multiple of 16 bytes, at most `most_bytes`."""
-    known = x.is_cuda and x.dtype in _DTYPES and ranks in RANKS and backends.allows_kernels()
-    return known and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and 0 < x.nbytes <= most_bytes(ranks)
+    aligned = x.nbytes % 16 == x.data_ptr() % 16 == 0
+    return _has_kernel(x, ranks) and aligned and 0 < x.nbytes <= most_bytes(ranks)
 
 
 def takes_experts(
@@ -34,9 +34,13 @@ def takes_experts(
         return False
     read = [y] if shared is None else [y, shared]
     rows_fit = all(x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in read)
-    known = y.is_cuda and y.dtype in _DTYPES and ranks in RANKS and backends.allows_kernels()
     few = 0 < len(rows) * y.shape[1] * y.itemsize <= min(FEW, most_bytes(ranks))
-    return known and rows_fit and few and y.shape[1] % CHANNEL_MULTIPLE == 0 and not torch.is_grad_enabled()
+    whole = y.shape[1] % CHANNEL_MULTIPLE == 0
+    return _has_kernel(y, ranks) and rows_fit and few and whole and not torch.is_grad_enabled()
+
+
+def _has_kernel(x: torch.Tensor, ranks: int) -> bool:
+    return x.is_cuda and x.dtype in _DTYPES and ranks in RANKS and backends.allows_kernels()
 
 
 def most_bytes(ranks: int) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsa.parallel.symmetric_memory import allocate, made_by_all, meet, share
 from dsa.runtime import backends
-from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, meet, share
 
 HALVES = 2  # a lane's memory has two halves, and consecutive messages alternate between them
 UNIT = 2 << 20  # bytes: a half's size is a multiple of UNIT, because GPUs share memory in pages
@@ -103,9 +103,8 @@ class _Lane:
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self._others = [
-            (self._rank + step) % self._ranks for step in range(1, self._ranks)
-        ]  # at each step, every rank sends to a different rank
+        # The order in which this rank sends: at each step, every rank sends to a different rank.
+        self._others = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
         self.busy, self._half = False, 0
         self.place(memory)
         # A separate stream runs a rank's copies to itself, so that they overlap with the other copies.

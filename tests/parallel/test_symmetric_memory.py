@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from dsa.parallel import one_shot_sum, peer_copies
 from dsa.runtime import backends
 from dsa_layers.generation.steps import CapturedStep
-from dsa_layers.parallel import one_shot_sum, peer_copies
 from tests.layers.parallel.processes import in_ranks
 
 CPU = torch.device("cpu")

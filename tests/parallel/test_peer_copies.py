@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsa_layers.parallel import peer_copies
-from dsa_layers.parallel.peer_copies import PeerCopies
-from dsa_layers.parallel.symmetric_memory import SharedMemory
+from dsa.parallel import peer_copies
+from dsa.parallel.peer_copies import PeerCopies
+from dsa.parallel.symmetric_memory import SharedMemory
 
 CPU = torch.device("cpu")
 SECONDS = 60

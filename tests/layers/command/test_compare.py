@@ -1,4 +1,4 @@
-"""`dsa compare` and `dsa verify`: what they measure, on which text, and what wrong calls are told."""
+"""`dsa compare`: what it measures, on which text, and what wrong calls are told."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer, read_config
-from dsa_layers.command import measure
+from dsa_layers.command import compare as command
 from dsa_layers.command.main import main
 from dsa_layers.command.parser import HELD_OUT_TEXT, make_parser
 from tests.layers.io.stand_ins import changed
@@ -34,9 +34,8 @@ def test_the_indexers_keys_lose_little_and_the_latest_keys_lose_much(capsys):
     read, context = (sum(values) / 1024 for values in ([min(n, 128) for n in contexts], contexts))
     for name in ("sparse", "latest"):
         wanted = {"read": read, "dense": context, "context": context, "share": read / context}
-        wanted |= {"most_read": 128, "most_dense": 1024, "longest_context": 1024}
         assert {key: rows[name][key] for key in wanted} == pytest.approx(wanted)
-    assert (rows["dense"]["read"], rows["dense"]["share"], rows["dense"]["most_read"]) == (context, 1, 1024)
+    assert (rows["dense"]["read"], rows["dense"]["share"]) == (context, 1)
     loss = {name: row["loss"] for name, row in rows.items()}
     assert loss["sparse"] == pytest.approx(loss["dense"], abs=0.02)
     assert loss["latest"] > loss["dense"] + 0.05
@@ -71,7 +70,7 @@ def test_the_table_is_aligned_and_documented(capsys):
 def test_options_limit_the_number_and_length_of_sequences(options, shape):
     args = make_parser().parse_args(["compare", *options.split()])
     config, tokenizer = read_config(SHIPPED_MODEL), Tokenizer(SHIPPED_MODEL)
-    sequences, length = measure.pieces(args, config, tokenizer, HELD_OUT_TEXT.read_text())
+    sequences, length = command.pieces(args, config, tokenizer, HELD_OUT_TEXT.read_text())
     assert (len(sequences), length) == shape and {len(tokens) for tokens in sequences} == {length + 1}
 
 
@@ -98,39 +97,3 @@ def test_wrong_texts_and_lengths_are_named(tmp_path, error):
     ]:
         assert compare(*options) == 2
         assert error() == f"dsa compare: {problem}"
-
-
-def verify(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "_NEW_TOKENS", 3)
-    text, report = tmp_path / "text.txt", tmp_path / "report.json"
-    text.write_text("def area(width, height):\n    return width * height\n" * 3)
-    code = main(["verify", str(checkpoint), "--device", "cpu", "--text", str(text), "--report", str(report)])
-    return code, json.loads(report.read_text())
-
-
-def test_the_report_has_every_part_and_no_path(checkpoint, tmp_path, capsys, monkeypatch):
-    code, report = verify(checkpoint, tmp_path, monkeypatch)
-    assert code == 0 and report["checkpoint"]["model_type"] == "deepseek_v32"
-    assert report["tensors"]["not_finite"] == [] and report["tensors"]["checked"] > 20
-    assert report["generation"]["same_twice"] and len(report["generation"]["completions"]) == 4
-    assert len(report["checkpoint"]["config_sha256"]) == 64 and "torch" in report["versions"]
-    of_text, of_first, of_references = report["loss"].values()
-    assert 0 < of_text < 20 and of_first == of_references
-    assert str(tmp_path) not in json.dumps(report) and str(checkpoint) not in json.dumps(report)
-    said = capsys.readouterr()
-    assert '"device": "1 x CPU"' in said.out and "please attach it to an issue" in said.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.eh_proj.weight"])
-def test_a_tensor_with_nan_is_named_also_of_the_drafter(tmp_path, monkeypatch, name):
-    changed(SHIPPED_MODEL, tmp_path, lambda tensors: tensors[name].view(-1)[0].fill_(math.nan))
-    code, report = verify(tmp_path, tmp_path, monkeypatch)
-    (found,) = report["tensors"]["not_finite"]
-    assert code == 1 and found.endswith(name.removeprefix("model.layers.2."))
-
-
-def test_a_report_that_cannot_be_written_is_refused_before_loading(tmp_path, error, monkeypatch):
-    monkeypatch.setattr(measure, "load", None)
-    assert main(["verify", "--report", str(tmp_path / "missing" / "x.json")]) == 2
-    assert error() == f"dsa verify: --report: there is no directory {tmp_path / 'missing'}"

@@ -1,1 +1,0 @@
-"""Compile the kernels of a model before the model runs."""
