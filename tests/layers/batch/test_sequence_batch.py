@@ -36,7 +36,8 @@ def test_selected_positions_become_rows_and_slots():
 
 
 def test_windows_are_what_is_computed_by_hand():
-    """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one."""
+    """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one. Of five tokens
+    the ring keeps the last ones; no token sees one before position 0."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
     assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1
@@ -45,6 +46,9 @@ def test_windows_are_what_is_computed_by_hand():
     assert windows.order.tolist() == [0, 1, 3, 4, 2, 5] and windows.cu_keys.tolist() == [0, 4, 6]
     assert not windows.in_order
     assert windows is batch.windows(3, 3) and windows is not batch.windows(4, 4)
+    windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3, 3)
+    assert windows.slots.tolist() == [-1, -1, 19, 20, 18, 3]
+    assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
 
 
 def test_windows_need_state_slots():
@@ -65,13 +69,6 @@ def test_entries_are_what_is_computed_by_hand():
     assert entries.key_slots.tolist() == [14, 15, 8]
     got = entries.slots_of(torch.tensor([[1, -1], [0, 1], [0, -1]], dtype=torch.int32))
     assert got.tolist() == [[15, -1], [14, 15], [8, -1]] and got.dtype == torch.int32
-
-
-def test_a_ring_keeps_the_last_tokens_of_a_chunk_longer_than_the_window():
-    """Of the five tokens from position 2 on the ring of 3 keeps the last ones; no token sees one before position 0."""
-    windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3, 3)
-    assert windows.slots.tolist() == [-1, -1, 19, 20, 18, 3]
-    assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
 
 
 def test_a_step_is_what_is_computed_by_hand():
