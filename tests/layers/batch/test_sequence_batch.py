@@ -85,7 +85,6 @@ def test_a_step_is_what_is_computed_by_hand():
 
 
 def test_a_batch_has_a_chunk_of_each_prompt():
-    """The second chunk of a prompt, and all of another one, whose page is full then."""
     batch = prefill_batch([Chunk(2, 3, [7, 2], 6), Chunk(4, 0, range(4, 5), 1)], page_size=4, device="cpu")
     assert (batch.query_lens, batch.key_lens) == ((2, 4), (5, 4)) and not batch.is_decode
     assert batch.positions.tolist() == [3, 4, 0, 1, 2, 3] and batch.earlier_lens_tensor.tolist() == [3, 0]
@@ -94,7 +93,6 @@ def test_a_batch_has_a_chunk_of_each_prompt():
 
 
 def test_counts_are_the_visible_keys_up_to_the_columns():
-    """The keys that a token sees, at most the number of columns; None if all tokens see at least that many."""
     batch = SequenceBatch.paged([3, 2], [7, 9], [[0, 1], [2, 3, 4]], 4)
     assert batch.least_visible == 5
     assert batch.selected_counts(6).tolist() == [5, 6, 6, 6, 6] and batch.selected_counts(6) is batch.selected_counts(6)
@@ -104,7 +102,6 @@ def test_counts_are_the_visible_keys_up_to_the_columns():
 
 
 def test_positions_beyond_a_million_have_the_right_slots():
-    """Positions, entries and slots of the last tokens, in the last pages that slots can number."""
     pages = [2**25 - 1, *range(2**14, 2**15 + 1)]
     pages[-1] = 2**25 - 2
     batch = SequenceBatch.paged([3], [2**20 + 1], [pages], page_size=64, state_slots=[5])

@@ -11,7 +11,6 @@ from dsa_layers.cache.kv_cache import PagedKVCache
 
 
 def test_every_page_is_allocated_to_one_owner():
-    """A refused allocation or release changes nothing."""
     pages = PageAllocator(4)
     first, second = pages.allocate(2), pages.allocate(1)
     with pytest.raises(OutOfPages, match="2 pages are needed and 1 of 4 are free"):

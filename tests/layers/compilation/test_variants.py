@@ -43,7 +43,6 @@ def variants_of(model_type, *, drafts=0, gpus=1, **options):
     ids=str,
 )
 def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
-    """The list is of some sizes; passes of random ones ask for nothing that it lacks."""
     config = tiny(model_type)
     listed = variants_of(model_type, **options)
     draw, context = random.Random(0), config.max_position_embeddings
@@ -106,7 +105,6 @@ def generated(ranks, directory, drafts, chunk, calls):
     ("model_type", "drafts"), [("glm_moe_dsa", 2), ("deepseek_v4", 0), ("deepseek_v4", 2), ("deepseek_v32", 2)]
 )
 def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoint):
-    """Prefill in chunks, of one prompt and of several, and decoding while sequences end one by one."""
     calls = [1], [5], [2200], [3, 700, 40], [1] * 9, [2500, 2300]
     asked = generated(None, tiny_checkpoint(model_type), drafts, 1500, calls)
     assert len(asked) > 20 and asked <= variants_of(model_type, drafts=drafts)

@@ -46,7 +46,6 @@ def generate(model, temperature=0.0, prompts=PROMPTS, **options):
     [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.0), (2, 1.0), (3, 0.0))), (3, 1.0)],
 )
 def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperature, monkeypatch):
-    """Greedy and sampled, of sequences that take other numbers of drafts, and end at other times."""
     expected, without = without_drafts(temperature)
     guess(monkeypatch, Guesses(expected, drafts))
     got, throughput = generate(model, temperature, draft_tokens=drafts)
@@ -59,7 +58,6 @@ def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperat
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_drafts_are_the_drafters(model, without_drafts, drafts, captured, monkeypatch):
-    """Against a pass over the whole sequence, and one more for each further draft, after right and wrong drafts."""
     expected, _ = without_drafts(prompts=2)
     seen = guess(monkeypatch, Guesses(expected, drafts))
     if captured:

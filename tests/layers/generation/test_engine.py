@@ -77,7 +77,6 @@ def test_prompts_start_while_nothing_can_be_extended():
 
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_an_aborted_request_has_no_further_events(by_stream):
-    """Also none of those that are computed and not read yet."""
     engine = engine_of()
     stream = stream_of(engine, [1], SamplingParams(9, temperature=1.0, n=3))
     other = engine.add_request([2], SamplingParams(9))

@@ -107,7 +107,6 @@ def test_wrong_options_of_a_model_stop_before_any_weight_is_read(checkpoint, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
 def test_torchs_default_dtype_and_device_change_nothing(family, tiny_checkpoint):
-    """Neither a model's tensors nor its tokens."""
     directory = tiny_checkpoint(family)
     model = load_model(directory, progress=False)
 

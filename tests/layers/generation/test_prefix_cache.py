@@ -47,7 +47,6 @@ def test_full_pages_of_earlier_calls(stateful, drafts):
 
 
 def test_prompts_of_one_call():
-    """Those that begin with the same pages wait until the first has computed them."""
     generator = make()
     common = text(24)
     prompts = [common + text(6, seed) for seed in range(1, 5)]
@@ -74,7 +73,6 @@ def test_no_state_is_kept_within_a_page():
 
 
 def test_copies_of_states_are_overwritten_the_oldest_first():
-    """There are as many as sequences may run."""
     generator = make(stateful=True, max_sequences=2)
     prompts = [text(9, seed) for seed in range(3)]
     assert [computed(generator, [prompt]) for prompt in prompts] == [9, 9, 9]
@@ -138,8 +136,6 @@ LONG = text(14, 9)
     sequences=st.integers(1, 4),
 )
 def test_any_calls(calls, stateful, drafts, chunk, size, tokens, sequences):
-    """Tokens are the model's, and all memory is free after each call, also after calls that are closed or in which a
-    pass fails."""
     options = {"stateful": stateful, "draft_tokens": drafts, "prefill_chunk": chunk}
     generator = make(cache_tokens=tokens, page_size=size, max_sequences=sequences, **options)
     model = generator.model

@@ -62,7 +62,6 @@ def probabilities(logits, temperature, top_k, top_p, min_p):
     ],
 )
 def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_p, min_p):
-    """With many equal logits, also where the kept tokens end, and with a logit of minus infinity."""
     logits = (torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2).round()
     logits[3] = -torch.inf
     given = arguments(logits, temperature, top_k, top_p, min_p)
@@ -76,7 +75,6 @@ def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_
 
 
 def test_a_row_depends_on_no_other():
-    """Also if other rows keep more tokens or are not finite."""
     logits = torch.randn(64, 3001, generator=torch.Generator().manual_seed(2))
     top_k = torch.arange(1, 65)[:, None] * 40
     top_p, temperature, numbers = torch.rand(3, 64, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -99,7 +97,6 @@ def test_the_largest_number_draws_a_token():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_that_are_not_finite_have_no_token(temperature):
-    """And the others have the token that they have alone. Single tokens may be ruled out by minus infinity."""
     inf, nan = torch.inf, torch.nan
     bad = torch.tensor([[0.0, nan, 1.0], [inf, 0.0, 1.0], [-inf, -inf, -inf], [inf, nan, -inf]])
     good = torch.tensor([[0.0, -inf, 0.5], [-inf, -inf, -1e30], [3.0, 3.0, 3.0]])

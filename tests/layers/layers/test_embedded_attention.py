@@ -30,7 +30,6 @@ def test_a_decoding_step_equals_the_end_of_a_prefill(engine):
 
 @torch.no_grad()
 def test_only_new_tokens_are_written(engine):
-    """In both tensors the slots of the new tokens change, and no others."""
     latent, index = engine["latent"], engine["index"]
     latent.fill_(0xFF)
     index.fill_(0xFF)
@@ -42,7 +41,6 @@ def test_only_new_tokens_are_written(engine):
 
 @torch.no_grad()
 def test_a_padding_row_writes_nothing_and_gets_zeros(engine):
-    """It has length 0 and no pages. The other row's result does not change."""
     both = torch.tensor([301, 41], dtype=torch.int32)
     expected = engine["decode"](engine["token"], both, engine["block_table"])[0].clone()
     table = engine["block_table"].clone()

@@ -154,7 +154,6 @@ CHECKS = {
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_token_is_one_ranks_and_all_ranks_have_equal_work(size):
-    """In long sequences the tokens of all ranks see equally many keys."""
     for lens in ([1] * size, [5000], [1, 2, 3, 4, 5, 6, 7], [3000, 17, 900, 1, 1, 2222]):
         shares = cut(lens, size)
         found = sorted((p.sequence, t) for share in shares for p in share.pieces for t in range(p.begin, p.end))
