@@ -222,19 +222,6 @@ def test_wrapped_layers_are_found_once(wrap):
     assert [layer.indexer_stage for layer in layers] == [None, None]
 
 
-def test_a_stage_within_another():
-    model, (tokens, batch) = Small(6), inputs()
-    with IndexerStage(model, "sparse") as sparse:
-        with IndexerStage(model, "warmup") as warmup:
-            model(tokens, batch)
-        model(tokens, batch)
-        with sparse:
-            model(tokens, batch)
-        model(tokens, batch)
-        assert (len(warmup._kls), len(sparse._kls)) == (2, 6)
-    assert all(layer.indexer_stage is None for layer in model.layers)
-
-
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 @pytest.mark.parametrize("parameter", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.bias"])
 def test_an_indexer_without_numbers_has_no_loss(name, parameter):
