@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dsa_layers.batch import packing
-from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import Chunk, SequenceBatch, prefill_batch
 
 
@@ -69,19 +68,6 @@ def test_entries_are_what_is_computed_by_hand():
     assert entries.key_slots.tolist() == [14, 15, 8]
     got = entries.slots_of(torch.tensor([[1, -1], [0, 1], [0, -1]], dtype=torch.int32))
     assert got.tolist() == [[15, -1], [14, 15], [8, -1]] and got.dtype == torch.int32
-
-
-def test_a_step_is_what_is_computed_by_hand():
-    """The host does not know lengths, so each sequence's packed keys take as many rows as its pages have."""
-    lengths, rings = (torch.tensor(v, dtype=torch.int32) for v in ([6, 4], [6, 1]))
-    table = torch.tensor([[7, 2], [4, -1]], dtype=torch.int32)
-    step = DecodeBatch(table, 4, lengths, 8, rings)
-    assert step.slots.tolist() == [9, 19] and step.positions.tolist() == [5, 3]
-    assert step.key_slots.tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 16, 17, 18, 19, -1, -1, -1, -1]
-    entries, windows = step.entries(4), step.windows(3, 3)
-    assert entries.slots.tolist() == [-1, 4] and entries.key_slots.tolist() == [7, 2, 4, -1]
-    assert entries.visible_keys.tolist() == [1, 1] and entries.positions.tolist() == [2, 0]
-    assert windows.slots.tolist() == [20, 3]
 
 
 def test_a_batch_has_a_chunk_of_each_prompt():

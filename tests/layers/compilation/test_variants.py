@@ -74,11 +74,7 @@ def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(name):
     assert asked.keys() <= {*model_variants(config, precision)}
 
 
-ZEROS = {
-    torch.empty: torch.zeros,
-    torch.empty_like: torch.zeros_like,
-    torch.Tensor.new_empty: torch.Tensor.new_zeros,
-}
+ZEROS = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Tensor.new_empty: torch.Tensor.new_zeros}
 
 
 class Zeroed(TorchFunctionMode):

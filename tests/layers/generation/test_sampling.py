@@ -242,18 +242,13 @@ def test_defaults_of_a_checkpoint(tmp_path, fields, expected):
     [
         ('{"do_sample": 1}', "field do_sample: must be True or False, got 1"),
         ('{"temperature": "hot"}', "field temperature: must be a number, got 'hot'"),
-        ('{"top_p": 0}', "field top_p: must be above 0 and at most 1, got 0.0"),
         ('{"top_k": 2.5}', "field top_k: must be an integer, got 2.5"),
         ("[]", "must hold a JSON object, got []"),
-        (None, "no such file"),
     ],
 )
 def test_wrong_defaults_of_a_checkpoint(tmp_path, content, problem):
     path = tmp_path / "generation_config.json"
-    if content is None:
-        path.symlink_to("nothing")
-    else:
-        path.write_text(content)
+    path.write_text(content)
     with pytest.raises(ConfigError) as caught:
         sampling_defaults(tmp_path)
     assert str(caught.value).startswith(f"{path}: {problem}")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp._runtime_utils import _cast_buffers_to_dtype_and_device
 
 from dsa_layers.layers.rope import JointRotary, RotaryEmbedding, rope_frequencies, yarn_frequencies, yarn_mscale
 
@@ -37,15 +36,7 @@ def test_joint_angles_are_those_of_each_embedding():
         assert angles.back[0] is angles[0] and torch.equal(angles.back[1], -sin)
 
 
-def cast_by_fsdp(module):
-    """Cast a module's buffers like FSDP with buffer_dtype."""
-    buffers = list(module.buffers())
-    dtypes = [torch.bfloat16 if buffer.is_floating_point() else None for buffer in buffers]
-    _cast_buffers_to_dtype_and_device(buffers, dtypes, torch.device("cpu"))
-    return module
-
-
-@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.double, cast_by_fsdp])
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.double])
 def test_frequencies_stay_fp32_in_a_cast_model(cast):
     rotary = RotaryEmbedding(rope_frequencies(64, 1e4))
     model = nn.ModuleList((rotary, JointRotary([(rotary, 1), (rotary, 4)])))

@@ -9,7 +9,7 @@ import torch
 
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
-from dsa_layers.evaluation import KeysRead, latest_keys
+from dsa_layers.evaluation import KeysRead
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.placement import Sharded, placement_of
@@ -25,8 +25,6 @@ OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
     "fp8": {"dtype": torch.bfloat16, "progress": False},
 }
-SELECTIONS = {"selected": lambda model: contextlib.nullcontext(), "latest": latest_keys}
-CASES = ("fp8", "selected"), ("fp32", "selected"), ("fp32", "latest")
 
 
 def attention(model, x, batch, cache):
@@ -63,9 +61,9 @@ def attended(model, ranks):
     return found, numbers
 
 
-def counted(model, ranks, selection):
+def counted(model, ranks):
     """`attended`, and the number of keys that each token read."""
-    with SELECTIONS[selection](model), KeysRead(model) as keys:
+    with KeysRead(model) as keys:
         return *attended(model, ranks), keys.counts()
 
 
@@ -83,13 +81,12 @@ def exchanges(found):
 
 
 def of_ranks(ranks, directories):
-    """{(model, *case): (result, exchanges)}"""
+    """{(model, precision): (result, exchanges)}"""
     found = {}
-    for (model, directory), case in itertools.product(directories.items(), CASES):
-        part, exchanged = load_model(directory, mesh=ranks, **OPTIONS[case[0]]), []
+    for (model, directory), name in itertools.product(directories.items(), OPTIONS):
+        part, exchanged = load_model(directory, mesh=ranks, **OPTIONS[name]), []
         with exchanges(exchanged):
-            result = counted(part, ranks, case[1])
-        found[model, *case] = result, exchanged
+            found[model, name] = counted(part, ranks), exchanged
     return found
 
 
@@ -104,13 +101,13 @@ def of_both(checkpoints):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", LAYERS)
-def test_rows_and_counts_of_keys_are_those_of_one_process(checkpoints, of_both, model, case):
+def test_rows_and_counts_of_keys_are_those_of_one_process(checkpoints, of_both, model, name):
     """Rows of long passes have the same bits. Short passes are summed over ranks, which rounds elsewhere."""
-    expected, _, counts = counted(load_model(checkpoints[model], **OPTIONS[case[0]]), ALONE, case[1])
-    tolerance = {"fp32": 1e-6, "fp8": 0.01}[case[0]]
-    for (found, numbers, theirs), _ in (of_one[model, *case] for of_one in of_both):
+    expected, _, counts = counted(load_model(checkpoints[model], **OPTIONS[name]), ALONE)
+    tolerance = {"fp32": 1e-6, "fp8": 0.01}[name]
+    for (found, numbers, theirs), _ in (of_one[model, name] for of_one in of_both):
         assert theirs == counts and found.keys() == expected.keys()
         for (i, j), y in found.items():
             rows = expected[i, j][numbers[i]]
@@ -132,5 +129,5 @@ def test_ranks_exchange_only_keys(of_both):
     }
     count = 8  # bytes of the number of keys that each token has read
     for of_one, (model, sizes) in itertools.product(of_both, per_layer.items()):
-        _, exchanged = of_one[model, "fp8", "selected"]
+        _, exchanged = of_one[model, "fp8"]
         assert [size for size in exchanged if size != count] == sizes * len(LONG)
