@@ -40,7 +40,7 @@ class DotProductIndexer(nn.Module):
         dsa.write_kv_cache(self.k(x), cache.index, batch.slots)
 
     def loss(self, x, qr, rope, attention):
-        return attention.kl(self.q(qr) @ self.k(x).T)
+        return attention.kl(self.q(qr) @ attention.gather(self.k(x)).T)
 
 
 @pytest.fixture
