@@ -1,10 +1,13 @@
 """`dsa generate --gpus N` on a CPU: N processes, one terminal, one message."""
 
+import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,12 +85,42 @@ def test_wrong_calls_are_reported_once(checkpoint, options, said, generate_here)
     assert sum(said in line for line in done.stderr.splitlines()) == 1, done.stderr
 
 
-@pytest.mark.slow
-def test_ranks_end_silently_if_nobody_reads_the_output(checkpoint):
+def of_rank(rank, parent):
+    """The id of the process of a rank, a child of this process. Reads Linux's /proc."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            of_parent = int((entry / "status").read_text().partition("PPid:")[2].split()[0])
+            if of_parent == parent and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                return int(entry.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+def start(checkpoint, *options):
+    """Start two ranks that generate until they are ended. Returns once the first one has written the prompt."""
     call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-tokens", "60000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": reset_signals}
-    with subprocess.Popen(call, env=ENVIRONMENT, **pipes) as process:
-        assert process.stdout.read(4)  # the prompt
+    process = subprocess.Popen([*call, *options], env=ENVIRONMENT, **pipes)
+    assert process.stdout.read(4)
+    return process
+
+
+@pytest.mark.slow
+def test_ranks_end_silently_if_nobody_reads_the_output(checkpoint):
+    with start(checkpoint) as process:
         process.stdout.close()
         assert process.wait(timeout=SECONDS) == 128 + signal.SIGPIPE, process.stderr.read()
         assert b"dsa: rank" not in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_others(checkpoint):
+    with start(checkpoint, "--json") as process:
+        killed, first = of_rank(1, process.pid), of_rank(0, process.pid)
+        os.kill(killed, signal.SIGKILL)
+        out, error = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    told = "rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped"
+    assert f"dsa: {told}" in error.decode()
+    event = json.loads(out.decode(errors="replace").splitlines()[-1])
+    assert event == {"event": "error", "error": told, "exit_code": 1}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (killed, first))
