@@ -11,7 +11,6 @@ from dsa_layers import SHIPPED_MODEL, Tokenizer, read_config
 from dsa_layers.command import compare as command
 from dsa_layers.command.main import main
 from dsa_layers.command.parser import HELD_OUT_TEXT, make_parser
-from tests.layers.io.stand_ins import changed
 
 
 def compare(*options):

@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
+from dsa_layers.compilation.passes import META, TILES, decode, model_variants, prefill, with_all_tiles, without_memory
 from torch.overrides import TorchFunctionMode
 
 import dsa
 from dsa.kernels.parallel.limits import DTYPES
 from dsa.runtime.asked_variants import asked_variants
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.compilation.passes import META, TILES, decode, model_variants, prefill, with_all_tiles, without_memory
 from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published, tiny

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dsa_layers.cache.cache import CacheSizes
-from dsa_layers.generation import engine_options
 from dsa_layers.generation.engine_options import Capacity, EngineOptions
 from dsa_layers.io import memory
 from dsa_layers.parallel.process_group import gathered
