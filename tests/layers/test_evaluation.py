@@ -68,17 +68,6 @@ def test_the_latest_keys_are_a_window(model, sequences):
     assert (selected - window)[TOP_K:].abs().max() > 1e-2
 
 
-def test_keys_are_counted_in_passes_over_chunks_and_in_decoding(model):
-    generator = Generator(model, cache_tokens=1024, prefill_chunk=100, cuda_graphs=False)
-    with KeysRead(model) as keys:
-        generator.generate([[65] * 150, [66] * 20], SamplingParams(max_tokens=6))
-    contexts = [*range(1, 156), *range(1, 26)]
-    counts = keys.counts()
-    assert counts.context == counts.dense == pytest.approx(sum(contexts) / len(contexts))
-    assert counts.read == pytest.approx(sum(min(n, TOP_K) for n in contexts) / len(contexts))
-    assert (counts.most_read, counts.most_dense, counts.longest_context) == (TOP_K, 155, 155)
-
-
 def test_deepseek_v4_reads_the_same_latest_entries_token_by_token_as_in_one_pass(tiny_checkpoint):
     model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, dtype=torch.float32, progress=False)
     for layer in model.layers:
@@ -102,7 +91,7 @@ class Other(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.indexer, self.key_counter = SimpleNamespace(top_k=2, select=select_first), None
+        self.indexer = SimpleNamespace(top_k=2, select=select_first)
 
     def selectable(self, batch):
         return batch
@@ -131,11 +120,6 @@ def test_nested_contexts_restore_what_was_there_before():
             assert model[0](tokens, batch).tolist() == LATEST
         assert model[0](tokens, batch).tolist() == LATEST
     assert model[0](tokens, batch).tolist() == [[0, 0]] * 4
-    with KeysRead(model) as outer:
-        with KeysRead(model) as inner:
-            model[0](tokens, batch)
-        model[0](tokens, batch)
-    assert (inner._tokens, outer._tokens, model[0].key_counter) == (4, 4, None)
 
 
 @pytest.mark.parametrize("context", [latest_keys, partial(all_keys, longest=4)])
@@ -143,6 +127,24 @@ def test_a_model_without_indexers_is_refused(context):
     message = "model: must have attention layers with an `indexer`, got Linear without such a layer"
     with pytest.raises(ValueError, match=message), context(nn.Linear(2, 2)):
         pass
+
+
+def test_keys_of_a_model_without_attention_are_refused():
+    with pytest.raises(ValueError, match="model: must have attention layers of dsa_layers, got Linear without one"):
+        keys_read(nn.Linear(2, 2), 4)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_token_reads_as_many_keys_as_its_indexer_selects(tiny_checkpoint, family):
+    """Layers without an indexer read the selection of the layer before them. The counts are those of the passes."""
+    model, length, seen = load_model(tiny_checkpoint(family), progress=False), 300, []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[1]))
+    logits_of(model, [7 * i % 50 for i in range(length)])
+    selected = [one.indices("positions", one.batch) for one in seen]
+    counts = keys_read(model, length)
+    assert counts.read == torch.stack([(one >= 0).sum() for one in selected]).double().mean() / length
+    assert counts.dense == counts.context == (length + 1) / 2
 
 
 def test_keys_of_deepseek_v4_are_the_window_s_tokens_and_selected_or_complete_entries(tiny_checkpoint):

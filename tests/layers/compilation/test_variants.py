@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
-from dsa_layers.compilation.passes import META, TILES, decode, model_variants, prefill, with_all_tiles, without_memory
 from torch.overrides import TorchFunctionMode
 
-import dsa
 from dsa.kernels.parallel.limits import DTYPES
 from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
+from dsa_layers.compilation import decode, model_variants, prefill, without_memory
 from dsa_layers.engine.batch_invariance import batch_invariant
 from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published, tiny
@@ -139,29 +139,3 @@ def test_products_of_split_experts_expect_their_share_of_the_rows(gpus, monkeypa
         with asked_variants("sm_90"):
             decode(model, cache, tokens, 64)
         assert {*found} == {None if gpus == 1 else -(-tokens * config.num_experts_per_tok // 2)}
-
-
-def test_all_tiles_of_a_kernel_are_listed_for_one():
-    functions = {function.__name__: function for function in all_compile_functions()}
-    for name, place in TILES.items():
-        module = importlib.import_module(functions[name].__module__)
-        shipped = [
-            Variant(module.__name__, name, given) for f, given in module.shipped_variants() if f.__name__ == name
-        ]
-        first = min(shipped, key=repr)
-        same = {v for v in shipped if all(i == place or x == y for i, (x, y) in enumerate(zip(v[2], first[2])))}
-        assert with_all_tiles([first]) == same and len({v.arguments[place] for v in shipped}) > 1, name
-    other = Variant("dsa.kernels.moe.sort_by_expert_sm90", "compile_sort_by_expert", ("int64",))
-    assert with_all_tiles([other]) == {other}
-
-
-def test_nothing_is_kept_of_the_search():
-    """Ops run their references again, and no kernel that does nothing is found later."""
-    x, weight = torch.zeros(4, 512, dtype=torch.bfloat16, device=META), torch.ones(512, device=META)
-    for _ in range(2):
-        with asked_variants("sm_90") as asked:
-            dsa.rms_norm(x, weight, 1e-6)
-        assert [v.function for v in asked] == ["compile_rms_norm"]
-    normed = dsa.rms_norm(torch.randn(4, 512), None, 0.0)
-    assert torch.allclose(normed.square().mean(-1), torch.ones(4))
-    assert not any(op.known.steps or op.known._times for op in OPS.values())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa_layers.cache.cache import CacheSizes
+from dsa_layers.generation import engine_options
 from dsa_layers.generation.engine_options import Capacity, EngineOptions
 from dsa_layers.io import memory
 from dsa_layers.parallel.process_group import gathered
@@ -25,11 +26,11 @@ GB = 2**30
     ],
 )
 def test_a_cache_follows_from_the_memory_and_a_gpu_without_room_is_refused(device, room, pages, monkeypatch):
-    monkeypatch.setattr(sequence_memory, "room_for_caches", lambda _: room)
-    monkeypatch.setattr(sequence_memory, "CPU_CACHE_TOKENS", 40)
+    monkeypatch.setattr(engine_options, "room_for_caches", lambda _: room)
+    monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", 40)
     options = EngineOptions(page_size=4, max_sequences=8)
     assert Capacity(RememberingModel(context=4096), options, torch.device(device)).pages == pages
-    monkeypatch.setattr(sequence_memory, "room_for_caches", lambda _: 10)
+    monkeypatch.setattr(engine_options, "room_for_caches", lambda _: 10)
     with pytest.raises(ValueError, match="cache_tokens: the memory of cuda has no room for the model and a cache"):
         Capacity(RememberingModel(), EngineOptions(page_size=4), torch.device("cuda"))
 

@@ -100,9 +100,9 @@ def check_drafts(generator):
     def checked(run):
         def call(*arguments):
             events = run(*arguments)
-            ended = {event.sequence for event in events if event.finish_reason}
+            ended = {s for s, event in events if event.finish_reason}
             for s in generator._running:
-                if s.drafts and s.index not in ended:
+                if s.drafts and s not in ended:
                     assert s.drafts[0] == next_draft(s.tokens, model.stateful)
             return events
 

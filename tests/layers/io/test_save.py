@@ -12,7 +12,6 @@ from dsa_layers.io import save as saving
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.save import convert_checkpoint, save_model
-from dsa_layers.io.tensors import dequantize_fp4, quantize_fp4
 from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
 from tests.reference.common import assert_refused
 
@@ -63,7 +62,7 @@ def test_a_refused_save_writes_nothing(checkpoint, tmp_path):
         ({"hidden_act": "relu"}, f"{like / 'config.json'}: field 'hidden_act' is 'relu'"),
     ):
         (like / "config.json").write_text(json.dumps(fields_of(checkpoint) | changes))
-        assert_refused(f"^{problem}", save_model, model, out, like=like, progress=False)
+        assert_refused(problem, save_model, model, out, like=like, progress=False)
     told = "dtype: must be 'bf16', 'fp8' or 'fp4', got 'int8'"
     assert_refused(told, save_model, model, out, like=checkpoint, dtype="int8")
     told = f"^directory: must hold no weights, .*, got {checkpoint} with 'model-"

@@ -151,12 +151,6 @@ def test_text_is_returned_when_its_characters_are_complete(tmp_path):
     assert pieces(tokenizer, [256, *"🔥".encode(), 256, 0xFF, 256]) == ["a", "", "", "", "🔥", " a", "", "\ufffd a", ""]
 
 
-def test_a_decoder_starts_anew_after_flush(tmp_path):
-    stream = word_level(tmp_path, decoders.Metaspace()).stream()
-    for _ in range(2):
-        assert [stream.push(TOKENS.index("▁a")), stream.push(TOKENS.index("▁a")), stream.flush()] == ["a", " a", ""]
-
-
 def test_the_work_per_token_does_not_grow_with_the_text(tmp_path, monkeypatch):
     tokenizer, longest = word_level(tmp_path, decoders.ByteLevel()), []
     decode = Tokenizer.decode

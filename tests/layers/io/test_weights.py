@@ -89,21 +89,6 @@ def test_a_failing_read_names_the_tensor_and_leaves_the_model_on_meta(tmp_path, 
     assert f"{tmp_path / '2.st'}: cannot read layer.proj.weight_scale_inv (F32 [5, 2]): input/output error" in message
 
 
-def test_a_model_beyond_the_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights_module, "memory_of", lambda device: 999)
-    save_file({"a": torch.zeros(1000, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
-    message = failure({"a": ((1000,), torch.int8)}, tmp_path)
-    assert message == f"{tmp_path}: the model takes 0.0 GB; the memory of cpu is 0.0 GB"
-
-
-@pytest.mark.parametrize(("limit", "expected"), [("max\n", 120 * 1024), ("4096\n", 4096)])
-def test_the_memory_of_a_machine_is_its_total_or_its_limit(tmp_path, monkeypatch, limit, expected):
-    for name, content in (("_TOTALS", "MemTotal: 100 kB\nSwapTotal: 20 kB\n"), ("_LIMIT", limit)):
-        monkeypatch.setattr(memory, name, tmp_path / name)
-        (tmp_path / name).write_text(content)
-    assert memory.memory_of("cpu") == expected and memory.memory_of("meta") is None
-
-
 MATRIX, MATRIX_BF16 = torch.ones(576, 256).to(FP8), {"a": ((576, 256), BF16)}
 MATRIX_FP8 = {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), F32)}
 SHORT_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}
@@ -186,7 +171,7 @@ def test_parts_that_cut_a_block_are_refused(tmp_path, dtype):
     wanted = {"a.top": ((96, 128), dtype), "a.bottom": ((96, 128), dtype)}
     wanted |= {f"a.{part}_scale_inv": ((1, 1), F32) for part in ("top", "bottom") if dtype == FP8}
     message = failure(wanted, tmp_path, parts_of=rows_of)
-    assert "a.bottom (stored as a[96:]) is F8_E4M3 and cut at 96, inside a block of 128" in message
+    assert "a.bottom (stored as a) is F8_E4M3 and cut at 96, inside a block of 128" in message
 
 
 def test_every_problem_with_parts_comes_at_once(tmp_path, never_read):
@@ -202,10 +187,10 @@ def test_every_problem_with_parts_comes_at_once(tmp_path, never_read):
     message = failure(wanted, tmp_path, name_of=lambda name: name[2:], parts_of=parts_of)
     assert message.splitlines()[0] == f"{tmp_path}: 6 problems, nothing was loaded:"
     for problem in (
-        "a.bottom (stored as x.a[2:]) has shape [2, 6]; expected [2, 5]",
-        "unexpected b.bottom (stored as x.b[2:]) (F32 [2, 6])",
+        "a.bottom (stored as x.a) has shape [2, 6]; expected [2, 5]",
+        "unexpected b.bottom (stored as x.b) (F32 [2, 6])",
         "x.c: belongs to another model",
-        "d.top (stored as z.d[0:2]) is there twice, as y.d too",
+        "d.top (stored as z.d) is there twice, as y.d too",
     ):
         assert f"model.safetensors: {problem}" in message
     assert "b.side: missing; expected F32 [1]" in message

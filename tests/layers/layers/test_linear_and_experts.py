@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from dsa_layers.layers.grouped_linear import GroupedLinear
 from torch import nn
 
 import dsa
@@ -10,7 +9,7 @@ from dsa.testing import calc_diff
 from dsa_layers.batch.packing import GroupRows
 from dsa_layers.engine.joint_linear import grouped_products
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import BlockFP8Linear, LanguageModelHead, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, GroupedLinear, LanguageModelHead, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, SwiGLU
 
 

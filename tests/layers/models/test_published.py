@@ -20,7 +20,7 @@ def manifest_of(config):
 
 
 def manifest(directory, name, **changes):
-    return published_manifest(read(directory, name, **changes))
+    return manifest_of(read(directory, name, **changes))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4_pro"])
