@@ -181,7 +181,7 @@ DEEPSEEK_V32 = [
     ({"sliding_window": 4096}, "'sliding_window' is 4096; accepted: null"),
     (
         {"quantization": {"group_size": 64, "bits": 4}},
-        "'quantization' is {'group_size': 64, 'bits': 4}; accepted: null",
+        "is {'bits': 4, 'group_size': 64}; accepted: null",
     ),
     ({"rope_scaling.foo": 1}, "'rope_scaling.foo' is 1; accepted: null"),
     ({"quantization_config.foo": 1}, "'quantization_config.foo' is 1; accepted: null"),
