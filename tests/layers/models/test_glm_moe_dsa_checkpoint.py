@@ -51,16 +51,29 @@ def test_dequantised_fp8_weights_give_the_same_logits(exact, expected):
     assert_same(paged_run(exact, TOKENS, [7, 130, 1, 12], PAGE), expected)
 
 
+@pytest.fixture(scope="module")
+def unrounded_and_fp8_pages(directory, tmp_path_factory):
+    """Models that send all tokens to the same experts, so that rounding moves no choice of a router."""
+
+    def even(tensors):
+        for name in [name for name in tensors if name.endswith(".mlp.gate.weight")]:
+            tensors[name].zero_()
+
+    even_routers = changed(directory, tmp_path_factory.mktemp("even"), even)
+    options = {"dtype": torch.float32, "dequantize": True, "progress": False}
+    return load_model(even_routers, **options), load_model(even_routers, kv_cache="fp8", **options)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[10], [1] * 10, [150], [125] + [1] * 25], ids=str)
-def test_shared_layers_over_fp8_pages_differ_by_rounding(directory, exact, chunks):
+def test_shared_layers_over_fp8_pages_differ_by_rounding(unrounded_and_fp8_pages, chunks):
     """Prefill reads the pages back, decode attends to their slots. 10 tokens are fewer than a layer selects; decode
     over FP8 pages picks them all by index."""
-    model = load_model(directory, dtype=torch.float32, dequantize=True, kv_cache="fp8", progress=False)
+    exact, model = unrounded_and_fp8_pages
     assert model.make_cache(1).layer(2).latent_is_fp8
     tokens = TOKENS[: sum(chunks)]
     unrounded = exact(tokens, SequenceBatch.without_cache([len(tokens)]), all_tokens=True)
-    assert 1e-7 < calc_diff(paged_run(model, tokens, chunks, PAGE), unrounded) < 1e-2
+    assert 1e-7 < calc_diff(paged_run(model, tokens, chunks, PAGE), unrounded) < 2e-3
 
 
 @torch.no_grad()
