@@ -15,7 +15,7 @@ GB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("device", "cpu_tokens", "room", "pages"),
+    ("device", "on_cpu", "room", "pages"),
     [
         ("cpu", 40, 0, 1024),  # the whole context of a sequence
         ("cpu", 8000, 0, 2000),  # CPU_CACHE_TOKENS
@@ -24,9 +24,9 @@ GB = 2**30
         ("cuda", 40, 102 * 4 * 8, 101),  # what the memory has room for: 8 bytes per token, and a page for padding
     ],
 )
-def test_a_cache_follows_from_the_memory_and_a_gpu_without_room_is_refused(device, cpu_tokens, room, pages, monkeypatch):
+def test_a_cache_follows_from_the_device_and_a_gpu_without_room_is_refused(device, on_cpu, room, pages, monkeypatch):
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: room)
-    monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", cpu_tokens)
+    monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", on_cpu)
     options = EngineOptions(page_size=4, max_sequences=8)
     assert Capacity(RememberingModel(context=4096), options, torch.device(device)).pages == pages
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: 10)
