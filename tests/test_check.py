@@ -4,7 +4,6 @@ import importlib.metadata
 import re
 
 import pytest
-import torch
 
 import dsa
 from dsa import check
@@ -16,7 +15,6 @@ from tests.ops.wrong_ops import break_op, swapped
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "no GPU for this test")
     monkeypatch.delenv("DSA_BACKEND", raising=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsa_layers.batch.placement import WHOLE, Cached, Placement
+from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
@@ -79,7 +79,7 @@ class Sharded(Placement):
             return x[: self._counts[self._ranks.rank]]
         return torch.cat([x[piece] for piece in self._pieces[self._ranks.rank]])
 
-    def local_cached(self, x: Cached) -> Cached:
+    def local_cached(self, x: Any) -> Any:
         return self._cache("local", x, self._local_of)
 
     def local_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
@@ -124,10 +124,10 @@ class Sharded(Placement):
 
         return end
 
-    def _local_of(self, x: Cached) -> Cached:
+    def _local_of(self, x: Any) -> Any:
         return type(x)(map(self.local_cached, x)) if isinstance(x, tuple) else self.local(x)
 
-    def _cache(self, what: str, x: Cached, make: Callable[[Cached], Cached]) -> Cached:
+    def _cache(self, what: str, x: Any, make: Callable[[Any], Any]) -> Any:
         """Return make(x). Compute it once per x and cache it. what: a name for `make`, part of the cache's key."""
         if (what, id(x)) not in self._cached:
             if len(self._cached) >= MOST_CACHED:  # these entries are from earlier passes over the same batch

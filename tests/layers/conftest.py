@@ -9,11 +9,12 @@ import torch
 
 from dsa_layers import tiny
 from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.generation.families import FAMILIES
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_tokenizer_of_a_size():
-    """Training one is most of the time that a tiny checkpoint takes, and a checkpoint's is only written."""
+def one_tokenizer_per_size():
+    """Training a tokenizer takes most of the time of writing a tiny checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "train_tokenizer", functools.cache(tiny.train_tokenizer))
         yield
@@ -21,7 +22,7 @@ def one_tokenizer_of_a_size():
 
 @pytest.fixture(scope="package", autouse=True)
 def no_gpu():
-    """These tests run on a CPU, also where there is a GPU, to which models would be loaded."""
+    """Models would be loaded to a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -30,8 +31,8 @@ def no_gpu():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
-    """A function of (model, quantized=True) that gives the tiny checkpoint's directory, to be read only. Writing one
-    takes a second."""
+    """Return a function of (model, quantized=True) that returns a tiny checkpoint's directory, which tests must not
+    change."""
     made = {}
 
     def directory(model: str, quantized: bool = True) -> Path:
@@ -46,3 +47,14 @@ def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def checkpoint(tiny_checkpoint) -> Path:
     return tiny_checkpoint("deepseek_v32")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_type(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(model_type, tiny_checkpoint) -> Path:
+    """The tiny checkpoint of each family."""
+    return tiny_checkpoint(model_type)

@@ -2,6 +2,7 @@
 
 import contextlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,8 +41,7 @@ def test_the_loss_is_that_of_one_pass_over_each_sequence(model, sequences):
         assert held_out_loss(model, sequences, chunk=chunk) == pytest.approx(expected, rel=1e-5)
 
 
-def test_all_keys_is_dense_attention(model, sequences):
-    """That of the same weights in a model that selects as many keys as there are."""
+def test_all_keys_is_attention_of_a_model_that_selects_as_many_keys_as_there_are(model, sequences):
     tokens = sequences[0]
     selected = logits_of(model, tokens)
     with all_keys(model, len(tokens)):
@@ -56,7 +56,6 @@ def test_all_keys_is_dense_attention(model, sequences):
 
 
 def test_the_latest_keys_are_a_window(model, sequences):
-    """A token changes the first layer's output within the window alone; short contexts are whole."""
     tokens, seen = sequences[0], []
     hook = model.model.layers[0].self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[0]))
     with latest_keys(model):
@@ -69,8 +68,7 @@ def test_the_latest_keys_are_a_window(model, sequences):
     assert (selected - window)[TOP_K:].abs().max() > 1e-2
 
 
-def test_the_latest_entries_in_decoding_passes(tiny_checkpoint):
-    """DeepSeek-V4 reads the same entries token by token as in one pass, from slots of the cache in place of rows."""
+def test_deepseek_v4_reads_the_same_latest_entries_token_by_token_as_in_one_pass(tiny_checkpoint):
     model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, dtype=torch.float32, progress=False)
     for layer in model.layers:
         if layer.attn.indexer is not None:
@@ -81,26 +79,19 @@ def test_the_latest_entries_in_decoding_passes(tiny_checkpoint):
     assert by_token == pytest.approx(at_once, rel=1e-5) != pytest.approx(held_out_loss(model, [tokens]), rel=1e-5)
 
 
-class First(nn.Module):
-    """An indexer that selects the first token twice. depth: an argument that other indexers do not have."""
-
-    def __init__(self):
-        super().__init__()
-        self.top_k = 2
-
-    def select(self, x, qr, rope, batch, cache=None, *, depth):
-        return torch.zeros(len(x), self.top_k, dtype=torch.int32)
-
-
 LATEST = [[0, -1], [0, 1], [1, 2], [2, 3]]
 
 
+def select_first(x, qr, rope, batch, cache=None, *, depth):
+    return torch.zeros(len(x), 2, dtype=torch.int32)
+
+
 class Other(nn.Module):
-    """Attention of a class that nobody knows: its output is what its indexer selects."""
+    """Attention of a class that nobody knows: its output is what its indexer selects, the first token twice."""
 
     def __init__(self):
         super().__init__()
-        self.indexer = First()
+        self.indexer = SimpleNamespace(top_k=2, select=select_first)
 
     def selectable(self, batch):
         return batch
@@ -110,8 +101,7 @@ class Other(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, checkpoint_wrapper, partial(torch.compile, backend="eager")])
-def test_attention_of_another_class_and_in_wrappers(wrap):
-    """A wrapper has the attributes of the layer inside of it."""
+def test_contexts_change_attention_of_another_class_and_in_wrappers(wrap):
     attention, tokens, batch = Other(), torch.arange(4), SequenceBatch.without_cache([4])
     layer = attention if wrap is nn.Sequential else wrap(attention)
     model = nn.Sequential(layer)
@@ -123,14 +113,13 @@ def test_attention_of_another_class_and_in_wrappers(wrap):
     assert attention.indexer.top_k == 2
 
 
-def test_contexts_restore_what_was_there_before():
+def test_nested_contexts_restore_what_was_there_before():
     model, tokens, batch = nn.Sequential(Other()), torch.arange(4), SequenceBatch.without_cache([4])
-    model[0].indexer.select = lambda *arguments, **options: torch.full((4, 2), 1)
     with latest_keys(model):
         with latest_keys(model):
             assert model[0](tokens, batch).tolist() == LATEST
         assert model[0](tokens, batch).tolist() == LATEST
-    assert model[0](tokens, batch).tolist() == [[1, 1]] * 4
+    assert model[0](tokens, batch).tolist() == [[0, 0]] * 4
 
 
 @pytest.mark.parametrize("context", [latest_keys, partial(all_keys, longest=4)])
@@ -158,8 +147,7 @@ def test_a_token_reads_as_many_keys_as_its_indexer_selects(tiny_checkpoint, fami
     assert counts.dense == counts.context == (length + 1) / 2
 
 
-def test_keys_of_windows_and_entries(tiny_checkpoint):
-    """DeepSeek-V4: the window's tokens, and of the entries those that the indexer selects, or all that are complete."""
+def test_keys_of_deepseek_v4_are_the_window_s_tokens_and_selected_or_complete_entries(tiny_checkpoint):
     model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, progress=False)
     config, length = model.config, 280
 

@@ -26,16 +26,10 @@ METRICS = json.loads((SHIPPED_MODEL / "metrics.json").read_text(encoding="utf-8"
 CARD = (SHIPPED_MODEL / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load_model(SHIPPED_MODEL, progress=False)
-
-
-def test_size_and_format():
+def test_the_file_is_small_and_kernels_take_its_sizes():
     assert (SHIPPED_MODEL / "model.safetensors").stat().st_size < 4_000_000
     config = read_config(SHIPPED_MODEL)
     assert config.quantization.scale_fmt == "ue8m0"
-    # What the kernels take.
     assert (config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim) == (512, 64, 128)
     assert (config.index_n_heads, config.index_head_dim) == (8, 128)
 
@@ -51,8 +45,8 @@ def test_the_card_names_the_licence_of_the_data():
         assert f"| {package['name']} | {package['version']} | {package['licence']} |" in CARD
 
 
-def test_the_recorded_loss(model):
-    """Of a held-out text, of which most tokens see more keys than are selected."""
+def test_the_loss_of_a_held_out_text_is_the_recorded_one():
+    model = load_model(SHIPPED_MODEL, progress=False)
     tokenizer = Tokenizer(SHIPPED_MODEL)
     tokens = torch.tensor(tokenizer.encode(METRICS["sample"]["text"]))
     assert tokens[0] == tokenizer.bos_token_id and len(tokens) > 4 * model.config.index_topk
@@ -64,8 +58,7 @@ def test_the_recorded_loss(model):
 
 
 @pytest.mark.slow
-def test_it_drafts():
-    """The same greedy tokens with drafts, of which as many are taken as its card says, about."""
+def test_as_many_drafts_are_taken_as_its_card_says():
     model = load_model(SHIPPED_MODEL, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
     tokenizer, prompt = Tokenizer(SHIPPED_MODEL), HELD_OUT_TEXT.read_text("utf-8")[:1000]
     found = []
@@ -99,12 +92,10 @@ def test_the_demo_runs_it(monkeypatch, capsys):
 def test_the_text_of_the_comparison_is_held_out():
     excerpt = METRICS["data"]["held_out_excerpt"]
     assert excerpt in METRICS["data"]["held_out_files"] and f"`{excerpt}`" in CARD
-    assert HELD_OUT_TEXT.is_relative_to(SHIPPED_MODEL)
-    assert 20_000 <= HELD_OUT_TEXT.stat().st_size < 30_000
+    assert HELD_OUT_TEXT.is_relative_to(SHIPPED_MODEL) and 20_000 <= HELD_OUT_TEXT.stat().st_size < 30_000
 
 
 def test_the_documents_have_its_figures():
-    """As examples/indexer_training/report.py writes them."""
     table = CARD.partition("Held-out language loss")[2]
     assert table and table in (ROOT / "docs" / "how-to" / "train-an-indexer.md").read_text("utf-8")
     assert (ROOT / "docs" / "pictures" / "indexer-training.png").exists()

@@ -132,7 +132,6 @@ def test_only_parts_that_the_kernel_takes_are_summed():
 
 
 def test_only_experts_that_the_kernel_takes_are_summed_in_it(monkeypatch):
-    """Few tokens, in inference, with weights and aligned rows."""
     monkeypatch.setattr(backends, "allows_kernels", lambda: True)
 
     def taken(tokens=2, index=torch.int32, weights=True, shared=None, ranks=2, **options):

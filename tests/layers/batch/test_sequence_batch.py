@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dsa_layers.batch import packing
-from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import Chunk, SequenceBatch, prefill_batch
 
 
@@ -36,7 +35,8 @@ def test_selected_positions_become_rows_and_slots():
 
 
 def test_windows_are_what_is_computed_by_hand():
-    """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one."""
+    """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one. Of five tokens
+    the ring keeps the last ones; no token sees one before position 0."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
     assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1
@@ -45,6 +45,9 @@ def test_windows_are_what_is_computed_by_hand():
     assert windows.order.tolist() == [0, 1, 3, 4, 2, 5] and windows.cu_keys.tolist() == [0, 4, 6]
     assert not windows.in_order
     assert windows is batch.windows(3, 3) and windows is not batch.windows(4, 4)
+    windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3, 3)
+    assert windows.slots.tolist() == [-1, -1, 19, 20, 18, 3]
+    assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
 
 
 def test_windows_need_state_slots():
@@ -67,28 +70,7 @@ def test_entries_are_what_is_computed_by_hand():
     assert got.tolist() == [[15, -1], [14, 15], [8, -1]] and got.dtype == torch.int32
 
 
-def test_a_ring_keeps_the_last_tokens_of_a_chunk_longer_than_the_window():
-    """Of the five tokens from position 2 on the ring of 3 keeps the last ones; no token sees one before position 0."""
-    windows = SequenceBatch.paged([5, 1], [7, 1], [[7, 2], [4]], page_size=4, state_slots=[6, 1]).windows(3, 3)
-    assert windows.slots.tolist() == [-1, -1, 19, 20, 18, 3]
-    assert windows.earlier_lens == (2, 0) and windows.earlier_slots.tolist() == [18, 19]
-
-
-def test_a_step_is_what_is_computed_by_hand():
-    """The host does not know lengths, so each sequence's packed keys take as many rows as its pages have."""
-    lengths, rings = (torch.tensor(v, dtype=torch.int32) for v in ([6, 4], [6, 1]))
-    table = torch.tensor([[7, 2], [4, -1]], dtype=torch.int32)
-    step = DecodeBatch(table, 4, lengths, 8, rings)
-    assert step.slots.tolist() == [9, 19] and step.positions.tolist() == [5, 3]
-    assert step.key_slots.tolist() == [28, 29, 30, 31, 8, 9, 10, 11, 16, 17, 18, 19, -1, -1, -1, -1]
-    entries, windows = step.entries(4), step.windows(3, 3)
-    assert entries.slots.tolist() == [-1, 4] and entries.key_slots.tolist() == [7, 2, 4, -1]
-    assert entries.visible_keys.tolist() == [1, 1] and entries.positions.tolist() == [2, 0]
-    assert windows.slots.tolist() == [20, 3]
-
-
 def test_a_batch_has_a_chunk_of_each_prompt():
-    """The second chunk of a prompt, and all of another one, whose page is full then."""
     batch = prefill_batch([Chunk(2, 3, [7, 2], 6), Chunk(4, 0, range(4, 5), 1)], page_size=4, device="cpu")
     assert (batch.query_lens, batch.key_lens) == ((2, 4), (5, 4)) and not batch.is_decode
     assert batch.positions.tolist() == [3, 4, 0, 1, 2, 3] and batch.earlier_lens_tensor.tolist() == [3, 0]
@@ -97,7 +79,6 @@ def test_a_batch_has_a_chunk_of_each_prompt():
 
 
 def test_counts_are_the_visible_keys_up_to_the_columns():
-    """The keys that a token sees, at most the number of columns; None if all tokens see at least that many."""
     batch = SequenceBatch.paged([3, 2], [7, 9], [[0, 1], [2, 3, 4]], 4)
     assert batch.least_visible == 5
     assert batch.selected_counts(6).tolist() == [5, 6, 6, 6, 6] and batch.selected_counts(6) is batch.selected_counts(6)
@@ -107,7 +88,6 @@ def test_counts_are_the_visible_keys_up_to_the_columns():
 
 
 def test_positions_beyond_a_million_have_the_right_slots():
-    """Positions, entries and slots of the last tokens, in the last pages that slots can number."""
     pages = [2**25 - 1, *range(2**14, 2**15 + 1)]
     pages[-1] = 2**25 - 2
     batch = SequenceBatch.paged([3], [2**20 + 1], [pages], page_size=64, state_slots=[5])

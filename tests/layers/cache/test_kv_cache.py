@@ -10,7 +10,6 @@ from dsa_layers.cache.kv_cache import OutOfPages, PageAllocator, PagedKVCache
 
 
 def test_every_page_is_allocated_to_one_owner():
-    """A refused allocation or release changes nothing."""
     pages = PageAllocator(4)
     first, second = pages.allocate(2), pages.allocate(1)
     with pytest.raises(OutOfPages, match="2 pages are needed and 1 of 4 are free"):
@@ -33,35 +32,32 @@ def test_every_page_is_allocated_to_one_owner():
 SLOTS = "num_pages: must be at most {}, so that slots are int32, for pages of "
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_pages": -1}, "num_pages: must be at least 0, got -1"),
-        ({"num_pages": 2**26}, SLOTS.format(33554432) + "64"),
-        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
-        ({"state_slots": 1.5}, "state_slots: must be an integer, got 1.5"),
-        ({"latent": "int4"}, "latent: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
-        ({"index": torch.int8}, "index: must be 'fp8', torch.bfloat16, .*, got torch.int8"),
-        ({"latent": "fp8", "latent_dim": 48}, "latent_dim: must be 576"),
-    ],
-)
-def test_impossible_caches_are_refused(change, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        PagedKVCache(**{"num_layers": 1, "num_pages": 2} | change)
+def paged(**changed):
+    return PagedKVCache(**{"num_layers": 1, "num_pages": 2} | changed)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"entries": "int4"}, r"entries: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
-        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
-        ({"num_pages": 2**24}, SLOTS.format(8388608) + "256"),
-    ],
-)
-def test_impossible_compressed_caches_are_refused(change, message):
+def compressed(**changed):
     options = {"layers": [], "num_pages": 2, "page_size": 256, "state_slots": 1, "window": 8, "dim": 512}
-    with pytest.raises(ValueError, match=message):
-        CompressedKVCache(**options | change)
+    return CompressedKVCache(**options | changed)
+
+
+@pytest.mark.parametrize(
+    ("make", "changed", "message"),
+    [
+        (paged, {"num_pages": -1}, "num_pages: must be at least 0, got -1"),
+        (paged, {"num_pages": 2**26}, SLOTS.format(33554432) + "64"),
+        (paged, {"page_size": 0}, "page_size: must be at least 1, got 0"),
+        (paged, {"state_slots": 1.5}, "state_slots: must be an integer, got 1.5"),
+        (paged, {"latent": "int4"}, "latent: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
+        (paged, {"index": torch.int8}, "index: must be 'fp8', torch.bfloat16, .*, got torch.int8"),
+        (paged, {"latent": "fp8", "latent_dim": 48}, "latent_dim: must be 576"),
+        (compressed, {"entries": "int4"}, "entries: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
+        (compressed, {"num_pages": 2**24}, SLOTS.format(8388608) + "256"),
+    ],
+)
+def test_impossible_caches_are_refused(make, changed, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(**changed)
 
 
 def test_layers_have_pages_of_the_given_dtypes():

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dsa_layers import Generator
+
 
 @pytest.fixture
 def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
@@ -18,6 +20,28 @@ def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
         return only
 
     return line
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
+    """Make the generator give each list of events in turn, then none, and raise the exceptions among them. Return the
+    list of (prompts, parameters) that reach it."""
+    calls = []
+
+    def install(*runs: list) -> list:
+        waiting = iter(runs)
+
+        def stream(self, prompts, params, on_prefill):
+            calls.append((prompts, params))
+            for event in next(waiting, ()):
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+
+        monkeypatch.setattr(Generator, "stream", stream)
+        return calls
+
+    return install
 
 
 @pytest.fixture

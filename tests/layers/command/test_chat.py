@@ -5,8 +5,7 @@ import pytest
 from dsa_layers import SHIPPED_MODEL, Generator, TokenEvent
 from dsa_layers.command.generate import assistant_message
 from dsa_layers.command.main import main
-
-BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+from tests.layers.io.chat_examples import ASSISTANT, BOS, EOS, USER
 
 
 @pytest.fixture
@@ -29,25 +28,8 @@ def chat(monkeypatch):
     return call
 
 
-@pytest.fixture
-def replies(monkeypatch):
-    """The generator writes these, and its prompts are added to the list that is returned; None is a Ctrl-C."""
-
-    def stand_in(*texts):
-        prompts, waiting = [], iter(texts)
-
-        def stream(self, given, params, on_prefill):
-            prompts.extend(given)
-            for piece in next(waiting):
-                if piece is None:
-                    raise KeyboardInterrupt
-                yield TokenEvent(0, 1, piece, None)
-            yield TokenEvent(0, 1, "", "eos")
-
-        monkeypatch.setattr(Generator, "stream", stream)
-        return prompts
-
-    return stand_in
+def reply(*pieces):
+    return [*(TokenEvent(0, 1, piece, None) for piece in pieces), TokenEvent(0, 1, "", "eos")]
 
 
 @pytest.mark.slow
@@ -60,11 +42,11 @@ def test_tiny_checkpoints_reply_and_reuse_the_conversation(tiny_checkpoint, chat
     assert capsys.readouterr().out.startswith("<think>")
 
 
-def test_messages_and_commands_make_the_prompts(checkpoint, chat, replies, capsys):
-    prompts = replies(["because", "</th", "ink>A1"], ["A2"], ["A3"])
+def test_messages_and_commands_make_the_prompts(checkpoint, chat, stand_in, capsys):
+    calls = stand_in(reply("because", "</th", "ink>A1"), reply("A2"), reply("A3"))
     lines = ["Q1", "", "Q2", "/reset", "/usr/bin ?", "/exit", "Q9"]
     assert chat(checkpoint, lines, "--chat-option", "enable_thinking=true", "--system", "S") == 0
-    assert prompts == [
+    assert [prompt for (prompt,), _ in calls] == [
         f"{BOS}S{USER}Q1{ASSISTANT}<think>",
         f"{BOS}S{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>",
         f"{BOS}S{USER}/usr/bin ?{ASSISTANT}<think>",
@@ -72,10 +54,10 @@ def test_messages_and_commands_make_the_prompts(checkpoint, chat, replies, capsy
     assert capsys.readouterr().out == "<think>because</think>A1\n<think>A2\n<think>A3\n"
 
 
-def test_control_c_ends_a_reply_and_at_a_prompt_the_program(checkpoint, chat, replies, capsys):
-    prompts = replies(["begun", None, " and"], ["A2"])
+def test_control_c_ends_a_reply_and_at_a_prompt_the_program(checkpoint, chat, stand_in, capsys):
+    calls = stand_in([*reply("begun")[:1], KeyboardInterrupt()], reply("A2"))
     assert chat(checkpoint, ["Q1", "Q2", KeyboardInterrupt, "Q3"]) == 130
-    assert prompts[1:] == [f"{BOS}{USER}Q1{ASSISTANT}</think>begun{EOS}{USER}Q2{ASSISTANT}</think>"]
+    assert calls[1][0] == [f"{BOS}{USER}Q1{ASSISTANT}</think>begun{EOS}{USER}Q2{ASSISTANT}</think>"]
     assert capsys.readouterr().out == "begun\nA2\n"
 
 
@@ -90,10 +72,7 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
     ("options", "problem"),
     [
         (["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
-        (
-            ["--chat-option", "thinkin=true"],
-            "thinkin: is no variable of the chat template; accepted: drop_thinking, enable_thinking, thinking",
-        ),
+        (["--chat-option", "thinkin=true"], "thinkin: is no variable of the chat template; accepted: drop_thinking, "),
     ],
 )
 def test_wrong_options_end_the_program_before_a_message_is_read(checkpoint, chat, error, options, problem):

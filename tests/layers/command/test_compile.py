@@ -2,14 +2,15 @@
 
 import importlib.util
 import json
-import re
 
 import pytest
+import torch
 
 from dsa.runtime.variants import Variant
 from dsa_layers import compilation
 from dsa_layers.command.main import main
 from dsa_layers.models.family import VENDORED
+from tests.layers.io.stand_ins import BF16, fields_of
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
 FLASH = VENDORED / "deepseek_v4_flash_config.json"
@@ -44,27 +45,18 @@ def test_a_checkpoints_kernels_are_compiled_once(asked, checkpoint, tmp_path, ca
 
 @pytest.mark.slow
 def test_options_choose_the_variants(asked, tmp_path, monkeypatch):
-    """Of a config.json by itself, whatever its name."""
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
-    for options in (
-        ["--gpus", "4"],
-        ["--widen-experts"],
-        ["--dequantize", "--dtype", "float16", "--draft", "2"],
-    ):
-        assert main(["compile", "--model", str(FLASH), "--jobs", "1", *options]) == 0
-    found = [(one.fp4_experts, one.fp8_linear, str(one.dtype), *numbers) for _, one, *numbers in asked]
-    assert found == [
-        (True, True, "torch.bfloat16", 0, 4),
-        (False, True, "torch.bfloat16", 0, 1),
-        (False, False, "torch.float16", 2, 1),
-    ]
+    for options in ("--gpus 4", "--widen-experts", "--dequantize --dtype float16 --draft 2"):
+        assert main(["compile", "--model", str(FLASH), "--jobs", "1", *options.split()]) == 0
+    found = [(one.fp4_experts, one.fp8_linear, one.dtype, *numbers) for _, one, *numbers in asked]
+    assert found == [(True, True, BF16, 0, 4), (False, True, BF16, 0, 1), (False, False, torch.float16, 2, 1)]
     assert list(tmp_path.glob("*.o"))
 
 
 def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monkeypatch, error):
     changed = tmp_path / "config.json"
-    changed.write_text(json.dumps(json.loads((checkpoint / "config.json").read_text()) | {"model_type": "gpt2"}))
+    changed.write_text(json.dumps(fields_of(checkpoint) | {"model_type": "gpt2"}))
     writable = tmp_path / "writable"
     writable.mkdir()
     writable.chmod(0o777)
@@ -87,15 +79,8 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
     assert not asked
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--draft", "1"], "--draft: config.json has num_nextn_predict_layers=0"),
-        (["--gpus", "3"], "--gpus: 3 do not evenly share the "),
-    ],
-)
-def test_models_that_lack_a_drafter_or_do_not_come_apart_are_refused(checkpoint, tmp_path, capsys, options, problem):
-    fields = json.loads((checkpoint / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
-    assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), *options]) == 2
-    assert re.search(f"^dsa compile: {problem}", capsys.readouterr().err, re.M)
+def test_models_that_lack_a_drafter_or_do_not_come_apart_are_refused(checkpoint, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(fields_of(checkpoint) | {"num_nextn_predict_layers": 0}))
+    for option, n, problem in (("--draft", "1", "config.json has num_nextn"), ("--gpus", "3", "3 do not evenly share")):
+        assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), option, n]) == 2
+        assert f"\ndsa compile: {option}: {problem}" in capsys.readouterr().err

@@ -26,15 +26,10 @@ try:
 except SystemExit:
     sys.exit(bool({"torch", "numpy", "tokenizers", "dsa", "tqdm", "jinja2"} & sys.modules.keys()))
 """
-COMMANDS = ["generate", "chat", "compare", "check", "compile", "plan", "convert", "bench", "tune", "tiny"]
 (_SUBPARSERS,) = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
 
 
-def test_the_commands():
-    assert list(_SUBPARSERS.choices) == COMMANDS
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", _SUBPARSERS.choices)
 def test_every_option_names_its_default(command):
     parser = _SUBPARSERS.choices[command]
     for action in parser._actions:
@@ -55,10 +50,10 @@ def test_help_imports_nothing_slow(arguments):
     assert done.returncode == 0 and done.stdout.startswith("usage: dsa"), done.stderr
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as exit:
+def test_the_version_is_the_package_s(capsys):
+    with pytest.raises(SystemExit):
         main(["--version"])
-    assert exit.value.code == 0 and capsys.readouterr().out == f"dsa {dsa.__version__}\n"
+    assert capsys.readouterr().out == f"dsa {dsa.__version__}\n"
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == dsa.__version__
 
 
@@ -67,10 +62,7 @@ def test_version(capsys):
     [
         ([], "required: command"),
         (["train"], "invalid choice: 'train'"),
-        (
-            ["generate", "x", "--dequant", "--promp", "y"],
-            "dsa generate: unrecognized arguments: --dequant --promp y (see dsa --help)",
-        ),
+        (["generate", "x", "--promp", "y"], "dsa generate: unrecognized arguments: --promp y (see dsa --help)"),
         (["tiny", "x", "--model", "llama"], "--model: invalid choice: 'llama'"),
         (["tiny", ""], "directory: must not be empty"),
         (["generate", "--top-k", "many"], "--top-k: invalid int value: 'many' (see dsa generate --help)"),
@@ -80,7 +72,7 @@ def test_version(capsys):
         (["convert", "a", "b", "--dtype", "fp8", "--shard-gb", "-1"], "--shard-gb: must be a finite number above 0"),
     ],
 )
-def test_wrong_calls(error, arguments, shown):
+def test_wrong_calls_are_told_in_one_line(error, arguments, shown):
     assert main(arguments) == 2 and shown in error()
 
 
@@ -107,11 +99,6 @@ def test_the_documented_table_has_every_parameter_with_its_default(heading, docu
     defaults = {p.name: "" if p.default is inspect.Parameter.empty else repr(p.default) for p in named}
     options = vars(EngineOptions()) if documented is Generator else {}
     assert found == defaults | {name: repr(value) for name, value in options.items()}
-
-
-def test_every_option_of_an_engine_has_a_default_and_a_text():
-    texts = {*re.findall(r"^    (\w+)  ", EngineOptions.__doc__, re.M)}
-    assert {*vars(EngineOptions())} == texts
 
 
 def test_every_key_of_the_events_is_in_the_help(capsys):

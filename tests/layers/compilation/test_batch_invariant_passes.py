@@ -54,12 +54,8 @@ def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize(
-    ("ranks", "kv_cache"),
-    [(2, "fp8"), (1, "fp8"), (1, "model"), (8, "fp8")],
-)
+@pytest.mark.parametrize(("ranks", "kv_cache"), [(2, "fp8"), (1, "fp8"), (1, "model"), (8, "fp8")])
 def test_passes_of_any_size_take_one_way(name, ranks, kv_cache):
-    """Whatever the number of sequences, of their drafts and of the tokens of the longest one."""
     config = published(name)
     functions, attention, products = asked(config, kv_cache, 1, 64, 0, invariant=True, ranks=ranks)
     assert not products and not functions & OF_FEW_ROWS and attention

@@ -21,10 +21,7 @@ PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in 
 # Most launches of a layer of each kind, in the order of the model, by the tokens of all sequences.
 TOKENS = 1, 16, 32, 64, 128, 256, 512
 MOST = {
-    "deepseek_v32": {
-        "dense": (21, 21, 22, 22, 23, 23, 24),
-        "experts": (26, 26, 27, 27, 30, 30, 30),
-    },
+    "deepseek_v32": {"dense": (21, 21, 22, 22, 23, 23, 24), "experts": (26, 26, 27, 27, 30, 30, 30)},
     "glm_5_2": {
         "dense": (21, 21, 23, 22, 23, 23, 23),
         "experts and another layer's selection": (20, 20, 22, 21, 23, 23, 22),

@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dsa.kernels.parallel.limits import DTYPES
 from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.compilation import (
-    decode,
-    model_variants,
-    prefill,
-    without_memory,
-)
+from dsa_layers.compilation import decode, model_variants, prefill, without_memory
 from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published, tiny
+from tests.layers.layers.calls import record
+from tests.layers.parallel.processes import in_ranks
 
 
 @functools.cache
@@ -40,7 +39,6 @@ def variants_of(model_type, *, drafts=0, gpus=1, **options):
     ids=str,
 )
 def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
-    """The list is of some sizes; passes of random ones ask for nothing that it lacks."""
     config = tiny(model_type)
     listed = variants_of(model_type, **options)
     draw, context = random.Random(0), config.max_position_embeddings
@@ -72,11 +70,7 @@ def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(name):
     assert asked.keys() <= {*model_variants(config, precision)}
 
 
-ZEROS = {
-    torch.empty: torch.zeros,
-    torch.empty_like: torch.zeros_like,
-    torch.Tensor.new_empty: torch.Tensor.new_zeros,
-}
+ZEROS = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Tensor.new_empty: torch.Tensor.new_zeros}
 
 
 class Zeroed(TorchFunctionMode):
@@ -86,24 +80,62 @@ class Zeroed(TorchFunctionMode):
         return ZEROS.get(function, function)(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_type", "drafts"),
-    [
-        ("glm_moe_dsa", 2),
-        ("deepseek_v4", 0),
-        ("deepseek_v4", 2),
-        ("deepseek_v32", 2),
-    ],
-)
-def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoint):
-    """With weights, on the CPU, and kernels that do nothing: prefill in chunks, of one prompt and of several, and
-    decoding while sequences end one by one."""
-    model = load_model(tiny_checkpoint(model_type), drafter=drafts > 0, progress=False)
-    generator = Generator(model, cache_tokens=16384, prefill_chunk=1500, draft_tokens=drafts)
-    draw = random.Random(1)
+def generated(ranks, directory, drafts, chunk, calls):
+    """The kernels that a generator asks for, on the CPU with kernels that do nothing. calls: lengths of prompts"""
+    model = load_model(directory, mesh=ranks, drafter=drafts > 0, progress=False)
+    generator = Generator(model, cache_tokens=16384, prefill_chunk=chunk, draft_tokens=drafts)
+    draw = random.Random(1)  # the same prompts on all ranks
     with asked_variants("sm_90") as asked, Zeroed():
-        for lens in ([1], [5], [2200], [3, 700, 40], [1] * 9, [2500, 2300]):
+        for lens in calls:
             prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
             generator.generate(prompts, [SamplingParams(max_tokens=2 + i) for i in range(len(prompts))])
-    assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts=drafts)
+    return set(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "drafts"), [("glm_moe_dsa", 2), ("deepseek_v4", 0), ("deepseek_v4", 2), ("deepseek_v32", 2)]
+)
+def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoint):
+    calls = [1], [5], [2200], [3, 700, 40], [1] * 9, [2500, 2300]
+    asked = generated(None, tiny_checkpoint(model_type), drafts, 1500, calls)
+    assert len(asked) > 20 and asked <= variants_of(model_type, drafts=drafts)
+
+
+def sums(variants):
+    return {variant for variant in variants if variant.module.startswith("dsa.kernels.parallel.")}
+
+
+SUMS = {
+    *(Variant("dsa.kernels.parallel.one_shot_sum_sm90", "compile_one_shot_sum", (dtype, 2)) for dtype in DTYPES),
+    *(
+        Variant("dsa.kernels.parallel.experts_sum_sm90", "compile_experts_sum", (dtype, 2, shared))
+        for dtype in DTYPES
+        for shared in (False, True)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
+def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
+    """For prompts in chunks of which ranks share the rows, and in short passes. Sums go through NCCL."""
+    expected, alone = variants_of(model_type, drafts=2, gpus=2), variants_of(model_type, drafts=2)
+    of_ranks = in_ranks(2, generated, tiny_checkpoint(model_type), 2, 400, [[500], [3, 300, 40]])
+    assert all(len(asked) > 20 and asked <= expected for asked in of_ranks)
+    assert not of_ranks[0] <= alone  # one GPU's alone would not do
+    assert sums(expected) == SUMS and not sums(alone)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_products_of_split_experts_expect_their_share_of_the_rows(gpus, monkeypatch):
+    """Kernels are compiled for these; a GPU that has all experts leaves it to the products."""
+    products = "grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"
+    found = record(monkeypatch, *products, seen=lambda *_, expected_rows, **__: expected_rows)
+    config = tiny("deepseek_v4")
+    model, cache = without_memory(config, precision_of(config), gpus=gpus)
+    for tokens in (1, 7):
+        found.clear()
+        with asked_variants("sm_90"):
+            decode(model, cache, tokens, 64)
+        assert {*found} == {None if gpus == 1 else -(-tokens * config.num_experts_per_tok // 2)}

@@ -35,7 +35,6 @@ def test_short_prompts_and_short_prefixes_take_the_multi_head_form(new, total, e
 @pytest.mark.parametrize("pages", [None, torch.float32, "fp8"], ids=str)
 @torch.no_grad()
 def test_both_forms_give_the_same_result(pages, monkeypatch):
-    """In chunks, for a layer with an indexer and for one that takes its selection."""
     torch.manual_seed(3)
     full = PagedAttention(128, 4, PagedIndexer(128, 128, n_heads=64, top_k=16), q_lora_rank=128)
     shared = PagedAttention(128, 4, None, q_lora_rank=128)

@@ -28,7 +28,6 @@ def logits(model, monkeypatch, most):
 
 
 def test_attention_in_pages_is_attention_to_what_is_read_from_them(tiny_checkpoint, monkeypatch):
-    """glm_moe_dsa also has layers without an indexer."""
     model = load_model(tiny_checkpoint("glm_moe_dsa"), **FLOAT, kv_cache="fp8")
     layers = model.config.num_hidden_layers
     expected, *used = logits(model, monkeypatch, 10**9)
@@ -44,7 +43,6 @@ def test_attention_in_pages_is_attention_to_what_is_read_from_them(tiny_checkpoi
     ids=["all keys fit", "a byte less", "pages of the model's dtype"],
 )
 def test_the_limit_counts_the_bytes_of_all_keys(kv_cache, most, reads, in_pages, tiny_checkpoint, monkeypatch):
-    """In fp32, of a model of two layers. Each key has 576 numbers."""
     model = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT, kv_cache=kv_cache)
     del model.model.layers[2:]
     assert logits(model, monkeypatch, most)[1:] == (reads, in_pages)

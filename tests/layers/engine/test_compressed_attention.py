@@ -69,7 +69,6 @@ def test_products_of_both_compressors_are_one_and_freed_before_attention(
     ids=["many heads", "few heads", "bf16 weights"],
 )
 def test_attention_of_many_heads_casts_its_results_for_fp8_weights(heads, fp8, rope_dim, casts, monkeypatch):
-    """The result has the bits of a cast after attention."""
     layer, batch = fused_attention(heads=heads, fp8=fp8), SequenceBatch.without_cache([5, 3])
     rope = RotaryEmbedding(rope_frequencies(rope_dim, 1e4))(batch.positions)
     called, x = record(monkeypatch, "window_attention_cast_to_fp8"), torch.randn(8, HIDDEN).to(BF16)
@@ -81,7 +80,6 @@ def test_attention_of_many_heads_casts_its_results_for_fp8_weights(heads, fp8, r
 
 @pytest.mark.parametrize(("channels", "joined"), [(64, True), (36, False)])
 def test_rope_is_one_op_with_the_norm_and_the_cast(channels, joined, monkeypatch):
-    """For numbers of channels that the kernels take."""
     batch, x = SequenceBatch.without_cache([5]), torch.randn(5, HIDDEN).to(BF16)
     rope = RotaryEmbedding(rope_frequencies(channels, 1e4))(batch.positions)
     called = record(monkeypatch, "rms_norm_rotary", "rotary_cast_to_fp8", "apply_rotary")

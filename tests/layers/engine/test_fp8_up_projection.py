@@ -47,7 +47,6 @@ def decode(layer, x, latent):
 
 @pytest.mark.parametrize(("sizes", "latent"), [((128, 128, 16), "fp8"), ((192, 256, 64), torch.bfloat16)])
 def test_decoding_equals_that_with_dequantised_weights(sizes, latent, called, monkeypatch):
-    """With selected keys, and with all of them."""
     torch.manual_seed(3)
     layer, x = make_layer(*sizes), torch.randn(2, 24, HIDDEN).bfloat16()
     got = decode(layer, x, latent)

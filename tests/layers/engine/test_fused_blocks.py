@@ -118,7 +118,6 @@ def test_a_hyper_block_has_the_bits_of_its_formula(calls):
 @pytest.mark.parametrize(("fp8", "collapse"), [(True, "hyper_collapse_norm_cast_to_fp8"), (False, "hyper_collapse")])
 @torch.no_grad()
 def test_an_expansion_is_one_op_with_the_next_projection(fp8, collapse, on_gpu, calls):
-    """Within a block, and from one block to the next."""
     (first, second), x = hyper_blocks(2, fp8), streams(BF16)
     assert first.following == (second.hc_attn,) and second.following == ()
     between = run_hyper_block(first, x)

@@ -121,7 +121,6 @@ def test_attention_over_pages_equals_plain_attention(length, pages):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("length", [10, N])
 def test_float_pages_change_no_bit(length, dtype, monkeypatch):
-    """All keys are new, so none is read back from the pages."""
     layer, lengths = make_attention(dtype), [length, 9]
     x, cache = torch.randn(sum(lengths), HIDDEN).to(dtype), PagedKVCache(1, 6, 16, latent=dtype).layer(0)
     cache.latent.fill_(torch.nan)

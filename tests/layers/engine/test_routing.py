@@ -81,7 +81,6 @@ def leave_experts_of_rank(moe, first, count):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @torch.no_grad()
 def test_experts_read_the_cast_of_a_single_token(fp4, use_ue8m0, monkeypatch):
-    """The result has the bits of a cast of the experts' rows, also if this rank has only some of the experts."""
     moe, x = mixture(fp4_experts=fp4, use_ue8m0=use_ue8m0), torch.randn(1, 128)
     cast, expected = moe.shared_experts.gate_proj.cast(x), moe(x)
     first = int(moe.gate(x)[0].max()) - 1  # two experts, which are not all three of the token

@@ -91,7 +91,6 @@ def watched(monkeypatch):
 def test_a_side_stream_and_the_kernels_before_its_join_are_independent(
     family, drafts, tiny_checkpoint, watched, monkeypatch
 ):
-    """In decoding passes of one token and of several, with more visible keys than selected ones."""
     model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
     starts = record(monkeypatch, "_decode", seen=lambda *_: len(watched), owner=generator.passes)

@@ -11,12 +11,6 @@ from dsa_layers.engine.split import SplitEmbedding
 from dsa_layers.parallel.ranks import Ranks
 
 
-def embedding_of(rank, dtype):
-    part = SplitEmbedding(4, 8, dtype=dtype)
-    part.ranks = Ranks(rank, 3)
-    return part
-
-
 @pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -28,8 +22,8 @@ def test_the_ranks_embeddings_add_up(shape, dtype, one_kernel, monkeypatch):
     tokens = torch.randint(12, shape)
     total = torch.zeros_like(whole(tokens))
     for rank in range(3):
-        part = embedding_of(rank, dtype)
-        part.weight.data = whole.weight[4 * rank : 4 * rank + 4]
+        part = SplitEmbedding(4, 8, dtype=dtype)
+        part.ranks, part.weight.data = Ranks(rank, 3), whole.weight[4 * rank : 4 * rank + 4]
         own = part(tokens)
         assert own.shape == (*shape, 8) and own.dtype == dtype
         assert torch.equal(own, torch.where((tokens // 4 == rank)[..., None], whole(tokens), 0))

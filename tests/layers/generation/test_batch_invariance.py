@@ -1,13 +1,11 @@
 """Generation in which a sequence's tokens depend on no other sequence: the models that it takes, and its passes.
-
-tests/gpu/test_generation.py compares bits on a GPU; tests/layers/compilation/test_batch_invariant_passes.py tests which
-ways the layers take."""
+tests/gpu/test_generation.py compares bits on a GPU."""
 
 import pytest
 import torch
 
 from dsa.runtime import backends
-from dsa_layers.engine.fp32_product import batch_invariant, has_any_rows, is_batch_invariant
+from dsa_layers.engine.fp32_product import has_any_rows, is_batch_invariant
 from dsa_layers.generation import engine_options
 from dsa_layers.generation.engine_options import check_invariant
 from dsa_layers.generation.generator import Generator
@@ -35,7 +33,7 @@ def test_models_of_another_precision_are_refused(options, checkpoint, kernels):
         Generator(load_model(checkpoint, progress=False, **options), batch_invariant=True)
 
 
-def test_models_with_other_passes_are_refused(checkpoint, kernels):
+def test_models_with_other_passes_and_a_prefix_cache_are_refused(checkpoint, kernels, monkeypatch):
     model = load_model(checkpoint, progress=False)
     attention = model.model.layers[1].self_attn
     attention.compile()
@@ -47,9 +45,6 @@ def test_models_with_other_passes_are_refused(checkpoint, kernels):
         check_invariant(model)
     with pytest.raises(ValueError, match=r"^batch_invariant: takes a model with FP8 weights.*, got None$"):
         check_invariant(RememberingModel())
-
-
-def test_a_prefix_cache_is_refused(monkeypatch):
     monkeypatch.setattr(engine_options, "check_invariant", lambda _: None)
     with pytest.raises(ValueError, match=r"^prefix_cache: must be False with batch_invariant=True, got True$"):
         Generator(RememberingModel(), batch_invariant=True, prefix_cache=True)
@@ -78,19 +73,7 @@ def test_a_pass_has_one_prompt_or_all_sequences_whose_prompts_are_done(drafts, m
     assert told[:12] == [(True, False), (True, True)] * 6 and all(map(all, told[12:])) and not is_batch_invariant()
 
 
-def test_the_mode_ends_with_its_block_also_on_errors():
-    with pytest.raises(KeyError), batch_invariant("decoding"):
-        with batch_invariant(None):
-            assert not is_batch_invariant() and not has_any_rows()
-        with batch_invariant("prompt"):
-            assert is_batch_invariant() and not has_any_rows()
-        assert is_batch_invariant() and has_any_rows()
-        raise KeyError
-    assert not is_batch_invariant() and not has_any_rows()
-
-
 def test_the_command_refuses_batch_invariance_on_a_cpu(checkpoint, capsys):
     assert generate(checkpoint, "--batch-invariant") == 2
-    assert (
-        "--batch-invariant: takes a model on a GPU that runs the kernels, got a model on cpu" in capsys.readouterr().err
-    )
+    told = "--batch-invariant: takes a model on a GPU that runs the kernels, got a model on cpu"
+    assert told in capsys.readouterr().err

@@ -14,21 +14,21 @@ GB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("device", "room", "pages"),
+    ("device", "on_cpu", "room", "pages"),
     [
-        ("cpu", None, 1024),  # the whole context of a sequence
-        ("cuda", 10**12, 8 * 1024),  # the whole context of all sequences
-        ("cuda", 102 * 4 * 8, 101),  # what the memory has room for: 8 bytes per token, and a page for padding
+        ("cpu", 40, 0, 1024),  # the whole context of a sequence
+        ("cpu", 8000, 0, 2000),  # CPU_CACHE_TOKENS
+        ("cpu", 10**6, 0, 8 * 1024),  # the whole context of all sequences
+        ("cuda", 40, 10**12, 8 * 1024),
+        ("cuda", 40, 102 * 4 * 8, 101),  # what the memory has room for: 8 bytes per token, and a page for padding
     ],
 )
-def test_a_cache_follows_from_the_memory(device, room, pages, monkeypatch):
+def test_a_cache_follows_from_the_device_and_a_gpu_without_room_is_refused(device, on_cpu, room, pages, monkeypatch):
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: room)
+    monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", on_cpu)
     options = EngineOptions(page_size=4, max_sequences=8)
     monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", 40)
     assert Capacity(RememberingModel(context=4096), options, torch.device(device)).pages == pages
-
-
-def test_a_gpu_without_room_is_refused(monkeypatch):
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: 10)
     with pytest.raises(ValueError, match="cache_tokens: the memory of cuda has no room for the model and a cache"):
         Capacity(RememberingModel(), EngineOptions(page_size=4), torch.device("cuda"))

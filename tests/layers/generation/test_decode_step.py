@@ -7,13 +7,12 @@ import sys
 import pytest
 import torch
 
-from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.generation.steps import DecodeStep, DraftInputs
+from dsa_layers.generation.steps import DecodeStep
 from dsa_layers.io.loading import load_model
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
 from dsa_layers.models.family import read_config
@@ -46,7 +45,6 @@ def generate(model, limits, **options):
 
 
 def test_captured_steps_give_the_same_tokens(model, monkeypatch):
-    """Sequences end at different steps, so that rows are padded and refilled, and pages and state slots taken over."""
     limits, captured = [30, 5, 12, 3, 16], capture_passes(monkeypatch)
     got = generate(model, limits)
     # Five sequences, fewer and fewer; the last one comes to three pages.
@@ -69,35 +67,8 @@ def eager(self, sequences):
     return torch.stack(rows), None
 
 
-class Sequence:
-    def __init__(self, page, slot):
-        self.tokens, self.drafts, self.pages, self.state_slot = [1, 2], [3], [page, page + 1], slot
-
-
-@pytest.mark.parametrize("drafting", [False, True])
-def test_pages_are_written_where_sequences_are_others(drafting):
-    """Not in every step: a table of many long sequences takes as long as a pass. Padding is in the rows that remain."""
-    first, second, padding = Sequence(4, 1), Sequence(6, 2), Sequence(0, 0)
-    if drafting:
-        inputs = DraftInputs(4, 3, 64, torch.device("cpu"), 1, torch.zeros(5))
-        rest = [[2], [2]], torch.zeros(4, 5), padding
-    else:
-        inputs, rest = DecodeInputs(4, 3, 64, torch.device("cpu"), 2), (padding,)
-    fill = inputs.fill_after if drafting else inputs.fill
-    fill([first, second], *rest)
-    rows = [[4, 5, -1], [6, 7, -1], [0, 1, -1], [0, 1, -1]]
-    assert inputs.block_table.tolist() == rows and inputs.state_slots.tolist() == [1, 2, 0, 0]
-    inputs.block_table.fill_(9)
-    first.tokens.append(3)
-    fill([first, second], *rest)
-    assert inputs.block_table.unique().tolist() == [9] and inputs.key_lens[0] == (3 if drafting else 4)
-    fill([second, first], *rest)
-    assert inputs.block_table.tolist() == [rows[1], rows[0], *rows[2:]] and inputs.state_slots.tolist() == [2, 1, 0, 0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_passes_launch_what_they_launched_before(family, tiny_checkpoint):
-    """In inference mode, as generation runs, with counts of the sequences' last tokens that are not contiguous."""
     command = [sys.executable, "-m", "tests.layers.generation.recorded_passes", tiny_checkpoint(family)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Generation with drafts: the tokens are those without, whatever is drafted, and drafts are those of the drafter."""
+"""Generation with drafts and over shared pages: tokens are those of a sequence by itself, drafts are the drafter's."""
 
 import functools
 
@@ -11,10 +11,12 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.guesses import Guesses, guess
+from tests.layers.generation.remembering_model import is_free
 from tests.layers.generation.replay import capture_passes
 
 # Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
-PROMPTS = [[2 + i * i % 2000 for i in range(170)], [7, 8, 9], list(range(5, 80)), [3]]
+TEXT = [2 + i * i % 2000 for i in range(400)]
+PROMPTS = [TEXT[:170], [7, 8, 9], list(range(5, 80)), [3]]
 LIMITS = [18, 13, 6, 15]
 
 
@@ -44,7 +46,6 @@ def generate(model, temperature=0.0, prompts=PROMPTS, **options):
     [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.0), (2, 1.0), (3, 0.0))), (3, 1.0)],
 )
 def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperature, monkeypatch):
-    """Greedy and sampled, of sequences that take other numbers of drafts, and end at other times."""
     expected, without = without_drafts(temperature)
     guess(monkeypatch, Guesses(expected, drafts))
     got, throughput = generate(model, temperature, draft_tokens=drafts)
@@ -57,8 +58,6 @@ def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperat
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_drafts_are_the_drafters(model, without_drafts, drafts, captured, monkeypatch):
-    """Beside a pass over the whole sequence and the target's states, and one more for each further draft, which has
-    the states that the one before gave; behind drafts that were taken, and such that were not."""
     expected, _ = without_drafts(prompts=2)
     seen = guess(monkeypatch, Guesses(expected, drafts))
     if captured:
@@ -85,3 +84,39 @@ def drafted(model, tokens, drafts):
         found.append(int(model.drafter.logits(last).argmax()))
         last = model.drafter(torch.tensor(found[-1:]), last, batch(1, known + i + 1), cache)
     return found
+
+
+def page_size(model):
+    """Small, but of V4, whose entries stand for up to 128 tokens."""
+    return 128 if model.config.model_type == "deepseek_v4" else 16
+
+
+def calls(size):
+    """Prompts that share one page, two or none, end with a page or in the middle of one, and come again."""
+    first, second = TEXT[: 2 * size + 9], [*TEXT[: size + 1], *TEXT[300 : 300 + size // 2]]
+    return [[first, second, TEXT[: 2 * size + 1]], [TEXT[: 2 * size], [*TEXT[:size], 7, 8, 9], second]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [2, 0])
+def test_tokens_and_drafts_of_shared_pages(model, drafts, monkeypatch):
+    size, seen = page_size(model), guess(monkeypatch)
+    pages = 6  # fewer than the prompts have: some are taken from earlier ones
+    options = {"page_size": size, "prefill_chunk": size + 7, "draft_tokens": drafts}
+    shared = Generator(model, cache_tokens=pages * size, prefix_cache=True, **options)
+    alone = Generator(model, cache_tokens=4 * size, max_sequences=1, **options)
+    reused = []
+    for prompts in calls(size):
+        params = [SamplingParams(3 + i, temperature=i % 2, seed=i, top_k=8) for i in range(len(prompts))]
+        seen.clear()
+        expected = [alone.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
+        expected_drafts = list(seen)
+        seen.clear()
+        got = shared.generate(prompts, params)
+        assert [c.tokens for c in got] == expected
+        assert (len(expected_drafts) > 5) == (drafts > 0) and all(own in seen for own in expected_drafts)
+        counted = shared.throughput
+        assert counted.prefill_tokens + counted.reused_tokens == sum(map(len, prompts))
+        reused.append(counted.reused_tokens // size)
+        assert is_free(shared)
+    assert reused[0] == 3 and reused[1] >= 1

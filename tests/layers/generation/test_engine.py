@@ -3,7 +3,6 @@
 import gc
 import random
 import threading
-import time
 
 import pytest
 
@@ -76,20 +75,8 @@ def test_prompts_start_while_nothing_can_be_extended():
     assert steps == 48
 
 
-def test_streams_share_the_passes():
-    engine = engine_of()
-    prompts = [[1, 2, 3], [4, 5], [6], [1, 1]]
-    streams = [stream_of(engine, prompt, SamplingParams(6)) for prompt in prompts]
-    found = [[next(stream).token] for stream in reversed(streams)][::-1]
-    for tokens, stream in zip(found, streams, strict=True):
-        tokens += [event.token for event in stream]
-    assert found == [continued(prompt, 6) for prompt in prompts] and is_free(engine)
-    assert engine.throughput.decode_tokens == 4 * 5
-
-
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_an_aborted_request_has_no_further_events(by_stream):
-    """Also none of those that are computed and not read yet."""
     engine = engine_of()
     stream = stream_of(engine, [1], SamplingParams(9, temperature=1.0, n=3))
     other = engine.add_request([2], SamplingParams(9))
@@ -157,44 +144,11 @@ def test_threads_share_an_engine():
     assert found == {prompt: [continued(prompt, count)] * 5 for prompt, count in prompts.items()} and is_free(engine)
 
 
-def test_a_reader_gets_an_event_that_another_threads_pass_has_computed():
-    """The other thread runs one pass after another without a pause, so the reader never gets a turn."""
-    engine = engine_of()
-    stream, extend = stream_of(engine, [1], SamplingParams(3)), engine.passes.extend
-    next(stream)
-    engine.add_request([2], SamplingParams(50))
-    found, reader = [], threading.Thread(target=lambda: found.append(next(stream).token))
-
-    def read_meanwhile(ready, counts):
-        reader.start()
-        time.sleep(0.05)  # the reader waits for the end of this pass
-        engine.passes.extend = extend
-        return extend(ready, counts)
-
-    engine.passes.extend = read_meanwhile
-
-    def pass_after_pass():
-        events = engine._pass()  # this thread's turn does not end
-        with engine._changed:
-            engine._changed.notify_all()
-        reader.join(5)
-        return events
-
-    events = engine._alone(pass_after_pass)
-    assert not reader.is_alive() and found == [e.token for e in events if e.sequence == 0] == continued([1], 2)[1:]
-    stream.close()
-    run(engine)
-    assert is_free(engine)
-
-
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_an_abort_by_another_thread_during_a_pass(by_stream):
     """The pass's event is dropped. Another pass within the pass is refused."""
     engine = engine_of()
-    stream, other = (
-        stream_of(engine, [1], SamplingParams(4)),
-        engine.add_request([2], SamplingParams(4)),
-    )
+    stream, other = stream_of(engine, [1], SamplingParams(4)), engine.add_request([2], SamplingParams(4))
     engine.step()
     extend = engine.passes.extend
 
@@ -216,10 +170,7 @@ def test_an_abort_by_another_thread_during_a_pass(by_stream):
 def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch, caplog):
     """`step` raises the error, and so do their streams. Streams of other requests that run the pass go on."""
     engine = engine_of(prefill_chunk=3)
-    first, second = (
-        stream_of(engine, [1, 2], SamplingParams(4)),
-        stream_of(engine, [2] * 6, SamplingParams(4)),
-    )
+    first, second = (stream_of(engine, prompt, SamplingParams(4)) for prompt in ([1, 2], [2] * 6))
     found = [next(first).token]
     fail(engine, monkeypatch, kind)
     if kind == "extend":  # the first request's second token

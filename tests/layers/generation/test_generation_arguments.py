@@ -22,21 +22,18 @@ def model(checkpoint):
     ("prompts", "params", "message"),
     [
         (["a", ""], {}, r"prompts\[1\]: is empty"),
-        ([[]], {}, r"prompts\[0\]: is empty"),
         (
             [[1] * 300],
             {},
             r"prompts\[0\]: 300 prompt tokens and 250 new ones need 9 pages of 64 tokens with 0 drafts; ",
         ),
         (None, {}, "prompts: must be a text, or a list of texts or of lists of token ids, got None"),
-        ([1, 2], {}, r"prompts\[0\]: must be a text or a list of token ids, got 1"),
         ([[1, [2]]], {}, r"prompts\[0\]\[1\]: must be an integer, got \[2\]"),
         ([torch.tensor([True])], {}, r"prompts\[0\]\[0\]: must be an integer, got True"),
         ([[5, -1]], {}, r"prompts\[0\]: token -1 is outside the model's vocabulary of 2048"),
         (["a\udcffb"], {}, r"prompts\[0\]: is not Unicode text: character 1 is the surrogate U\+DCFF"),
         ([[1]], {"logprobs": 2049}, "logprobs: must be at most the vocabulary of 2048, got 2049"),
         ([[1]], [SamplingParams()] * 2, "params: must be one for all prompts or one for each of 1, got 2"),
-        ([[1]], [None], "params: must be SamplingParams, or a list of them, got "),
     ],
 )
 def test_wrong_calls_stop_before_any_work(model, checkpoint, prompts, params, message):
@@ -78,11 +75,9 @@ def test_token_ids_may_be_arrays():
         ({"model": "directory"}, "model: must be a model as load_model returns it, got str"),
         ({"tokenizer": "directory"}, "tokenizer: must be a dsa_layers.Tokenizer or None, got str"),
         ({"cache_tokens": 2**31}, "cache_tokens: must be at most 2147483520, got 2147483648"),
-        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
         ({"prefill_chunk": "2048"}, "prefill_chunk: must be an integer, got '2048'"),
         ({"draft_tokens": 4}, "draft_tokens: must be at most 3, got 4"),
         ({"draft_tokens": 1}, r"draft_tokens: must be 0 for a model without a drafter .*, got 1"),
-        ({"cuda_graphs": 1}, "cuda_graphs: must be True or False, got 1"),
         ({"batch_invariant": True}, "batch_invariant: .* a GPU that runs the kernels, got a model on cpu$"),
         ({"pages": 3}, "got an unexpected keyword argument 'pages'"),
     ],
@@ -97,10 +92,8 @@ def test_wrong_options_of_a_generator(model, change, message):
     [
         ({"kv_cache": "int4"}, "kv_cache: must be 'fp8' or 'model', got 'int4'"),
         ({"dtype": "bfloat16"}, "dtype: must be torch.bfloat16, torch.float16 or .*, got 'bfloat16'"),
-        ({"dtype": torch.int8}, "dtype: must be torch.bfloat16, .*, got torch.int8"),
         ({"device": "cpu:1"}, "device: must be cpu, cuda or cuda:N, got 'cpu:1'"),
         ({"device": "cuda:1"}, "device: got 'cuda:1', but torch sees no CUDA GPU"),
-        ({"device": 0}, "device: must be a torch.device, its name or None, got 0"),
         ({"dequantize": "no"}, "dequantize: must be True or False, got 'no'"),
     ],
 )
@@ -114,7 +107,6 @@ def test_wrong_options_of_a_model_stop_before_any_weight_is_read(checkpoint, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
 def test_torchs_default_dtype_and_device_change_nothing(family, tiny_checkpoint):
-    """Neither a model's tensors nor its tokens."""
     directory = tiny_checkpoint(family)
     model = load_model(directory, progress=False)
 

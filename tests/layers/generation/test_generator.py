@@ -33,7 +33,6 @@ def greedy(model, tokenizer):
 
 
 def test_the_batch_gives_what_each_prompt_gives_alone(model, tokenizer, greedy):
-    """More sequences than the cache holds at once, and prompts that are cut into chunks."""
     generator = Generator(model, tokenizer, cache_tokens=64, page_size=16, prefill_chunk=5)
     told = []
     got = generator.generate(PROMPTS, SamplingParams(max_tokens=10), on_event=told.append)
@@ -46,7 +45,6 @@ def test_the_batch_gives_what_each_prompt_gives_alone(model, tokenizer, greedy):
 
 
 def test_streamed_text_is_the_text(model, tokenizer, greedy):
-    """on_prefill is told how far the prompts are."""
     told, generator = [], Generator(model, tokenizer, cache_tokens=256, prefill_chunk=5)
     params = SamplingParams(max_tokens=10)
     events = list(generator.stream(PROMPTS, params, on_prefill=lambda *counts: told.append(counts)))
@@ -59,7 +57,6 @@ def test_streamed_text_is_the_text(model, tokenizer, greedy):
 
 
 def test_events_come_before_the_next_pass():
-    """A prompt's first token is told before the decoding pass that follows it."""
     generator = engine_of(Generator)
     stream = generator.stream([[1, 2], [3]], SamplingParams(max_tokens=3))
     told = [(next(stream).sequence, len(generator.model.passes)) for _ in range(6)]
@@ -68,7 +65,6 @@ def test_events_come_before_the_next_pass():
 
 
 def test_calls_while_a_stream_is_open():
-    """They share its passes, and all have numbers from 0."""
     generator = engine_of(Generator)
     first, second = (generator.stream([prompt, [5]], SamplingParams(6)) for prompt in ([1, 2], [3]))
     events = [[next(first)], [next(second)]]
@@ -130,7 +126,6 @@ def test_seeds(model, tokenizer):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
-    """The others go on as they would without it, also in pages that held the NaN."""
     token = 77
     # Ids, since the tiny tokenizer follows from the project's text, and the model must not say the token by itself.
     prompts = [[5, 6, 7], [8, token, 9], [20, 21, 22, 23, 24, 25, 26], [token], [10, 11]]
@@ -175,7 +170,6 @@ def test_what_came_before_a_nan_is_kept(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_long_prompt_among_sequences_that_decode(drafts):
-    """While it is computed, every second pass is a decoding pass of all others, in which each gets a token."""
     generator = engine_of(Generator, cache_tokens=400, draft_tokens=drafts, max_sequences=64)
     prompts = [[1], [2, 3], [4, 4], [i % 7 for i in range(61)]]
     params = [SamplingParams(max_tokens=n) for n in (60, 60, 60, 4)]

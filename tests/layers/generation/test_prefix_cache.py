@@ -8,16 +8,7 @@ from hypothesis import strategies as st
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from tests.layers.generation.remembering_model import (
-    RING,
-    VOCABULARY,
-    continued,
-    engine_of,
-    entry,
-    next_draft,
-    next_token,
-    sum_of,
-)
+from tests.layers.generation.remembering_model import VOCABULARY, continued, engine_of, is_free, next_draft
 
 PAGE = 4
 
@@ -56,7 +47,6 @@ def test_full_pages_of_earlier_calls(stateful, drafts):
 
 
 def test_prompts_of_one_call():
-    """Those that begin with the same pages wait until the first has computed them."""
     generator = make()
     common = text(24)
     prompts = [common + text(6, seed) for seed in range(1, 5)]
@@ -76,8 +66,13 @@ def test_states_are_kept_where_prompts_part():
     assert [computed(generator, [prompt]) for prompt in prompts[:4]] == [38, 38, 14, 14]
 
 
+def test_no_state_is_kept_within_a_page():
+    generator = make(stateful=True, prefill_chunk=5)
+    assert computed(generator, [text(14)]) == 14
+    assert computed(generator, [text(14)[:6]]) == 6
+
+
 def test_copies_of_states_are_overwritten_the_oldest_first():
-    """There are as many as sequences may run."""
     generator = make(stateful=True, max_sequences=2)
     prompts = [text(9, seed) for seed in range(3)]
     assert [computed(generator, [prompt]) for prompt in prompts] == [9, 9, 9]
@@ -98,69 +93,22 @@ def test_pages_go_the_least_recently_used_first_and_from_the_end():
         generator.generate([text(24)], SamplingParams(max_tokens=1))
 
 
-def check_pages(generator, running=()):
-    """Every page has one owner, and pages of prompts hold their tokens. running: sequences that have started."""
-    cache = generator.cache
-    prefixes, copies = generator.memory._prefixes, generator.memory._copies
-    size, stateful = cache.page_size, generator.model.stateful
-    users, tokens_of = {}, {-1: []}
-    for s in running:
-        for page in s.pages[: s.shared]:
-            users[page] = users.get(page, 0) + 1
-    for (before, *tokens), page in prefixes._pages.items():  # a page is added after the page before it
-        own = tokens_of[page] = [*tokens_of[before], *tokens[:size]]
-        assert prefixes._keys[page] == (before, *tokens)
-        assert prefixes._users[page] == users.get(page, 0) and (page in prefixes.unused) == (page not in users)
-        assert cache.values[page].tolist() == own[-size:]
-        if generator.options.draft_tokens:
-            known = [*own, tokens[-1]]
-            entries = [entry(next_token(known[: i + 1], stateful), known[i + 1]) for i in range(len(own))]
-            assert generator.passes.caches[1].values[page].tolist() == entries[-size:]
-        if copies is not None and page in copies:
-            assert cache.states[copies._slots[page], (len(own) - 1) % RING] == sum_of(own)
-    if copies is not None:
-        assert set(copies._slots) <= set(tokens_of)
-        assert len({*copies._slots.values(), *copies._free}) == cache.state_slots.num_pages // 2
-    pages, private = list(tokens_of)[1:], [page for s in running for page in s.pages[s.shared :]]
-    assert len({*pages, *private}) == len(pages) + len(private) == generator.capacity.pages - cache.allocator.free
-    assert not {*cache.allocator._free} & {*pages, *private}
+def check_drafts(generator):
+    """Check after every pass that drafts follow from the tokens alone."""
+    passes, model = generator.passes, generator.model
 
+    def checked(run):
+        def call(*arguments):
+            events = run(*arguments)
+            ended = {s for s, event in events if event.finish_reason}
+            for s in generator._running:
+                if s.drafts and s not in ended:
+                    assert s.drafts[0] == next_draft(s.tokens, model.stateful)
+            return events
 
-class Spy:
-    """Check before every pass that no sequence writes to a page of another one, and afterwards that drafts follow from
-    the tokens alone."""
+        return call
 
-    def __init__(self, generator):
-        self.generator = generator
-        passes = generator.passes
-        prefill, extend = passes.prefill, passes.extend
-
-        def prefill_checked(work):
-            for s, n in work:
-                self.writes(s, s.cached, s.cached + n)
-            return self.drafted(prefill(work))
-
-        def extend_checked(sequences, throughput):
-            for s in sequences:
-                self.writes(s, len(s.tokens) - 1, len(s.tokens) + generator.options.draft_tokens)
-            return self.drafted(extend(sequences, throughput))
-
-        passes.prefill, passes.extend = prefill_checked, extend_checked
-
-    def writes(self, s, begin, end):
-        running = self.generator._running
-        check_pages(self.generator, running)
-        size = self.generator.cache.page_size
-        for i in range(begin // size, (end - 1) // size + 1):
-            assert i >= s.shared
-            assert sum(s.pages[i] in other.pages for other in running) == 1
-
-    def drafted(self, events):
-        ended = {s for s, event in events if event.finish_reason}
-        for s in self.generator._running:
-            if s.drafts and s not in ended:
-                assert s.drafts[0] == next_draft(s.tokens, self.generator.model.stateful)
-        return events
+    passes.prefill, passes.extend = checked(passes.prefill), checked(passes.extend)
 
 
 PROMPTS = st.lists(
@@ -188,13 +136,10 @@ LONG = text(14, 9)
     sequences=st.integers(1, 4),
 )
 def test_any_calls(calls, stateful, drafts, chunk, size, tokens, sequences):
-    """Tokens are the model's, and every page is accounted for before each pass and after each call, also after calls
-    that are closed or in which a pass fails."""
     options = {"stateful": stateful, "draft_tokens": drafts, "prefill_chunk": chunk}
     generator = make(cache_tokens=tokens, page_size=size, max_sequences=sequences, **options)
     model = generator.model
-    Spy(generator)
-    slots = generator.cache.state_slots.free
+    check_drafts(generator)
     for drawn, end, fails in calls:
         prompts = [first + LONG[:n] + rest for first, n, rest, _ in drawn]
         params = [SamplingParams(max_tokens=count) for *_, count in drawn]
@@ -213,5 +158,4 @@ def test_any_calls(calls, stateful, drafts, chunk, size, tokens, sequences):
         for prompt, one, tokens in zip(prompts, params, found):
             expected = continued(prompt, one.max_tokens, stateful)
             assert tokens == (expected if whole and not fails else expected[: len(tokens)])
-        check_pages(generator)
-        assert generator.cache.state_slots.free == slots == generator.capacity.sequences
+        assert is_free(generator)

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 
@@ -63,7 +62,6 @@ def probabilities(logits, temperature, top_k, top_p, min_p):
     ],
 )
 def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_p, min_p):
-    """With many equal logits, also where the kept tokens end, and with a logit of minus infinity."""
     logits = (torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2).round()
     logits[3] = -torch.inf
     given = arguments(logits, temperature, top_k, top_p, min_p)
@@ -77,7 +75,6 @@ def test_a_token_comes_as_often_as_its_probability_says(temperature, top_k, top_
 
 
 def test_a_row_depends_on_no_other():
-    """Also if other rows keep more tokens or are not finite."""
     logits = torch.randn(64, 3001, generator=torch.Generator().manual_seed(2))
     top_k = torch.arange(1, 65)[:, None] * 40
     top_p, temperature, numbers = torch.rand(3, 64, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -98,14 +95,8 @@ def test_the_largest_number_draws_a_token():
     assert draw(*rows) == draw_of_likeliest(*rows, torch.tensor([[129280]]), one, 0 * one, 129280) == 129279
 
 
-def test_greedy_takes_the_lowest_of_equals():
-    logits = torch.tensor([[[0.0, 3.0, 3.0]], [[5.0, 3.0, 3.0]]])
-    assert sample(logits, sequences([SamplingParams()] * 2)) == [[1], [0]]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_that_are_not_finite_have_no_token(temperature):
-    """And the others have the token that they have alone. Single tokens may be ruled out by minus infinity."""
     inf, nan = torch.inf, torch.nan
     bad = torch.tensor([[0.0, nan, 1.0], [inf, 0.0, 1.0], [-inf, -inf, -inf], [inf, nan, -inf]])
     good = torch.tensor([[0.0, -inf, 0.5], [-inf, -inf, -1e30], [3.0, 3.0, 3.0]])
@@ -116,12 +107,13 @@ def test_rows_that_are_not_finite_have_no_token(temperature):
     assert got[1::2] == sample(good[:, None], every[1::2])
 
 
-def test_tokens_end_after_the_first_wrong_draft():
-    logits = torch.tensor([[[0.0, 5.0], [torch.nan, 0.0]], [[torch.inf, 0.0], [1.0, 0.0]], [[0.0, 1.0], [2.0, 1.0]]])
-    every = sequences([SamplingParams()] * 3)
-    for s, draft in zip(every, (1, 0, 0)):
+def test_greedy_tokens_are_the_lowest_of_equals_and_end_after_the_first_wrong_draft():
+    equal, nan, inf = [[0.0, 3.0, 3.0], [5.0, 3.0, 3.0]], [torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0]
+    logits = torch.tensor([equal, [equal[0], nan], [inf, equal[1]], [equal[0], equal[1]]])
+    every = sequences([SamplingParams()] * 4)
+    for s, draft in zip(every, (1, 1, 0, 0)):
         s.drafts = [draft]
-    assert sample(logits, every) == [[1, None], [None], [1]]
+    assert sample(logits, every) == [[1, 0], [1, None], [None], [1]]
 
 
 def vllms(row, prompt, generated, p):
@@ -184,19 +176,15 @@ def test_n_sequences_of_a_prompt_have_seeds_of_their_own(model):
     ("params", "message"),
     [
         ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
-        ({"max_tokens": True}, "max_tokens: must be an integer, got True"),
         ({"temperature": float("nan")}, "temperature: must be a finite number of at least 0, got nan"),
         ({"temperature": 10**400}, "temperature: must be a finite number of at least 0, got inf"),
         ({"top_k": -1}, "top_k: must be at least 0"),
         ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, got 0.0"),
-        ({"top_p": [0.9]}, r"top_p: must be a number, got \[0.9\]"),
         ({"seed": 2**63}, r"seed: must be at least 0 and below 2\^63, got 9223372036854775808"),
-        ({"n": 0}, "n: must be at least 1"),
         ({"n": 2}, "n: must be 1 with temperature 0, which is greedy, got 2"),
         ({"min_p": 1.1}, "min_p: must be at least 0 and at most 1, got 1.1"),
         ({"repetition_penalty": 0}, "repetition_penalty: must be above 0, from 0.001 to 1000, got 0.0"),
         ({"presence_penalty": -2.1}, "presence_penalty: must be at least -2 and at most 2, got -2.1"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty: must be at least -2"),
         ({"logprobs": -1}, "logprobs: must be at least 0, got -1"),
         ({"stop": ("a", "")}, "stop: must not be empty, got ''"),
         *(({"stop": stop}, "stop: must be a string or a list of strings, got") for stop in (5, b"a", [None])),
@@ -205,12 +193,6 @@ def test_n_sequences_of_a_prompt_have_seeds_of_their_own(model):
 def test_wrong_parameters(params, message):
     with pytest.raises((TypeError, ValueError), match=message):
         SamplingParams(**params)
-
-
-def test_parameters_may_be_numpys():
-    params = SamplingParams(numpy.int32(4), numpy.float32(0.5), numpy.int64(3), 1, numpy.uint8(7))
-    assert params == SamplingParams(4, 0.5, 3, 1.0, 7) and type(params.max_tokens) is int
-    assert SamplingParams(stop="abc").stop == ("abc",) and SamplingParams(stop=None).stop == ()
 
 
 class Letters:
@@ -260,18 +242,13 @@ def test_defaults_of_a_checkpoint(tmp_path, fields, expected):
     [
         ('{"do_sample": 1}', "field do_sample: must be True or False, got 1"),
         ('{"temperature": "hot"}', "field temperature: must be a number, got 'hot'"),
-        ('{"top_p": 0}', "field top_p: must be above 0 and at most 1, got 0.0"),
         ('{"top_k": 2.5}', "field top_k: must be an integer, got 2.5"),
         ("[]", "must hold a JSON object, got []"),
-        (None, "no such file"),
     ],
 )
 def test_wrong_defaults_of_a_checkpoint(tmp_path, content, problem):
     path = tmp_path / "generation_config.json"
-    if content is None:
-        path.symlink_to("nothing")
-    else:
-        path.write_text(content)
+    path.write_text(content)
     with pytest.raises(ConfigError) as caught:
         sampling_defaults(tmp_path)
     assert str(caught.value).startswith(f"{path}: {problem}")

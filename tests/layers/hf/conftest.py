@@ -13,12 +13,3 @@ def models(request, tmp_path_factory) -> Pair:
 @pytest.fixture(scope="session")
 def tokens() -> torch.Tensor:
     return torch.randint(0, 255, (3, 70), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def nan_in_new_memory():
-    """What torch.empty gives holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)

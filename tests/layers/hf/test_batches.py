@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.layers.hf.pairs import assert_same, padded
+from tests.layers.hf.pairs import padded
+from tests.layers.models.parity import assert_same
 
 LENS = [48, 5, 23]
 
@@ -18,7 +19,7 @@ def positions_of(mask):
 @torch.no_grad()
 @pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(models, tokens, side, positions):
+def test_padding_changes_no_logits(models, tokens, side, positions):
     ids, mask = padded(tokens, LENS, side)
     position_ids = positions_of(mask) if positions else None
     got = models.ours(ids, attention_mask=mask, position_ids=position_ids).logits
@@ -27,8 +28,7 @@ def test_padding(models, tokens, side, positions):
 
 
 @torch.no_grad()
-def test_a_sequence_may_be_missing(models, tokens):
-    """A row that is all padding, in the first pass, in the second, or in both."""
+def test_a_row_of_a_pass_may_be_all_padding(models, tokens):
     ids, mask = padded(tokens, LENS, "left")
     mask[1] = 0
     cache = DynamicCache(config=models.ours.config)
@@ -43,8 +43,7 @@ def test_a_sequence_may_be_missing(models, tokens):
 
 
 @torch.no_grad()
-def test_padding_between_tokens(models, tokens):
-    """As after a right-padded prompt: the next token stands behind the padding."""
+def test_padding_may_stand_between_a_prompt_and_the_next_token(models, tokens):
     ids, mask = padded(tokens, LENS, "right")
     cache = DynamicCache(config=models.ours.config)
     models.ours(ids, attention_mask=mask, position_ids=positions_of(mask), cache=cache)
@@ -55,7 +54,7 @@ def test_padding_between_tokens(models, tokens):
         assert_same(got[b], models.alone(tokens[b, : n + 2])[-2:])
 
 
-def test_generate_with_padding(models, tokens):
+def test_greedy_tokens_after_padded_prompts_are_the_same(models, tokens):
     ids, mask = padded(tokens, LENS, "left")
     options = {"max_new_tokens": 12, "do_sample": False}
     got = models.ours.generate(ids, attention_mask=mask, **options)
@@ -67,7 +66,6 @@ def test_generate_with_padding(models, tokens):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_positions_that_begin_again_separate_sequences_without_a_cache(models, tokens, frozen):
-    """As in transformers. With gradients and without them, before the first layer that learns and after it."""
     lens = [12, 1, 8]
     ids, positions = tokens[:, :21], torch.cat([torch.arange(n) for n in lens])[None]
     ours = copy.deepcopy(models.ours)

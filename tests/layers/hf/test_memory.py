@@ -44,7 +44,7 @@ def models(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_no_square(models, gradients):
+def test_no_tensor_has_a_row_and_a_column_for_each_token(models, gradients):
     assert squares(models.ours, gradients) == 0
     assert squares(models.ours, gradients, attention_mask=torch.ones(1, LENGTH)) == 0
     assert gradients or squares(models.theirs, gradients) > 0  # what this test rests on

@@ -10,15 +10,30 @@ from transformers import DynamicCache
 import dsa
 from dsa_layers.engine import paged_attention
 from dsa_layers.hf.paged_layer import PagedLayer
-from tests.layers.hf.pairs import Adapter, assert_same
+from tests.layers.hf.pairs import Adapter
+from tests.layers.models.parity import assert_same
 
-pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
+
+@pytest.fixture(autouse=True)
+def nan_in_new_memory():
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def in_chunks(model, tokens, chunks, cache):
+    out = []
+    for part in tokens.split(chunks, dim=1):
+        out.append(model(part, cache=cache).logits)
+        assert cache.get_seq_length() == sum(logits.shape[1] for logits in out)
+    return torch.cat(out, 1)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("length", [1, 8, 9, 70])
-def test_full_pass(models, tokens, length, use_cache):
+def test_a_pass_over_whole_sequences_has_the_same_logits(models, tokens, length, use_cache):
     expected = models.theirs(tokens[:, :length]).logits
     assert_same(models.ours(tokens[:, :length], use_cache=use_cache).logits, expected)
 
@@ -32,19 +47,15 @@ def test_full_pass(models, tokens, length, use_cache):
         ([55] * 6, True),  # pages are added three times, each time by moving what is there
     ],
 )
-def test_chunks_over_a_cache(models, chunks, config):
+def test_chunks_over_a_cache_have_the_same_logits(models, chunks, config):
     tokens = torch.randint(0, 255, (2, sum(chunks)))
     cache = DynamicCache(config=models.ours.config) if config else DynamicCache()
-    out = []
-    for part in tokens.split(chunks, dim=1):
-        out.append(models.ours(part, cache=cache).logits)
-        assert cache.get_seq_length() == sum(logits.shape[1] for logits in out)
-    assert_same(torch.cat(out, 1), models.theirs(tokens).logits)
+    assert_same(in_chunks(models.ours, tokens, chunks, cache), models.theirs(tokens).logits)
     assert all(isinstance(layer, PagedLayer) for layer in cache.layers)
 
 
 @torch.no_grad()
-def test_the_form_of_attention_that_a_gpu_takes(models, tokens, monkeypatch):
+def test_the_form_of_attention_that_a_gpu_takes_has_the_same_logits(models, tokens, monkeypatch):
     """Prompts over every head's keys and values, with a bit for each selected key, by the op's reference."""
     if models.ours.config.model_type == "deepseek_v4":
         return  # which has one form
@@ -56,20 +67,16 @@ def test_the_form_of_attention_that_a_gpu_takes(models, tokens, monkeypatch):
 
     monkeypatch.setattr(dsa, "mha_varlen_fwd", noted)
     monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
-    monkeypatch.setattr(
-        paged_attention.PagedAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled()
-    )
-    cache, out = DynamicCache(config=models.ours.config), []
-    for part in tokens.split([6, 30, 1, 33], dim=1):
-        out.append(models.ours(part, cache=cache).logits)
-    assert_same(torch.cat(out, 1), models.theirs(tokens).logits)
+    monkeypatch.setattr(paged_attention.PagedAttention, "_has_multi_head_kernel", lambda *_: True)
+    got = in_chunks(models.ours, tokens, [6, 30, 1, 33], DynamicCache(config=models.ours.config))
+    assert_same(got, models.theirs(tokens).logits)
     layers = models.ours.config.num_hidden_layers
     assert len(selected) == 3 * layers
     assert all(bits is None for bits in selected[:layers]) and all(bits is not None for bits in selected[layers:])
 
 
 @pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "num_beams": 2}])
-def test_greedy_tokens(models, tokens, options):
+def test_greedy_tokens_are_the_same(models, tokens, options):
     arguments = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(tokens[:2, :20])}
     expected = models.theirs.generate(tokens[:2, :20], **arguments, **options)
     assert torch.equal(models.ours.generate(tokens[:2, :20], **arguments, **options), expected)
@@ -77,7 +84,7 @@ def test_greedy_tokens(models, tokens, options):
 
 
 def linear_layers(model):
-    """Linear layers of attention: name -> (attention, linear layer) of every layer that has one of this name."""
+    """{name in attention: [(attention, linear layer)] of every layer}"""
     found = {}
     for layer in model.model.layers:
         for name, module in layer.self_attn.named_modules():
@@ -87,7 +94,6 @@ def linear_layers(model):
 
 
 def with_adapters(model, name):
-    """A copy whose linear layers of this name have adapters."""
     torch.manual_seed(0)
     model = copy.deepcopy(model)
     for self_attn, linear in linear_layers(model)[name]:
@@ -96,7 +102,6 @@ def with_adapters(model, name):
 
 
 def with_hooks(model, name):
-    """A copy whose linear layers of this name have hooks that change their output."""
     model = copy.deepcopy(model)
     for _, linear in linear_layers(model)[name]:
         linear.register_forward_hook(lambda module, inputs, output: output.roll(1, -1))
@@ -105,8 +110,7 @@ def with_hooks(model, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("changed", "names"), [(with_adapters, ("",)), (with_hooks, ("kv_b_proj", "weights_proj"))])
-def test_adapters_and_hooks_of_linear_layers(models, tokens, changed, names):
-    """Adapters of every one, also of those whose weight is read; and hooks of the latter."""
+def test_adapters_and_hooks_of_linear_layers_take_effect(models, tokens, changed, names):
     plain = models.theirs(tokens).logits
     assert any(name.endswith("weights_proj") for name in linear_layers(models.theirs))
     for name in linear_layers(models.theirs):
@@ -116,7 +120,7 @@ def test_adapters_and_hooks_of_linear_layers(models, tokens, changed, names):
             assert_same(changed(models.ours, name)(tokens).logits, expected)
 
 
-def test_an_adapter_of_fp32_weights_in_a_model_of_another_dtype(models):
+def test_an_adapter_of_fp32_weights_takes_inputs_of_another_dtype(models):
     """transformers keeps V3.2's weights_proj in fp32."""
     torch.manual_seed(0)
     indexers = [module for module in models.ours.modules() if hasattr(module, "index_topk")]
@@ -125,13 +129,3 @@ def test_an_adapter_of_fp32_weights_in_a_model_of_another_dtype(models):
     owner.weights_proj = Adapter(owner.weights_proj, 1.0)
     expected = owner.weights_proj(x.float()) * (indexer.n_heads * indexer.head_dim) ** -0.5
     assert torch.equal(indexer.head_weights(x), expected)
-
-
-@torch.no_grad()
-def test_selection_matters(models, tokens):
-    """What these tests rest on: with more keys the logits would be others."""
-    ours = copy.deepcopy(models.ours)
-    for module in ours.modules():
-        if hasattr(module, "index_topk"):
-            module.index_topk = 64
-    assert (ours(tokens).logits - models.theirs(tokens).logits)[:, 40:].abs().max() > 0.05

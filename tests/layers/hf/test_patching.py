@@ -14,35 +14,40 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import accelerate
 from dsa_layers.io.loading import load_model
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS
-from tests.layers.hf.pairs import assert_same, pair
+from tests.layers.hf.pairs import pair
+from tests.layers.io.stand_ins import assert_same_tensors
 from tests.layers.layers.calls import record
+from tests.layers.models.parity import assert_same
+from tests.reference.common import assert_refused
 
 
 def kinds(model):
     return {type(module).__name__ for module in model.modules()}
 
 
-def quantised(model):
-    for module in model.modules():
+def with_fp8_indexer(family, directory):
+    """(models on transformers, our own model of the same checkpoint)"""
+    models = pair(family, directory, index_head_dim=128)
+    own = load_model(directory, dtype=torch.float32, progress=False)
+    own.precision = replace(own.precision, fp8_indexer=True)
+    for module in own.modules():
         if hasattr(module, "quantize"):
             module.quantize = True
-    return model
+    accelerate(models.ours, fp8_indexer=True)
+    return models, own
 
 
-def test_every_layer_is_ours(models):
-    """Attention with all that is in it, and norms; no other class is replaced, and no parameter changes."""
+def test_attention_and_norms_are_replaced_and_nothing_else(models):
     left = ("RotaryEmbedding", "UnweightedRMSNorm", "IndexerScorer", "GroupedLinear", "Linear", "LayerNorm")
     for (name, ours), theirs in zip(models.ours.named_modules(), models.theirs.modules()):
         kind = type(theirs).__name__
         replaced = (".self_attn" in name or kind.endswith("RMSNorm")) and not kind.endswith(left)
         assert type(ours).__module__.startswith("dsa_layers.hf.") == replaced, name
         assert isinstance(ours, type(theirs)) and (replaced or type(ours) is type(theirs))
-    ours, theirs = models.ours.state_dict(), models.theirs.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_tensors(models.ours.state_dict(), models.theirs.state_dict())
 
 
-def test_saved_and_loaded(models, tmp_path, tokens):
-    """A checkpoint of an accelerated model is transformers', and says nothing of dsa."""
+def test_a_saved_checkpoint_is_transformers_own(models, tmp_path, tokens):
     models.ours.save_pretrained(tmp_path)
     assert "dsa_layers" not in (tmp_path / "config.json").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -52,7 +57,7 @@ def test_saved_and_loaded(models, tmp_path, tokens):
 
 
 @torch.no_grad()
-def test_copies(models, tokens):
+def test_copies_have_the_same_logits(models, tokens):
     model = accelerate(AutoModelForCausalLM.from_pretrained(models.directory))
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(tokens).logits, models.ours(tokens).logits)
@@ -70,9 +75,7 @@ def test_a_second_call_changes_fp8_indexer_and_nothing_else(models, tokens):
 @torch.no_grad()
 @pytest.mark.parametrize("family", [pytest.param("deepseek_v32", marks=pytest.mark.slow), "deepseek_v4"])
 def test_prompts_are_scored_with_the_same_accumulators_either_way(family, tmp_path, tokens, monkeypatch):
-    models = pair(family, tmp_path, index_head_dim=128)
-    own = quantised(load_model(tmp_path, dtype=torch.float32, progress=False))
-    accelerate(models.ours, fp8_indexer=True)
+    models, own = with_fp8_indexer(family, tmp_path)
     asked = record(monkeypatch, "fp8_mqa_logits", seen=lambda *_, accumulators, **__: accumulators)
     other = {torch.float16: torch.float32, torch.float32: torch.float16}[SCORE_ACCUMULATORS]
     for expected in (SCORE_ACCUMULATORS, other):
@@ -89,8 +92,8 @@ def test_prompts_are_scored_with_the_same_accumulators_either_way(family, tmp_pa
 
 
 @torch.no_grad()
-def test_a_model_that_is_spread_over_devices(models, tokens):
-    """By the `accelerate` library, whose hooks call the forward that a module had before them."""
+def test_a_model_with_hooks_of_the_accelerate_library_has_the_same_logits(models, tokens):
+    """They call the forward that a module had before them."""
 
     def hooked(module, *arguments, **options):
         return module._old_forward(*arguments, **options)
@@ -104,10 +107,8 @@ def test_a_model_that_is_spread_over_devices(models, tokens):
 def test_models_without_layers_of_these_families_are_refused():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
-    with pytest.raises(ValueError, match=r"model: must have attention layers of DeepseekV32.*got LlamaForCausalLM"):
-        accelerate(model)
-    with pytest.raises(TypeError, match="fp8_indexer: must be True or False, got 'yes'"):
-        accelerate(model, fp8_indexer="yes")
+    assert_refused("model: must have attention layers of DeepseekV32.*got LlamaForCausalLM", accelerate, model)
+    assert_refused("fp8_indexer: must be True or False, got 'yes'", accelerate, model, fp8_indexer="yes")
 
 
 def test_versions_that_are_not_tested_are_refused(models, monkeypatch):
@@ -124,12 +125,8 @@ def test_versions_that_are_not_tested_are_refused(models, monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
-def test_fp8_index_scores(family, tmp_path, tokens):
-    """The same selections, and so the same logits, as our own model has of the same checkpoint."""
-    models = pair(family, tmp_path, index_head_dim=128)
-    own = quantised(load_model(tmp_path, dtype=torch.float32, progress=False))
-    own.precision = replace(own.precision, fp8_indexer=True)
-    accelerate(models.ours, fp8_indexer=True)
+def test_fp8_index_scores_select_the_keys_of_our_own_model(family, tmp_path, tokens):
+    models, own = with_fp8_indexer(family, tmp_path)
     expected = torch.stack([own(row, SequenceBatch.without_cache([70]), all_tokens=True) for row in tokens])
     assert_same(models.ours(tokens).logits, expected)
     assert (expected - models.theirs(tokens).logits).abs().max() > 1e-3  # other keys are selected now and then

@@ -10,7 +10,8 @@ from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
-from tests.layers.hf.pairs import Adapter, assert_close_gradients, assert_same, pair
+from tests.layers.hf.pairs import Adapter, assert_close_gradients, pair
+from tests.layers.models.parity import assert_same
 
 LAYERS = range(6)
 SELECTING = [0, 1, 4]  # layers 2 and 3 share the selection of layer 1, layer 5 that of layer 4
@@ -24,26 +25,24 @@ def models(tmp_path_factory):
 
 
 def copies(models, learns):
-    """Both models with gradients for the parameters that `learns` names."""
+    """Both models with gradients for the parameters whose names begin with `learns`."""
     found = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     for model in found:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(learns(name))
+            parameter.requires_grad_(name.startswith(learns))
     return found
 
 
 def checkpoint(model, layers, use_reentrant=False):
     """Checkpoint these layers alone; transformers makes no cache for a model that is checkpointed as a whole."""
     model.train()
+    function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
     for i in layers:
         model.model.layers[i].gradient_checkpointing = True
-        model.model.layers[i]._gradient_checkpointing_func = partial(
-            torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant
-        )
+        model.model.layers[i]._gradient_checkpointing_func = function
 
 
 def assert_same_pass(ours, theirs, **arguments):
-    """Compare logits and gradients of [B, S] tokens."""
     found = [model(**arguments).logits for model in (ours, theirs)]
     assert_same(*(logits.detach() for logits in found))
     if not found[1].requires_grad:
@@ -59,13 +58,13 @@ def assert_same_pass(ours, theirs, **arguments):
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("first", LAYERS)
 def test_layers_with_gradients_read_what_frozen_layers_selected(models, tokens, first, batch_size, use_cache):
-    ours, theirs = copies(models, lambda name: name.startswith(f"model.layers.{first}."))
+    ours, theirs = copies(models, f"model.layers.{first}.")
     assert_same_pass(ours, theirs, input_ids=tokens[:batch_size, :48], use_cache=use_cache)
 
 
 @pytest.mark.parametrize("place", ["1.self_attn.indexer.wq_b", "2.self_attn.kv_b_proj", "3.self_attn.q_b_proj"])
 def test_a_mix_of_layers_with_adapters_and_without(models, tokens, place):
-    ours, theirs = copies(models, lambda _: False)
+    ours, theirs = copies(models, ())
     path, _, name = f"model.layers.{place}".rpartition(".")
     torch.manual_seed(0)
     adapter = Adapter(getattr(theirs.get_submodule(path), name))
@@ -79,8 +78,7 @@ def test_a_mix_of_layers_with_adapters_and_without(models, tokens, place):
 @pytest.mark.parametrize("checkpointed", [[1], [2], [3, 5], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("first", [0, 2, 5])
 def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, checkpointed, use_reentrant):
-    """Checkpointed layers have no cache."""
-    ours, theirs = copies(models, lambda name: name.startswith(f"model.layers.{first}."))
+    ours, theirs = copies(models, f"model.layers.{first}.")
     for model in (ours, theirs):
         checkpoint(model, checkpointed, use_reentrant)
     # A reentrant checkpoint gives layers gradients only where its input has some.
@@ -107,25 +105,27 @@ def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens,
         assert_same(model(tokens[:2, :21], **arguments).logits, together)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("first", LAYERS)
-def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, first, use_cache, monkeypatch):
-    """A frozen layer that takes the form, which has a kernel on a GPU alone, hands bits and positions on."""
-    used = []
-    multi_head = PagedAttention._multi_head
+@pytest.fixture
+def multi_head(monkeypatch):
+    """Let frozen layers take the multi-head form, which has a kernel on a GPU alone; return the layers that took it."""
+    used, multi_head = [], PagedAttention._multi_head
     monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
     monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
     monkeypatch.setattr(PagedAttention, "_multi_head", lambda self, *a: used.append(self) or multi_head(self, *a))
-    ours, theirs = copies(models, lambda name: name.startswith(f"model.layers.{first}."))
+    return used
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("first", LAYERS)
+def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, first, use_cache, multi_head):
+    ours, theirs = copies(models, f"model.layers.{first}.")
     assert_same_pass(ours, theirs, input_ids=tokens[:, :48], use_cache=use_cache)
-    assert [layer.layer_idx for layer in used] == list(range(first))
+    assert [layer.layer_idx for layer in multi_head] == list(range(first))
 
 
-def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, monkeypatch):
+def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, multi_head):
     """The layers that share that selection compute the pass again with gradients."""
-    monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
-    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
-    ours, theirs = copies(models, lambda _: True)
+    ours, theirs = copies(models, "")
     for model in (ours, theirs):
         checkpoint(model, LAYERS, use_reentrant=True)
     assert_same_pass(ours, theirs, input_ids=tokens[:, :48])
@@ -133,7 +133,7 @@ def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, monkey
 
 @pytest.mark.slow
 def test_a_mix_in_compiled_layers(models, tokens):
-    ours, theirs = copies(models, lambda name: name.startswith("model.layers.2."))
+    ours, theirs = copies(models, "model.layers.2.")
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="eager")
     expected = theirs(tokens[:, :48]).logits.detach()
@@ -145,19 +145,16 @@ PAGED = SequenceBatch.paged([30, 5, 3], [50, 9, 33], PAGES, 16)
 OTHER_PAGES = SequenceBatch.paged([30, 5, 3], [50, 9, 33], [[8, 2, 4, 0], [5], [7, 1, 3]], 16)
 
 
-@pytest.mark.parametrize("counted_in", ["positions", "rows", "slots"])
-@pytest.mark.parametrize("other", ["positions", "rows", "slots"])
+FORMS = ["positions", "rows", "slots"]
+
+
+@pytest.mark.parametrize("counted_in", FORMS)
+@pytest.mark.parametrize("other", FORMS)
 def test_indices_name_the_same_keys_in_positions_rows_and_slots(counted_in, other):
-    visible = PAGED.visible_keys[:, None]
     positions = torch.arange(0, 40, 3, dtype=torch.int32).expand(38, -1)
-    positions = torch.where(positions < visible, positions, -1)
-    selected = Selected(positions, PAGED, "positions")
-    for wanted, batch in ((counted_in, PAGED), (other, OTHER_PAGES), (counted_in, PAGED)):
-        found = selected.indices(wanted, batch)
-        selected = Selected(found, batch, wanted)
-        assert found.dtype == torch.int32 and torch.equal(found < 0, positions < 0)
-    assert torch.equal(selected.indices("positions", PAGED), positions)
-    assert selected.indices(counted_in, PAGED) is found
+    positions = torch.where(positions < PAGED.visible_keys[:, None], positions, -1)
     expected = {"positions": positions, "slots": PAGED.slots_of(positions)}
     expected["rows"] = torch.where(positions < 0, -1, positions + PAGED.key_starts[:, None])
-    assert torch.equal(found, expected[counted_in])
+    there = Selected(positions, PAGED, "positions").indices(other, OTHER_PAGES)
+    found = Selected(there, OTHER_PAGES, other).indices(counted_in, PAGED)
+    assert found.dtype == torch.int32 and torch.equal(found, expected[counted_in])

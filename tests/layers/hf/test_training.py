@@ -36,8 +36,7 @@ def labelled(ids, mask=None):
 
 
 @pytest.mark.parametrize("length", [8, 48])
-def test_gradients(models, tokens, length):
-    """Of all keys and of selected ones. As transformers calls it, with a cache that nobody reads."""
+def test_gradients_of_a_batch_are_the_same(models, tokens, length):
     batch = labelled(tokens[:, :length])
     (loss, got), (expected_loss, expected) = gradients(models.ours, **batch), gradients(models.theirs, **batch)
     assert (loss - expected_loss).abs() < 1e-5
@@ -46,8 +45,7 @@ def test_gradients(models, tokens, length):
     assert of_attention and all(got[name].abs().max() > 0 for name in of_attention if length > 16)
 
 
-def test_gradients_with_padding(models, tokens):
-    """Sequences one by one, their losses weighted by their lengths."""
+def test_gradients_of_a_padded_batch_are_those_of_its_sequences(models, tokens):
     lens = [48, 5, 23]
     ids, mask = padded(tokens, lens, "right")
     _, got = gradients(models.ours, **labelled(ids, mask))
@@ -59,7 +57,7 @@ def test_gradients_with_padding(models, tokens):
     assert_close_gradients(got, total)
 
 
-def test_checkpointed_activations(models, tokens):
+def test_gradients_with_checkpointed_activations_are_the_same(models, tokens):
     batch = labelled(tokens[:, :48])
     _, expected = gradients(models.theirs, **batch)
     checkpointed = copy.deepcopy(models.ours)
@@ -67,7 +65,7 @@ def test_checkpointed_activations(models, tokens):
     assert_close_gradients(gradients(checkpointed, **batch)[1], expected)
 
 
-def test_adapters(models, tokens):
+def test_gradients_of_adapters_are_the_same(models, tokens):
     """Also where the weight is needed, and not the layer's result: in kv_b_proj."""
     ours, theirs = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     torch.manual_seed(0)
@@ -84,8 +82,7 @@ def test_adapters(models, tokens):
     assert_close_gradients(gradients(ours, **batch)[1], gradients(theirs, **batch)[1])
 
 
-def test_autocast(models, tokens):
-    """Projections and attention in bf16, as transformers has them: both ways are about as far from fp32."""
+def test_gradients_in_autocast_are_as_far_from_fp32_as_transformers(models, tokens):
     batch = labelled(tokens[:, :48])
     _, exact = gradients(models.theirs, **batch)
     with torch.autocast("cpu", torch.bfloat16):
@@ -99,8 +96,7 @@ def test_autocast(models, tokens):
     assert ours.mean() < 2 * theirs.mean() and ours.max() < 0.5
 
 
-def test_a_cache_of_a_pass_with_gradients(models, tokens):
-    """It has no tokens, and says so where they would be read; and gradients do not go through a cache."""
+def test_gradients_do_not_go_through_a_cache(models, tokens):
     cache = DynamicCache(config=models.ours.config)
     models.ours(tokens[:, :20], cache=cache)
     assert cache.get_seq_length() == 20
@@ -114,8 +110,7 @@ def test_a_cache_of_a_pass_with_gradients(models, tokens):
 
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
-def test_an_indexer_stage(name, tokens, tmp_path):
-    """The indexers of transformers' V3.2 learn as those of our own model do, from the same checkpoint."""
+def test_indexers_learn_as_those_of_our_own_model(name, tokens, tmp_path):
     models = pair("deepseek_v32", tmp_path)
     own = load_model(tmp_path, dtype=torch.float32, trainable=True, progress=False)
     losses, found = [], []

@@ -6,7 +6,6 @@ from dsa_layers.io.chat_template import FORMATS
 
 
 def macro(model_type, name):
-    """The text of a format's macro."""
     source = FORMATS[model_type].read_text(encoding="utf-8")
     return re.search(rf"macro {name}\(\w*\) -%}}\n(.*?){{% endmacro", source, re.DOTALL)[1]
 
@@ -14,9 +13,9 @@ def macro(model_type, name):
 V32_TEXT, V4_TEXT = (macro(model_type, "explained") for model_type in FORMATS)
 MAX_EFFORT = macro("deepseek_v4", "maximum_effort")
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
-FUNCTION = {"name": "add", "description": "à + b"}
-TOOLS = [{"type": "function", "function": FUNCTION}]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "à + b"}}]
 SCHEMA = '{"name": "add", "description": "à + b"}'
+V32_TOOLS, V4_TOOLS = (text.replace("{{ schemas(tools) }}", SCHEMA) for text in (V32_TEXT, V4_TEXT))
 
 
 def says(role, content, **fields):
@@ -27,12 +26,7 @@ def call(name, arguments, call_id=None):
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-TWO_CALLS = says(
-    "assistant",
-    None,
-    reasoning_content="R",
-    tool_calls=[call("add", '{"a": 1, "b": "x <y>"}', "c1"), call("now", {"in": {"é": [None]}}, "c2")],
-)
+CALLS = [call("add", '{"a": 1, "b": "x <y>"}', "c1"), call("now", {"in": {"é": [None]}}, "c2")]
 WRITTEN_CALLS = """\
 
 
@@ -47,117 +41,68 @@ WRITTEN_CALLS = """\
 </｜DSML｜BLOCK>"""
 V32_CALLS = WRITTEN_CALLS.replace("BLOCK", "function_calls")
 V4_CALLS = WRITTEN_CALLS.replace("BLOCK", "tool_calls")
-FORMAT = '\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n{"type": "object"}'
+NO_JSON = """\
 
-V32_TOOLS, V4_TOOLS = (text.replace("{{ schemas(tools) }}", SCHEMA) for text in (V32_TEXT, V4_TEXT))
+
+<｜DSML｜tool_calls>
+<｜DSML｜invoke name="f">
+<｜DSML｜parameter name="arguments" string="true">{a</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>"""
+FORMAT = '\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n{"type": "object"}'
+V32_DEVELOPER = f"{USER}\n\n{V32_TOOLS}\n\n# The user's message is: D2{ASSISTANT}<think>"
+V32_RESULTS = "\n\n<function_results>\n<result>2</result>\n<result>1</result>\n</function_results>\n\n<think>"
+V4_RESULTS = f"{USER}<tool_result>1</tool_result>\n\n<tool_result>2</tool_result>"
 
 QUESTION = [says("user", "Q")]
+ANSWERED = [*QUESTION, says("assistant", "A1", reasoning_content="R")]
 EARLIER = [says("system", "S"), says("user", "Q1"), says("assistant", "A1", reasoning_content="R1"), says("user", "Q2")]
+FORMATTED = [says("system", "S", response_format={"type": "object"}), *QUESTION]
 DEVELOPERS = [says("developer", "D1"), says("assistant", "A1"), says("developer", "D2", tools=TOOLS)]
+FORMATTED_DEVELOPERS = [*DEVELOPERS[:2], says("developer", "D2", response_format={"type": "object"})]
 RESULTS = [says("tool", "2", tool_call_id="c2"), says("tool", "1", tool_call_id="c1")]
-CALLED = [says("system", "S"), says("user", "Q"), TWO_CALLS, *RESULTS]
+CALLED = [*EARLIER[:1], *QUESTION, says("assistant", None, reasoning_content="R", tool_calls=CALLS), *RESULTS]
 PARTS = [says("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]
+REMINDED = [says("system", "S"), says("latest_reminder", "today"), *QUESTION]
+BROKEN_CALL = [*QUESTION, says("assistant", "A", tool_calls=[call("f", "{a")])]
+THINK, KEEP = {"thinking": True}, {"drop_thinking": False}
 
-# (name, messages, arguments of apply_chat_template, the prompt after BOS)
+# (messages, arguments of apply_chat_template, the prompt after BOS)
 V32 = [
-    ("a question", QUESTION, {}, f"{USER}Q{ASSISTANT}</think>"),
-    ("parts", PARTS, {}, f"{USER}a\n\nb{ASSISTANT}</think>"),
-    ("thinking", QUESTION, {"thinking": True}, f"{USER}Q{ASSISTANT}<think>"),
-    ("no reply begun", QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
-    (
-        "earlier reasoning is dropped",
-        EARLIER,
-        {"thinking": True},
-        f"S{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>",
-    ),
-    (
-        "the last reply keeps it",
-        [*QUESTION, says("assistant", "A1", reasoning_content="R")],
-        {"thinking": True},
-        f"{USER}Q{ASSISTANT}<think>R</think>A1{EOS}",
-    ),
-    ("tools", QUESTION, {"tools": TOOLS}, f"\n\n{V32_TOOLS}{USER}Q{ASSISTANT}</think>"),
-    (
-        "tools and a format of replies",
-        [says("system", "S", response_format={"type": "object"}), *QUESTION],
-        {"tools": TOOLS},
-        f"S\n\n{V32_TOOLS}{FORMAT}{USER}Q{ASSISTANT}</think>",
-    ),
-    (
-        "developers",
-        DEVELOPERS,
-        {"thinking": True, "drop_thinking": False},
-        f"{USER}\n\n# The user's message is: D1{ASSISTANT}</think>A1{EOS}"
-        f"{USER}\n\n{V32_TOOLS}\n\n# The user's message is: D2{ASSISTANT}<think>",
-    ),
-    (
-        "earlier developers are dropped",
-        DEVELOPERS,
-        {"thinking": True},
-        f"A1{EOS}{USER}\n\n{V32_TOOLS}\n\n# The user's message is: D2{ASSISTANT}<think>",
-    ),
-    (
-        "results of tools",
-        CALLED,
-        {"thinking": True},
-        f"S{USER}Q{ASSISTANT}<think>R</think>{V32_CALLS}{EOS}\n\n<function_results>\n<result>2</result>\n"
-        "<result>1</result>\n</function_results>\n\n<think>",
-    ),
+    (QUESTION, {}, f"{USER}Q{ASSISTANT}</think>"),
+    (PARTS, {}, f"{USER}a\n\nb{ASSISTANT}</think>"),
+    (QUESTION, THINK, f"{USER}Q{ASSISTANT}<think>"),
+    (QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
+    (EARLIER, THINK, f"S{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
+    (ANSWERED, THINK, f"{USER}Q{ASSISTANT}<think>R</think>A1{EOS}"),
+    (QUESTION, {"tools": TOOLS}, f"\n\n{V32_TOOLS}{USER}Q{ASSISTANT}</think>"),
+    (FORMATTED, {"tools": TOOLS}, f"S\n\n{V32_TOOLS}{FORMAT}{USER}Q{ASSISTANT}</think>"),
+    (DEVELOPERS, THINK | KEEP, f"{USER}\n\n# The user's message is: D1{ASSISTANT}</think>A1{EOS}{V32_DEVELOPER}"),
+    (DEVELOPERS, THINK, f"A1{EOS}{V32_DEVELOPER}"),
+    (CALLED, THINK, f"S{USER}Q{ASSISTANT}<think>R</think>{V32_CALLS}{EOS}{V32_RESULTS}"),
 ]
 V4 = [
-    ("a question", QUESTION, {}, f"{USER}Q{ASSISTANT}<think>"),
-    ("no thinking", QUESTION, {"enable_thinking": False}, f"{USER}Q{ASSISTANT}</think>"),
-    ("greatest effort", QUESTION, {"reasoning_effort": "max"}, f"{MAX_EFFORT}{USER}Q{ASSISTANT}<think>"),
-    ("no reply begun", QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
+    (QUESTION, {}, f"{USER}Q{ASSISTANT}<think>"),
+    (QUESTION, {"enable_thinking": False}, f"{USER}Q{ASSISTANT}</think>"),
+    (QUESTION, {"reasoning_effort": "max"}, f"{MAX_EFFORT}{USER}Q{ASSISTANT}<think>"),
+    (QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
+    (EARLIER, {}, f"S{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
+    (EARLIER, KEEP, f"S{USER}Q1{ASSISTANT}<think>R1</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
+    # tools keep earlier reasoning
     (
-        "earlier reasoning is dropped",
-        EARLIER,
-        {},
-        f"S{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>",
-    ),
-    (
-        "earlier reasoning is kept",
-        EARLIER,
-        {"drop_thinking": False},
-        f"S{USER}Q1{ASSISTANT}<think>R1</think>A1{EOS}{USER}Q2{ASSISTANT}<think>",
-    ),
-    (
-        "earlier reasoning is kept with tools",
         EARLIER,
         {"tools": TOOLS},
         f"S\n\n{V4_TOOLS}{USER}Q1{ASSISTANT}<think>R1</think>A1{EOS}{USER}Q2{ASSISTANT}<think>",
     ),
+    (FORMATTED_DEVELOPERS, {}, f"A1{EOS}{USER}D2{FORMAT}{ASSISTANT}<think>"),
+    (DEVELOPERS, {}, f"{USER}D1{ASSISTANT}<think></think>A1{EOS}{USER}D2\n\n{V4_TOOLS}{ASSISTANT}<think>"),
+    (REMINDED, {}, f"S<｜latest_reminder｜>today{USER}Q{ASSISTANT}<think>"),
+    # results are in the order of calls
     (
-        "earlier developers are dropped",
-        [says("developer", "D1"), says("assistant", "A1"), says("developer", "D2", response_format={"type": "object"})],
+        [*CALLED, says("user", "N")],
         {},
-        f"A1{EOS}{USER}D2{FORMAT}{ASSISTANT}<think>",
+        f"S{USER}Q{ASSISTANT}</think>{V4_CALLS}{EOS}{V4_RESULTS}\n\nN{ASSISTANT}<think>",
     ),
-    (
-        "developers with tools",
-        DEVELOPERS,
-        {},
-        f"{USER}D1{ASSISTANT}<think></think>A1{EOS}{USER}D2\n\n{V4_TOOLS}{ASSISTANT}<think>",
-    ),
-    (
-        "a reminder",
-        [says("system", "S"), says("latest_reminder", "today"), *QUESTION],
-        {},
-        f"S<｜latest_reminder｜>today{USER}Q{ASSISTANT}<think>",
-    ),
-    (
-        "results of tools are the user's, in the order of calls",
-        [*CALLED, says("user", "next")],
-        {},
-        f"S{USER}Q{ASSISTANT}</think>{V4_CALLS}{EOS}{USER}<tool_result>1</tool_result>\n\n"
-        f"<tool_result>2</tool_result>\n\nnext{ASSISTANT}<think>",
-    ),
-    (
-        "arguments that are no JSON",
-        [*QUESTION, says("assistant", "A", tool_calls=[call("f", "{a")])],
-        {"thinking": False},
-        f"{USER}Q{ASSISTANT}</think>A\n\n<｜DSML｜tool_calls>\n"
-        '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="arguments" string="true">{a</｜DSML｜parameter>\n'
-        f"</｜DSML｜invoke>\n</｜DSML｜tool_calls>{EOS}",
-    ),
+    (BROKEN_CALL, {"thinking": False}, f"{USER}Q{ASSISTANT}</think>A{NO_JSON}{EOS}"),
 ]
+EXAMPLES = [*(("deepseek_v32", *one) for one in V32), *(("deepseek_v4", *one) for one in V4)]

@@ -19,14 +19,14 @@ from tokenizers import models
 from dsa_layers.io.chat_template import FORMATS, format_source, render
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
 from tests.layers.io import chat_examples as examples
-from tests.layers.io.chat_examples import ASSISTANT, BOS, CALLED, EOS, QUESTION, TOOLS, USER, call, says
+from tests.layers.io.chat_examples import ASSISTANT, BOS, CALLED, EOS, EXAMPLES, QUESTION, TOOLS, USER, call, says
 
-EXAMPLES = [("deepseek_v32", *one) for one in examples.V32] + [("deepseek_v4", *one) for one in examples.V4]
+MARKS = (BOS, EOS, USER, ASSISTANT)
 
 
 @pytest.fixture
 def make(tmp_path):
-    def tokenizer(model_type, tokens=(BOS, EOS, USER, ASSISTANT), **config):
+    def tokenizer(model_type, tokens=MARKS, **config):
         made = tokenizers.Tokenizer(models.BPE())
         made.add_special_tokens(list(tokens))
         made.save(str(tmp_path / "tokenizer.json"))
@@ -37,11 +37,7 @@ def make(tmp_path):
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("model_type", "messages", "arguments", "prompt"),
-    [(kind, *rest) for kind, _, *rest in EXAMPLES],
-    ids=[f"{kind}: {name}" for kind, name, *_ in EXAMPLES],
-)
+@pytest.mark.parametrize(("model_type", "messages", "arguments", "prompt"), EXAMPLES)
 def test_prompts_are_those_written_by_hand(make, model_type, messages, arguments, prompt):
     assert make(model_type).apply_chat_template(messages, **arguments) == BOS + prompt
 
@@ -90,17 +86,14 @@ def test_a_template_goes_before_the_format(make):
 @pytest.mark.parametrize(
     ("model_type", "tokens", "has"),
     [
-        ("deepseek_v32", (BOS, EOS, USER, ASSISTANT), True),
-        ("deepseek_v32", (BOS, EOS, USER), False),
-        ("glm_moe_dsa", (BOS, EOS, USER, ASSISTANT), False),
-        ([], (BOS, EOS, USER, ASSISTANT), False),
+        ("deepseek_v32", MARKS, True),
+        ("deepseek_v32", MARKS[:3], False),
+        ("glm_moe_dsa", MARKS, False),
+        ([], MARKS, False),
     ],
 )
 def test_a_checkpoint_has_a_format_by_its_model_type_and_its_tokens(make, model_type, tokens, has):
     assert make(model_type, tokens).has_chat_template == has
-
-
-# The encoders that engines took over from DeepSeek's releases.
 
 
 TEXT = st.text("ab é\n<", max_size=3)
@@ -111,14 +104,15 @@ V32_FILE = "sglang/srt/entrypoints/openai/encoding_dsv32.py"
 V4_FILE = "vllm/tokenizers/deepseek_v4_encoding.py"
 
 
-def encoder(path):
-    """encode_messages of SGLang's or vLLM's module. Skips the test unless DSA_SGLANG_FILES (docs/reference/engines.md)
-    or the path has a folder with the file."""
+def encoder(path, thinking, drop, **options):
+    """encode_messages of SGLang's or vLLM's module with these options. Skips the test unless DSA_SGLANG_FILES
+    (docs/reference/engines.md) or the path has a folder with the file."""
     folders = [*os.environ.get("DSA_SGLANG_FILES", "").split(os.pathsep), *sys.path]
     file = next((file for folder in folders if (file := Path(folder, path)).is_file()), None)
     if file is None:
         pytest.skip(f"no folder holds {path}")
-    return runpy.run_path(str(file))["encode_messages"]
+    encode = runpy.run_path(str(file))["encode_messages"]
+    return partial(encode, thinking_mode="thinking" if thinking else "chat", drop_thinking=drop, **options)
 
 
 @st.composite
@@ -152,16 +146,13 @@ def compare(name, encode, messages, **options):
 @settings(max_examples=300, deadline=None)
 @given(messages=conversations(reminders=False), thinking=st.booleans(), drop=st.booleans())
 def test_deepseek_v32_equals_its_encoder(messages, thinking, drop):
-    theirs = {"thinking_mode": "thinking" if thinking else "chat", "drop_thinking": drop}
-    encode = partial(encoder(V32_FILE), **theirs)
-    compare("deepseek_v32", encode, messages, thinking=thinking, drop_thinking=drop)
+    compare("deepseek_v32", encoder(V32_FILE, thinking, drop), messages, thinking=thinking, drop_thinking=drop)
 
 
 @settings(max_examples=300, deadline=None)
 @given(messages=conversations(reminders=True), thinking=st.booleans(), drop=st.booleans(), most=st.booleans())
 def test_deepseek_v4_equals_its_encoder(messages, thinking, drop, most):
     """vLLM's "high" is what the release calls "max", and its "low" what the release calls "high"."""
-    theirs = {"thinking_mode": "thinking" if thinking else "chat", "drop_thinking": drop}
-    encode = partial(encoder(V4_FILE), **theirs, reasoning_effort="high" if most else "low")
-    effort = "max" if most else "high"
-    compare("deepseek_v4", encode, messages, thinking=thinking, drop_thinking=drop, reasoning_effort=effort)
+    encode = encoder(V4_FILE, thinking, drop, reasoning_effort="high" if most else "low")
+    options = {"thinking": thinking, "drop_thinking": drop, "reasoning_effort": "max" if most else "high"}
+    compare("deepseek_v4", encode, messages, **options)

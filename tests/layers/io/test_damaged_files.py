@@ -13,10 +13,11 @@ from tests.layers.io.stand_ins import LFS_POINTER, write
 
 FIRST = {"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4, dtype=torch.int8)}
 SECOND = {"c": torch.ones(5)}
+MISSING_FILES = {"weight_map": {str(i): f"{i}.st" for i in range(1000)}}
 
 
-def truncate(path, size):
-    os.truncate(path, path.stat().st_size + size if size < 0 else size)
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
 
 
 def replaced_by_link(path):
@@ -28,8 +29,8 @@ def replaced_by_link(path):
     ("damage", "expected"),
     [
         (lambda p: p.unlink(), f"2.st: missing, though {INDEX_NAME} lists it"),
-        (lambda p: truncate(p, -1), "2.st: not a safetensors file, or cut short at "),
-        (lambda p: truncate(p, 3), "2.st: not a safetensors file, or cut short at "),
+        (cut, "2.st: not a safetensors file, or cut short at "),
+        (lambda p: os.truncate(p, 3), "2.st: not a safetensors file, or cut short at "),
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "file not fully covered"),
         (lambda p: p.write_bytes(b"<!DOCTYPE html><html>" * 100), "header too large"),
         (lambda p: p.write_bytes(LFS_POINTER), "2.st: is a git-LFS pointer in place of the file"),
@@ -40,15 +41,14 @@ def test_a_damaged_file_is_refused(tmp_path, damage, expected):
     write(tmp_path, FIRST, SECOND)
     Checkpoint(tmp_path)
     damage(tmp_path / "2.st")
-    with pytest.raises(CheckpointError) as error:
+    told = f"^{re.escape(str(tmp_path))}: 1 problem, nothing was loaded:\n  .*{re.escape(expected)}"
+    with pytest.raises(CheckpointError, match=told):
         Checkpoint(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}: 1 problem, nothing was loaded:\n  ")
-    assert expected in str(error.value)
 
 
 def test_every_damaged_file_is_named(tmp_path):
     write(tmp_path, FIRST, SECOND, {"z": torch.ones(3)})
-    truncate(tmp_path / "1.st", -1)
+    cut(tmp_path / "1.st")
     (tmp_path / "3.st").unlink()
     with pytest.raises(CheckpointError, match=r"(?s)2 problems.*1\.st: not a safetensors file.*3\.st: missing"):
         Checkpoint(tmp_path)
@@ -63,24 +63,21 @@ def test_every_damaged_file_is_named(tmp_path):
         ({"weight_map": {"a": ".."}}, "..: not a safetensors file"),
         ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
         ({}, 'expected {"weight_map": {tensor: file, ...}}, got {}'),
-        (
-            {"weight_map": {str(i): f"{i}.st" for i in range(1000)}},
-            "998 problems, nothing was loaded:\n  0.st: missing",
-        ),
+        (MISSING_FILES, "998 problems, nothing was loaded:\n  0.st: missing"),
         ("{", "not valid JSON: Expecting property name"),
         ('{"a":' * 100_000, "not valid JSON: maximum recursion depth"),
         (" " * 2**25 + "{}", "accepted: at most 33554432"),
         (LFS_POINTER.decode(), f"{INDEX_NAME}: is a git-LFS pointer"),
     ],
 )
-def test_an_index_that_is_damaged_or_disagrees(tmp_path, index, expected):
+def test_an_index_that_is_damaged_or_disagrees_is_refused(tmp_path, index, expected):
     write(tmp_path, FIRST, SECOND, index=index)
     with pytest.raises(CheckpointError, match=re.escape(expected)) as error:
         Checkpoint(tmp_path)
     assert len(str(error.value)) < 4000
 
 
-def test_a_tensor_in_two_files(tmp_path):
+def test_a_tensor_in_two_files_is_refused(tmp_path):
     write(tmp_path, FIRST, {"a": torch.zeros(1), **SECOND})
     with pytest.raises(CheckpointError, match=r"1 problem,.*\n  a: in two files, 1\.st and 2\.st"):
         Checkpoint(tmp_path)

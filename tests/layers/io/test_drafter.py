@@ -1,6 +1,5 @@
 """Checkpoints whose multi-token-prediction layer is loaded: in which precision, what is shared, and what stops it."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -14,22 +13,11 @@ from dsa_layers.io import loading as loading_module
 from dsa_layers.io.loading import load_model
 from dsa_layers.models.family import family
 from dsa_layers.models.glm_moe_dsa import DraftedStates
-from tests.layers.generation.families import FAMILIES
-from tests.layers.io.stand_ins import changed, read_tensors
+from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
 
 PREFIX = {"deepseek_v32": "model.layers.4.", "glm_moe_dsa": "model.layers.5.", "deepseek_v4": "mtp.0."}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model_type(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def directory(model_type, tiny_checkpoint):
-    return tiny_checkpoint(model_type)
 
 
 def load(directory, **options):
@@ -47,20 +35,17 @@ def values(states):
     return states.values if isinstance(states, DraftedStates) else states
 
 
-def test_it_is_loaded_when_it_is_asked_for(directory):
+def test_the_drafter_is_loaded_only_if_it_is_asked_for(directory):
     model = load_model(directory)
-    assert model.drafter is None and not [name for name in model.state_dict() if name.startswith("drafter.")]
+    assert model.drafter is None
     with_drafter = load_model(directory, drafter=True)
-    state, other = model.state_dict(), with_drafter.state_dict()
-    assert state.keys() == {name for name in other if not name.startswith("drafter.")}
-    assert all(torch.equal(other[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in state.items())
+    state = with_drafter.state_dict()
+    assert_same_tensors({name: x for name, x in state.items() if not name.startswith("drafter.")}, model.state_dict())
     with torch.no_grad():
-        assert torch.equal(model(TOKENS, SequenceBatch.without_cache([301])),
-                           with_drafter(TOKENS, SequenceBatch.without_cache([301])))  # fmt: skip
+        assert torch.equal(*(one(TOKENS[:-1], BATCH) for one in (model, with_drafter)))
 
 
-def test_its_tensors_are_the_checkpoint_s(directory, model_type):
-    """All of them but the copies, of the values that are stored. The embedding and the head are the model's."""
+def test_the_drafter_has_the_stored_values_and_the_model_s_embedding_and_head(directory, model_type):
     model = load(directory, dtype=torch.float32, dequantize=True)
     stored = read_tensors(directory)
     copies = {name for name in stored if re.search(r"\.\d\.(embed_tokens|shared_head\.head)\.weight", name)}
@@ -76,17 +61,15 @@ def test_its_tensors_are_the_checkpoint_s(directory, model_type):
             assert ours.startswith("drafter.") and torch.equal(state[ours], tensor.to(state[ours].dtype)), name
             read.add(ours)
     of_drafter = [name for name in state if name.startswith("drafter.")]
-    norms = {"drafter.enorm.weight", "drafter.hnorm.weight", "drafter.norm.weight"}
-    assert norms <= read and len(of_drafter) == len(model.drafter.state_dict())
+    assert {"drafter.enorm.weight", "drafter.hnorm.weight", "drafter.norm.weight"} <= read
     assert not [name for name in of_drafter if state[name].shape[0] == model.config.vocab_size]
 
 
-def test_quantised_weights(directory, model_type):
-    """FP8 and FP4 as they are stored, beside their dequantised selves: apart by the rounding of activations."""
+def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, model_type):
     exact = load(directory, dtype=torch.float32, dequantize=True)
     states, expected = draft(exact)
     model = load(directory, dtype=torch.float32)
-    dtypes = {tensor.dtype for name, tensor in model.state_dict().items() if name.startswith("drafter.")}
+    dtypes = {tensor.dtype for tensor in model.drafter.state_dict().values()}
     assert torch.float8_e4m3fn in dtypes and (torch.int8 in dtypes) == (model_type == "deepseek_v4")
     assert exact.drafter.state_dict()["norm.weight"].dtype == torch.float32
     _, got = draft(model, states)
@@ -107,17 +90,15 @@ def test_quantised_weights(directory, model_type):
         done += n
 
 
-def fields_of(directory, layers):
+def with_layers(directory, layers):
     """What config.json says of so many multi-token-prediction layers."""
-    fields = json.loads((directory / "config.json").read_text())
-    found = {"num_nextn_predict_layers": layers}
+    fields, found = fields_of(directory), {"num_nextn_predict_layers": layers}
     if "compress_ratios" in fields:
         found["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]] + [0] * layers
     return found
 
 
-def test_several_layers(directory, model_type, tmp_path):
-    """The first is taken."""
+def test_the_first_of_several_layers_is_loaded(directory, model_type, tmp_path):
     first = PREFIX[model_type]
     second = re.sub(r"\d", lambda digit: str(int(digit[0]) + 1), first)
 
@@ -128,30 +109,17 @@ def test_several_layers(directory, model_type, tmp_path):
             if name.startswith(first)
         }
 
-    got = load(changed(directory, tmp_path, repeat, **fields_of(directory, 2))).state_dict()
-    for name, tensor in load(directory).state_dict().items():
-        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    got = load(changed(directory, tmp_path, repeat, **with_layers(directory, 2)))
+    assert_same_tensors(got.state_dict(), load(directory).state_dict())
 
 
-def without(beginning):
-    """A change that drops the tensors whose names begin so."""
-
-    def drop(tensors):
-        for name in [name for name in tensors if name.startswith(beginning)]:
-            del tensors[name]
-
-    return drop
-
-
-def test_a_checkpoint_without_the_layer(directory, model_type, tmp_path):
-    """By its configuration, or by its files alone."""
-    drop, fields = without(PREFIX[model_type]), fields_of(directory, 0)
+def test_a_checkpoint_without_the_layer_has_no_drafter(directory, model_type, tmp_path):
     told = r"^drafter: config\.json has num_nextn_predict_layers=0; accepted: a checkpoint"
-    for change, error, message in (
-        (fields, ValueError, told),
+    for fields, error, message in (
+        (with_layers(directory, 0), ValueError, told),
         ({}, CheckpointError, r"drafter\..*: missing; expected"),
     ):
-        changed(directory, tmp_path, drop, **change)
+        changed(directory, tmp_path, dropper(PREFIX[model_type]), **fields)
         with pytest.raises(error, match=message):
             load(tmp_path)
         assert load_model(tmp_path, progress=False).drafter is None
@@ -168,17 +136,17 @@ def of_another_kind(tensors):
 def test_layers_of_another_kind_are_refused(tiny_checkpoint, tmp_path):
     with pytest.raises(CheckpointError) as error:
         load(changed(tiny_checkpoint("deepseek_v4"), tmp_path, of_another_kind))
-    problems = [
+    for problem in (
         "4 problems, nothing was loaded",
         "drafter.enorm.weight: missing",
         "drafter.hnorm.weight (stored as mtp.0.hnorm.weight) has shape [256]; expected [512]",
         "unexpected drafter.block.attn.compressor.ape (stored as mtp.0",
         "mtp.0.main_proj.weight: belongs to the DSpark drafter, which is not",
-    ]
-    assert all(problem in str(error.value) for problem in problems), error.value
+    ):
+        assert problem in str(error.value)
 
 
-def test_a_family_without_drafters(checkpoint, monkeypatch):
+def test_a_drafter_of_a_family_without_one_is_refused(checkpoint, monkeypatch):
     draftless = replace(family("deepseek_v32"), drafter=None)
     monkeypatch.setattr(loading_module, "family", lambda model_type: draftless)
     with pytest.raises(ValueError, match=r"^drafter: is not supported for model type 'deepseek_v32'$"):

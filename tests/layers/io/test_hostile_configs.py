@@ -12,7 +12,6 @@ from dsa_layers.io.loading import load_model, unfilled_model
 from dsa_layers.models.family import VENDORED, read_config
 from dsa_layers.models.precision import Precision
 from tests.layers.io.stand_ins import changed as changed_checkpoint
-from tests.layers.models.v4_checkpoints import write_published
 
 # What a number, or any other value, can be in JSON.
 HUGE = 10**400
@@ -20,7 +19,7 @@ VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 
 VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
 FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2")
 PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}
-# What may be said by leaving something else out, and what refuses it then.
+# The field that a refusal names if another one is left out.
 SAID_ELSEWHERE = {
     "dtype": "torch_dtype",
     "num_nextn_predict_layers": "compress_ratios",
@@ -47,8 +46,7 @@ def changed(values, path, value):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_of_a_config(tmp_path, family):
-    """Each is right or refused by its name, whatever it holds."""
+def test_every_field_of_a_config_is_right_or_refused_by_its_name(tmp_path, family):
     cases = [(path, value) for path in fields_of(PUBLISHED[family]) for value in VALUES]
     for path, value in cases:
         (tmp_path / "config.json").write_text(json.dumps(changed(PUBLISHED[family], path, value)))
@@ -87,7 +85,7 @@ def test_sizes_that_no_fp8_takes_are_refused(tmp_path, family, changes, expected
         ("deepseek_v4_flash", {"head_dim": 256}, "dim: must be 512 .* for the FP8 layout, got 256"),
     ],
 )
-def test_sizes_that_no_fp8_cache_takes_are_refused(tmp_path, family, changes, expected):
+def test_sizes_that_fp8_cannot_take_are_refused_unless_dequantised(tmp_path, family, changes, options, expected):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
     config = read_config(tmp_path)
     model = unfilled_model(config, Precision.of(config, dequantize=True, kv_cache="fp8"))
@@ -95,18 +93,15 @@ def test_sizes_that_no_fp8_cache_takes_are_refused(tmp_path, family, changes, ex
         model.make_cache(1)
 
 
-@pytest.mark.parametrize(("low", "high"), [(-1, 3), (0, 6)])
-def test_tables_of_experts_that_are_not_there(tmp_path, low, high):
-    """Routing takes the tables of hashed layers as row numbers, unseen."""
-    (tmp_path / "right").mkdir()
-    write_published(tmp_path / "right")
+@pytest.mark.parametrize(("low", "high"), [(-1, 3), (0, 8)])
+def test_tables_of_experts_that_are_not_there_are_refused(tiny_checkpoint, tmp_path, low, high):
     name = "layers.0.ffn.gate.tid2eid"
 
     def change(tensors):
         tensors[name].zero_()
         tensors[name].view(-1)[[3, 5]] = torch.tensor([low, high])
 
-    changed_checkpoint(tmp_path / "right", tmp_path / "wrong", change)
-    expected = f"{name} names the experts {low} to {high}; the model has 0 to 5"
+    changed_checkpoint(tiny_checkpoint("deepseek_v4"), tmp_path, change)
+    expected = f"{name} names the experts {low} to {high}; the model has 0 to 7"
     with pytest.raises(CheckpointError, match=expected):
-        load_model(tmp_path / "wrong", dequantize=True, progress=False)
+        load_model(tmp_path, dequantize=True, progress=False)

@@ -18,16 +18,15 @@ ID = "dsa-test/tiny_model.1"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def fill(cache: Path, checkpoint: Path, leave_out: tuple[str, ...] = ()) -> Path:
-    """The checkpoint as huggingface_hub keeps it: links to the files. Returns the folder with the links."""
+def fill(cache: Path, checkpoint: Path) -> Path:
+    """Link the checkpoint's files as huggingface_hub does; return the folder with the links."""
     model = cache / f"models--{ID.replace('/', '--')}"
     snapshot = model / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(COMMIT)
     for path in checkpoint.iterdir():
-        if path.name not in leave_out:
-            (snapshot / path.name).symlink_to(path)
+        (snapshot / path.name).symlink_to(path)
     return snapshot
 
 
@@ -53,10 +52,9 @@ def test_everything_takes_an_id(cache, checkpoint, capsys):
     assert main(["generate", ID, *options]) == 0 and capsys.readouterr().out.startswith("a")
 
 
-def test_a_directory_wins(cache, checkpoint, tmp_path):
+def test_a_directory_goes_before_an_id(cache, checkpoint, tmp_path):
     fill(cache, checkpoint)
-    (tmp_path / "dsa-test").mkdir()
-    (tmp_path / ID).mkdir()
+    (tmp_path / ID).mkdir(parents=True)
     assert checkpoint_directory(ID) == Path(ID)
     assert checkpoint_directory(SHIPPED_MODEL) == SHIPPED_MODEL
 
@@ -75,26 +73,22 @@ def test_without_the_extra_a_line_says_what_to_install(cache, monkeypatch, capsy
     assert line == f"dsa generate: {ID}: no such directory; to find it on the hub, pip install 'dsa-kernels[hub]'"
 
 
-@pytest.mark.parametrize(
-    "name, problem", [(ID, "LocalEntryNotFoundError"), (f"dsa-test/{'x' * 100}", "HFValidationError")]
-)
-def test_an_id_that_is_not_there_is_one_line(cache, name, problem, capsys):
-    for command in (["generate", name, "--prompt", "a"], ["compare", name], ["compile", "--model", name]):
-        assert main(command) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        told = f"dsa {command[0]}: {name}: no such directory; the hub does not give it: {problem}: "
-        assert line.startswith(told), line
+LONG = f"dsa-test/{'x' * 100}"
 
 
-def test_what_is_downloaded(cache, monkeypatch, tmp_path):
-    """The files at the top of the repository, without weights in other formats."""
+@pytest.mark.parametrize(("name", "problem"), [(ID, "LocalEntryNotFoundError"), (LONG, "HFValidationError")])
+@pytest.mark.parametrize("command", [["generate", "--prompt=a"], ["compare"], ["compile", "--model"]])
+def test_an_id_that_is_not_there_is_one_line(cache, name, problem, command, capsys):
+    assert main([*command, name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dsa {command[0]}: {name}: no such directory; the hub does not give it: {problem}: ")
+
+
+def test_files_at_the_top_of_the_repository_are_downloaded_except_other_formats(cache, monkeypatch, tmp_path):
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options) or tmp_path)
     names = ["config.json", INDEX_NAME, "chat_template.jinja", "hf_quant_config.json", "tokenizer.json"]
-    shards, others = (
-        ["model-1-of-2.safetensors"],
-        ["consolidated.safetensors", "original/a.safetensors", "a.bin", "a.py"],
-    )
+    shards, others = ["model-1-of-2.safetensors"], ["consolidated.safetensors", "original/a.safetensors", "a.bin"]
 
     def downloaded():
         return sorted(huggingface_hub.utils.filter_repo_objects([*names, *shards, *others], **asked))

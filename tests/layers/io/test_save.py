@@ -7,21 +7,21 @@ import torch
 
 from dsa.reference import dequantize_fp4, quantize_fp4
 from dsa_layers.command.main import main
-from dsa_layers.errors import CheckpointError, ConfigError
+from dsa_layers.errors import CheckpointError
 from dsa_layers.io import save as saving
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.save import convert_checkpoint, save_model
-from tests.layers.generation.families import FAMILIES
-from tests.layers.io.stand_ins import changed, read_tensors
+from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
+from tests.reference.common import assert_refused
 
 FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 SMALL = 2**21  # bytes of a file
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def directory(request, tiny_checkpoint):
-    return tiny_checkpoint(request.param)
+@pytest.fixture(scope="module")
+def storage(model_type):
+    return "fp4" if model_type == "deepseek_v4" else "fp8"
 
 
 def described(directory):
@@ -33,26 +33,16 @@ def assert_same_model(a, b, **options):
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def fields_of(directory):
-    return json.loads((directory / "config.json").read_text())
-
-
-# Models.
-
-
 @pytest.mark.parametrize("drafter", [False, True])
-def test_a_saved_model_is_as_published(directory, tmp_path, drafter):
-    """What was quantised before is so again, without loss: FP8 blocks, and DeepSeek-V4's experts in FP4."""
+def test_a_saved_model_is_as_published(directory, storage, tmp_path, drafter):
     model = load_model(directory, **FLOAT, drafter=drafter)
-    is_v4 = model.config.model_type == "deepseek_v4"
-    save_model(model, tmp_path, like=directory, dtype="fp4" if is_v4 else "fp8", shard_bytes=SMALL, progress=False)
+    save_model(model, tmp_path, like=directory, dtype=storage, shard_bytes=SMALL, progress=False)
     before, after = described(directory), described(tmp_path)
     assert after and after.items() <= before.items()
-    assert after.keys() == before.keys() or not drafter
     assert_same_model(directory, tmp_path, drafter=drafter)
     assert (tmp_path / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
     if drafter:
-        assert fields_of(tmp_path) == fields_of(directory)
+        assert after.keys() == before.keys() and fields_of(tmp_path) == fields_of(directory)
 
 
 def test_a_saved_model_in_one_file_has_no_index(checkpoint, tmp_path):
@@ -72,48 +62,38 @@ def test_a_refused_save_writes_nothing(checkpoint, tmp_path):
         ({"hidden_act": "relu"}, f"{like / 'config.json'}: field 'hidden_act' is 'relu'"),
     ):
         (like / "config.json").write_text(json.dumps(fields_of(checkpoint) | changes))
-        with pytest.raises(ValueError, match=problem):
-            save_model(model, out, like=like, progress=False)
-    with pytest.raises(ValueError, match="dtype: must be 'bf16', 'fp8' or 'fp4', got 'int8'"):
-        save_model(model, out, like=checkpoint, dtype="int8", progress=False)
-    with pytest.raises(ValueError, match=f"^directory: must hold no weights, .*, got {checkpoint} with 'model-"):
-        save_model(model, checkpoint, like=checkpoint, progress=False)
+        assert_refused(problem, save_model, model, out, like=like, progress=False)
+    told = "dtype: must be 'bf16', 'fp8' or 'fp4', got 'int8'"
+    assert_refused(told, save_model, model, out, like=checkpoint, dtype="int8")
+    told = f"^directory: must hold no weights, .*, got {checkpoint} with 'model-"
+    assert_refused(told, save_model, model, checkpoint, like=checkpoint, progress=False)
     assert not out.exists()
 
 
-# Checkpoints.
-
-
-def test_bf16_and_back(directory, tmp_path):
-    """No value changes: scales are powers of two, or with GLM's fp32 scales the same are found again."""
+def test_bf16_and_back_changes_no_value(directory, model_type, storage, tmp_path):
     floats, again = tmp_path / "floats", tmp_path / "again"
     convert_checkpoint(directory, floats, "bf16", shard_bytes=SMALL, progress=False)
     assert {dtype for dtype, _ in described(floats).values()} <= {"BF16", "F32", "I64"}
     assert not {"quantization_config", "expert_dtype"} & fields_of(floats).keys()
     assert not load_model(floats, progress=False).precision.fp8_linear
-    if fields_of(directory)["model_type"] == "glm_moe_dsa":
+    if model_type == "glm_moe_dsa":
         return  # its scales are no powers of two, so that BF16 rounds
     assert_same_model(directory, floats, drafter=True)
-    is_v4 = "expert_dtype" in fields_of(directory)
-    convert_checkpoint(floats, again, "fp4" if is_v4 else "fp8", progress=False)
+    convert_checkpoint(floats, again, storage, progress=False)
     assert fields_of(again) == fields_of(directory)
     assert described(again) == described(directory)
     assert_same_model(directory, again, drafter=True)
 
 
-def test_the_same_dtype_is_a_copy(directory, tmp_path):
-    storage = "fp4" if "expert_dtype" in fields_of(directory) else "fp8"
+def test_the_same_dtype_is_a_copy(directory, storage, tmp_path):
     convert_checkpoint(directory, tmp_path, storage, shard_bytes=SMALL, progress=False)
-    after = read_tensors(tmp_path)
-    assert described(tmp_path) == described(directory) and fields_of(tmp_path) == fields_of(directory)
-    for name, tensor in read_tensors(directory).items():
-        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+    assert fields_of(tmp_path) == fields_of(directory)
+    assert_same_tensors(read_tensors(tmp_path), read_tensors(directory))
 
 
-def test_experts_in_fp4(directory, tmp_path):
+def test_conversion_to_fp4_changes_experts_alone(directory, tmp_path):
     convert_checkpoint(directory, tmp_path, "fp4", progress=False)
-    model = load_model(tmp_path, progress=False)
-    assert model.precision.fp4_experts
+    assert load_model(tmp_path, progress=False).precision.fp4_experts
     before, after = (load_model(path, **FLOAT).state_dict() for path in (directory, tmp_path))
     for name, weight in before.items():
         if ".experts." in name and weight.dim() == 3:
@@ -123,7 +103,7 @@ def test_experts_in_fp4(directory, tmp_path):
             assert torch.equal(after[name], weight), name
 
 
-def test_experts_from_fp4_to_fp8(tiny_checkpoint, tmp_path):
+def test_experts_from_fp4_to_fp8_keep_their_values(tiny_checkpoint, tmp_path):
     directory = tiny_checkpoint("deepseek_v4")
     convert_checkpoint(directory, tmp_path, "fp8", progress=False)
     assert fields_of(tmp_path)["expert_dtype"] == "fp8"
@@ -131,36 +111,31 @@ def test_experts_from_fp4_to_fp8(tiny_checkpoint, tmp_path):
     assert_same_model(directory, tmp_path)
 
 
-def test_experts_in_one_tensor(tiny_checkpoint, tmp_path):
-    directory = tiny_checkpoint("deepseek_v32", quantized=False)
+def test_experts_in_one_tensor_are_written_one_by_one(tiny_checkpoint, tmp_path):
+    directory, prefix = tiny_checkpoint("deepseek_v32", quantized=False), "model.layers.3.mlp.experts."
+    experts = range(fields_of(directory)["n_routed_experts"])
 
     def fuse(tensors):
-        prefix, config = "model.layers.3.mlp.experts.", fields_of(directory)
-        of = [{p: tensors.pop(f"{prefix}{e}.{p}.weight") for p in ("gate_proj", "up_proj", "down_proj")}
-              for e in range(config["n_routed_experts"])]  # fmt: skip
-        tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat((x["gate_proj"], x["up_proj"])) for x in of])
-        tensors[f"{prefix}down_proj"] = torch.stack([x["down_proj"] for x in of])
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{e}.{name}.weight") for e in experts])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"{prefix}gate_up_proj"], tensors[f"{prefix}down_proj"] = torch.cat((gate, up), 1), down
 
     source = changed(directory, tmp_path / "fused", fuse)
     convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
-    assert described(tmp_path / "out") == described(directory)
-    assert_same_model(directory, tmp_path / "out")
+    assert_same_tensors(read_tensors(tmp_path / "out"), read_tensors(directory))
 
 
-def test_without_multi_token_prediction_layers(directory, tmp_path):
-    def drop(tensors):
-        last = f"model.layers.{fields_of(directory)['num_hidden_layers']}."
-        for name in [name for name in tensors if name.startswith(("mtp.", last))]:
-            del tensors[name]
-
-    source = changed(directory, tmp_path / "source", drop)
+def test_a_checkpoint_without_multi_token_prediction_layers_is_converted(directory, tmp_path):
+    last = f"model.layers.{fields_of(directory)['num_hidden_layers']}."
+    source = changed(directory, tmp_path / "source", dropper("mtp.", last))
     convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
     assert fields_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
     load_model(tmp_path / "out", progress=False)
 
 
-def test_scales_that_are_published_as_powers_of_two(tiny_checkpoint, tmp_path):
-    """Other scales would be rounded in a copy; the values in BF16 are right."""
+def test_scales_that_are_no_powers_of_two_are_not_rounded(tiny_checkpoint, tmp_path):
     directory, name = tiny_checkpoint("deepseek_v4"), "layers.0.attn.wq_a.scale"
     source = changed(directory, tmp_path / "source", lambda x: x.update({name: 1.5 * x[name].float()}))
     with pytest.raises(CheckpointError, match=r"wq_a\.weight_scale_inv .* is F32 .*; expected F8_E8M0"):
@@ -180,21 +155,23 @@ def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         save(path, tensors)
 
+    def convert(directory, dtype="bf16"):
+        convert_checkpoint(checkpoint, directory, dtype, shard_bytes=SMALL, progress=False)
+
     monkeypatch.setattr(saving, "save_tensors", save)
     most = None
-    convert_checkpoint(checkpoint, whole, "bf16", shard_bytes=SMALL, progress=False)
+    convert(whole)
     largest = max(info.size for info in Checkpoint(whole).tensors.values())
     assert len(held) > 4 and max(held) <= max(SMALL, largest)  # bytes in memory at a time
     held.clear()
     most = 3
     with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(checkpoint, cut, "bf16", shard_bytes=SMALL, progress=False)
+        convert(cut)
     done = {path: path.stat().st_mtime_ns for path in cut.glob("*.safetensors")}
     assert len(done) == 2 and not (cut / "config.json").exists()
-    with pytest.raises(ValueError, match="directory: must hold no weights, unless the same call was interrupted"):
-        convert_checkpoint(checkpoint, cut, "fp8", shard_bytes=SMALL, progress=False)
+    assert_refused("directory: must hold no weights, unless the same call was interrupted", convert, cut, "fp8")
     most = None
-    convert_checkpoint(checkpoint, cut, "bf16", shard_bytes=SMALL, progress=False)
+    convert(cut)
     assert all(path.stat().st_mtime_ns == time for path, time in done.items())
     names = [{path.name for path in out.iterdir()} for out in (whole, cut)]
     assert names[0] == names[1] and INDEX_NAME in names[0]
@@ -210,31 +187,23 @@ def test_tensors_that_are_missing_unexpected_or_of_another_dtype_are_refused(che
     source = changed(checkpoint, tmp_path / "source", change)
     with pytest.raises(CheckpointError) as error:
         convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
-    problems = (
-        "3 problems",
-        "model.norm.weight: missing",
-        "unexpected extra (F32 [1])",
-        "I32; expected BF16 or F16 or",
-    )
-    assert all(problem in str(error.value) for problem in problems)
+    problems = "model.norm.weight: missing", "unexpected extra (F32 [1])", "I32; expected BF16 or F16 or"
+    assert all(problem in str(error.value) for problem in ("3 problems", *problems))
     assert not (tmp_path / "out").exists()
 
 
-def test_refused_conversions(checkpoint, tiny_checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="directory: must be another one than the checkpoint's"):
-        convert_checkpoint(checkpoint, checkpoint, "bf16")
+def test_conversions_that_overwrite_weights_or_split_no_blocks_are_refused(checkpoint, tiny_checkpoint, tmp_path):
     (tmp_path / "mine.safetensors").touch()
-    with pytest.raises(ValueError, match=r"directory: must hold no weights, .* with 'mine\.safetensors'"):
-        convert_checkpoint(checkpoint, tmp_path, "bf16", progress=False)
-    plain = tiny_checkpoint("deepseek_v32", quantized=False)
-    source = changed(plain, tmp_path / "source", lambda tensors: None, hidden_size=100)
-    with pytest.raises(ConfigError, match="in_features: must be a multiple of 128, got 100"):
-        convert_checkpoint(source, tmp_path / "other", "fp8", progress=False)
+    source = changed(tiny_checkpoint("deepseek_v32", quantized=False), tmp_path / "source", hidden_size=100)
+    for call, told in (
+        ((checkpoint, checkpoint, "bf16"), "directory: must be another one than the checkpoint's"),
+        ((checkpoint, tmp_path, "bf16"), r"directory: must hold no weights, .* with 'mine\.safetensors'"),
+        ((source, tmp_path / "other", "fp8"), "'hidden_size' is 100; accepted: a multiple of 128"),
+    ):
+        assert_refused(told, convert_checkpoint, *call, progress=False)
 
 
-def test_the_command(checkpoint, tmp_path, capsys):
+def test_the_command_converts(checkpoint, tmp_path, capsys):
     assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16", "--shard-gb", "0.01"]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'out'}: 0.")
     assert_same_model(checkpoint, tmp_path / "out")
-    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "fp8"]) == 2
-    assert "directory: must hold no weights" in capsys.readouterr().err

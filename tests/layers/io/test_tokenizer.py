@@ -8,60 +8,43 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
+from dsa_layers import tiny
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
+from tests.layers.io.chat_examples import BOS, EOS
 from tests.layers.io.stand_ins import LFS_POINTER
+from tests.reference.common import assert_refused
 
-BOS, EOS, USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
 MESSAGES = [{"role": "user", "content": "a < b & 'c'"}, {"role": "assistant", "content": "oui, à 😀"}]
 
 
-def byte_level(post_processor=None):
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[BOS, EOS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.add_tokens([tokenizers.AddedToken(USER, special=False, normalized=False)])
+def make(directory, post_processor=None, **config):
+    tokenizer = tokenizers.Tokenizer.from_str(tiny.train_tokenizer(300).to_str())
     if post_processor is not None:
         tokenizer.post_processor = post_processor
-    return tokenizer
-
-
-def make(directory, post_processor=None, **config):
-    byte_level(post_processor).save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = {"bos_token": BOS, "eos_token": {"__type": "AddedToken", "content": EOS}, "add_bos_token": True, **config}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(directory)
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make(tmp_path)
-
-
-def test_encode_and_decode(tokenizer):
+def test_a_text_is_decoded_as_it_was_encoded(tmp_path):
+    tokenizer = make(tmp_path)
     ids = tokenizer.encode(TEXT)
     assert ids[0] == tokenizer.bos_token_id == 0 and tokenizer.eos_token_id == 1
     assert tokenizer.encode(TEXT, add_bos=False) == ids[1:] and 0 not in ids[1:]
     assert tokenizer.decode([*ids, 1]) == TEXT
-    assert tokenizer.vocab_size == 301 and tokenizer.decode([10**6]) == ""
+    assert tokenizer.vocab_size == 300 and tokenizer.decode([10**6]) == ""
 
 
 def test_bos_never_comes_twice(tmp_path):
     plain = make(tmp_path).encode(TEXT)
     adds_both = processors.TemplateProcessing(single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)])
     tokenizer = make(tmp_path, adds_both)
-    assert tokenizer.encode(TEXT) == plain
+    assert tokenizer.encode(TEXT) == tokenizer.encode(BOS + TEXT) == plain
     assert tokenizer.encode(TEXT, add_bos=False) == plain[1:]
-    assert tokenizer.encode(BOS + TEXT) == plain
 
 
 def test_a_chat_template_is_rendered_as_transformers_does(tmp_path):
@@ -92,40 +75,32 @@ def test_a_chat_template_is_rendered_as_transformers_does(tmp_path):
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
     ],
 )
-def test_chat_template_failures(tmp_path, template, expected):
+def test_a_chat_template_that_fails_is_an_error(tmp_path, template, expected):
     tokenizer = make(tmp_path, chat_template=template)
     with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: chat template: {expected}"):
         tokenizer.apply_chat_template(MESSAGES)
 
 
-def test_where_the_chat_template_is(tmp_path):
+def test_the_chat_template_s_file_goes_before_the_configuration(tmp_path):
     tokenizer = make(tmp_path)
     assert not tokenizer.has_chat_template
-    with pytest.raises(
-        TokenizerError, match=r"tokenizer_config\.json: holds no chat_template, .* chat_template\.jinja"
-    ):
-        tokenizer.apply_chat_template(MESSAGES)
+    told = r"tokenizer_config\.json: holds no chat_template, .* chat_template\.jinja"
+    assert_refused(told, tokenizer.apply_chat_template, MESSAGES)
     (tmp_path / "chat_template.jinja").write_text("by file")
     assert make(tmp_path, chat_template="by config").apply_chat_template([]) == "by file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     broken = Tokenizer(tmp_path)  # for whom uses no template
-    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: chat template: "):
-        broken.apply_chat_template([])
+    assert_refused(r"chat_template\.jinja: chat template: ", broken.apply_chat_template, [])
 
 
-def test_a_misspelt_variable_of_a_template(tmp_path):
+def test_a_misspelt_variable_of_a_template_is_refused(tmp_path):
     template = "{{ bos_token }}{% for m in messages %}{% set n = m.content %}{{ n if thinking else '' }}{% endfor %}"
-    tokenizer = make(tmp_path, chat_template=template)
-    assert tokenizer.apply_chat_template(MESSAGES, thinking=False) != tokenizer.apply_chat_template(
-        MESSAGES, thinking=True
-    )
-    with pytest.raises(TokenizerError, match=r"^thinkin: is no variable of the chat template; accepted: thinking$"):
-        tokenizer.apply_chat_template(MESSAGES, thinkin=True)
-    with pytest.raises(TokenizerError, match=r"accepted: none$"):
-        make(tmp_path, chat_template="{{ messages }}").apply_chat_template(MESSAGES, n=True)
-
-
-# Ids decoded one by one.
+    render = make(tmp_path, chat_template=template).apply_chat_template
+    assert render(MESSAGES, thinking=False) != render(MESSAGES, thinking=True)
+    told = "^thinkin: is no variable of the chat template; accepted: thinking$"
+    assert_refused(told, render, MESSAGES, thinkin=True)
+    render = make(tmp_path, chat_template="{{ messages }}").apply_chat_template
+    assert_refused("accepted: none$", render, MESSAGES, n=True)
 
 
 PARTS = ["a", "▁", "▁a", "▁▁ b", "  ", "##b", ".", "n't", "Ġa", "ðŁ", "Ķ", "¥", "â", "Ĥ", "ï¿½", "\ufffd", ""]
@@ -141,12 +116,7 @@ DECODERS = {
 ID = st.sampled_from([*range(len(PARTS))]) | st.integers(0, len(TOKENS) + 1)
 
 
-@pytest.fixture(scope="module", params=DECODERS)
-def decoding(request, tmp_path_factory):
-    return word_level(tmp_path_factory.mktemp("tokenizer"), DECODERS[request.param], TOKENS)
-
-
-def word_level(directory, decoder, tokens):
+def word_level(directory, decoder, tokens=TOKENS):
     tokenizer = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="a"))
     tokenizer.add_special_tokens(["<end>"])
     if decoder is not None:
@@ -161,6 +131,11 @@ def pieces(tokenizer, ids):
     return [stream.push(token_id) for token_id in ids] + [stream.flush()]
 
 
+@pytest.fixture(scope="module", params=DECODERS)
+def decoding(request, tmp_path_factory):
+    return word_level(tmp_path_factory.mktemp("tokenizer"), DECODERS[request.param])
+
+
 @settings(max_examples=60, deadline=None)
 @given(ids=st.lists(ID, max_size=20))
 def test_joined_pieces_are_the_decoded_text(decoding, ids):
@@ -168,7 +143,7 @@ def test_joined_pieces_are_the_decoded_text(decoding, ids):
 
 
 def test_text_is_returned_when_its_characters_are_complete(tmp_path):
-    tokenizer = word_level(tmp_path, decoders.ByteLevel(), TOKENS)
+    tokenizer = word_level(tmp_path, decoders.ByteLevel())
     ids = [TOKENS.index(token) for token in ["ðŁ", "Ķ", "¥", "a", "Ġa", "â", "a", "â"]]
     assert pieces(tokenizer, ids) == ["", "", "🔥", "a", " a", "", "\ufffda", "", "\ufffd"]
     fallback = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -177,14 +152,11 @@ def test_text_is_returned_when_its_characters_are_complete(tmp_path):
 
 
 def test_the_work_per_token_does_not_grow_with_the_text(tmp_path, monkeypatch):
-    tokenizer, longest = word_level(tmp_path, decoders.ByteLevel(), TOKENS), []
+    tokenizer, longest = word_level(tmp_path, decoders.ByteLevel()), []
     decode = Tokenizer.decode
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: longest.append(len(ids)) or decode(self, ids))
     pieces(tokenizer, [TOKENS.index(token) for token in ["ðŁ", "Ķ", "¥", "a"] * 100])
     assert max(longest) <= 6
-
-
-# Files that a stranger could have written.
 
 
 SMALL_TOKENIZER = {
@@ -213,14 +185,13 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
 def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path, capfd):
     vocab = {"é": 0, "b": 1}
     model = {"type": "BPE", "vocab": vocab, "merges": [["é", "b"]], "continuing_subword_prefix": "éé"}
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a tokenizer: "):
-        small(tmp_path, {"model": model})
+    assert_refused(r"tokenizer\.json: not a tokenizer: ", small, tmp_path, {"model": model})
 
 
-def test_a_tokenizer_that_cannot_encode(tmp_path):
+def test_a_text_that_cannot_be_encoded_is_an_error(tmp_path):
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot encode a text of 1 characters: "):
-        small(tmp_path, {"model": model}).encode("b")
+    tokenizer = small(tmp_path, {"model": model})
+    assert_refused(r"tokenizer\.json: cannot encode a text of 1 characters: ", tokenizer.encode, "b")
 
 
 def test_truncation_is_not_applied(tmp_path):
@@ -237,7 +208,7 @@ def test_truncation_is_not_applied(tmp_path):
         ({"chat_template": {"default": "x"}}, "chat_template is {'default': 'x'}"),
     ],
 )
-def test_tokenizer_configs(tmp_path, config, expected):
+def test_wrong_tokenizer_configs_are_refused(tmp_path, config, expected):
     with pytest.raises(TokenizerError, match=expected) as error:
         small(tmp_path, **config)
     assert len(str(error.value)) < 2000

@@ -12,7 +12,7 @@ from dsa_layers.errors import CheckpointError
 from dsa_layers.io import weights as weights_module
 from dsa_layers.io.directory import SINGLE_NAME, Checkpoint
 from dsa_layers.io.weights import load_weights
-from tests.layers.io.stand_ins import BF16, F32, FP8, failure, like, stand_in, write
+from tests.layers.io.stand_ins import BF16, F32, FP8, assert_same_tensors, failure, like, loaded, stand_in, write
 
 
 @pytest.fixture
@@ -24,46 +24,42 @@ def shards():
     return first, second
 
 
-def test_loads_tensors_as_they_are(tmp_path, shards):
+@pytest.fixture
+def never_read(monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read", lambda *arguments: pytest.fail("read before validation was done"))
+
+
+def test_tensors_are_loaded_as_they_are(tmp_path, shards):
     write(tmp_path, *shards)
     stored = {**shards[0], **shards[1]}
     model = stand_in(like(stored), buffers={"layer.ids"})
     load_weights(model, tmp_path, progress=False)
-    state = model.state_dict()
-    assert state.keys() == stored.keys()
-    for name, tensor in stored.items():
-        assert state[name].dtype == tensor.dtype and state[name].device.type == "cpu"
-        assert torch.equal(state[name].float(), tensor.float()), name
+    assert_same_tensors(model.state_dict(), stored)
     assert isinstance(model.embed.weight, torch.nn.Parameter) and not model.embed.weight.requires_grad
     assert "ids" in dict(model.layer.named_buffers()) and "ids" not in dict(model.layer.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dequantises_ragged_blocks(tmp_path, dtype):
-    """576 rows have 5 rows of scales: the last block has 64 rows. Scales far apart, so that a shifted one shows."""
-    q = torch.full((576, 200), 2.0).to(FP8)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_ragged_blocks_are_dequantised(tmp_path, dtype):
+    """The last of 5 rows of blocks has 64 rows. Scales are far apart, so that a shifted one shows."""
     scale = torch.tensor([[2.0**i, -(2.0**i)] for i in range(5)])
-    write(tmp_path, {"w": q}, {"w_scale_inv": scale})
-    model = stand_in({"w": ((576, 200), dtype)})
-    load_weights(model, tmp_path, progress=False)
-    for row in (0, 127, 128, 511, 512, 575):
-        assert model.w[row, :128].eq(2 * 2.0 ** (row // 128)).all()
-        assert model.w[row, 128:].eq(-2 * 2.0 ** (row // 128)).all()
-    assert model.w.dtype == dtype
+    write(tmp_path, {"w": torch.full((576, 200), 2.0).to(FP8)}, {"w_scale_inv": scale})
+    model = loaded({"w": ((576, 200), dtype)}, tmp_path)
+    expected = 2 * scale.repeat_interleave(128, 0)[:576].repeat_interleave(128, 1)[:, :200]
+    assert torch.equal(model.w, expected.to(dtype)) and model.w.dtype == dtype
 
 
-def test_copy_outlives_the_file(tmp_path):
+def test_a_loaded_tensor_outlives_the_file(tmp_path):
     path = tmp_path / SINGLE_NAME
     save_file({"a": torch.ones(1000)}, path)
-    model = stand_in({"a": ((1000,), torch.float32)})
-    load_weights(model, tmp_path, progress=False)
+    model = loaded({"a": ((1000,), F32)}, tmp_path)
     size = path.stat().st_size
     with path.open("r+b") as stream:  # in place: the same inode
         stream.write(bytes(size))
     assert model.a.eq(1).all()
 
 
-@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP8, BF16])
 def test_progress_counts_every_byte_that_is_read_once(tmp_path, shards, monkeypatch, dtype):
     write(tmp_path, *shards, {"mtp": torch.ones(100)})
     stored = {**shards[0], **shards[1]}
@@ -89,17 +85,16 @@ def test_a_failing_read_names_the_tensor_and_leaves_the_model_on_meta(tmp_path, 
         return opened(file)
 
     checkpoint._opened = opened
-    message = failure(stand_in(like({**shards[0], **shards[1]})), checkpoint)
+    message = failure(like({**shards[0], **shards[1]}), checkpoint)
     assert f"{tmp_path / '2.st'}: cannot read layer.proj.weight_scale_inv (F32 [5, 2]): input/output error" in message
-
-
-# Tensors that do not fit.
 
 
 MATRIX, MATRIX_BF16 = torch.ones(576, 256).to(FP8), {"a": ((576, 256), BF16)}
 MATRIX_FP8 = {"a": ((576, 256), FP8), "a_scale_inv": ((5, 2), F32)}
 SHORT_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(4, 2)}
 BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
+BF16_REFUSED = "a_scale_inv is BF16 [5, 2]; expected F32 or F8_E8M0 [5, 2] for the [576, 256]"
+UNQUANTISED = "a is F32; expected F8_E4M3. Load a checkpoint that is not quantised"
 
 
 @pytest.mark.parametrize(
@@ -110,44 +105,27 @@ BF16_SCALE = {"a": MATRIX, "a_scale_inv": torch.ones(5, 2).bfloat16()}
         ({"a": torch.ones(2, 3)}, {"a": ((3, 2), F32)}, "safetensors: a has shape [2, 3]; expected [3, 2]"),
         ({"a": torch.arange(3)}, {"a": ((3,), F32)}, "a is I64; expected BF16 or F16 or F32"),
         ({"a": torch.ones(3)}, {"a": ((3,), torch.int64)}, "a is F32; expected I64"),
-        (
-            {"a": torch.ones(576, 256)},
-            MATRIX_FP8,
-            "a is F32; expected F8_E4M3. Load a checkpoint that is not quantised",
-        ),
+        ({"a": torch.ones(576, 256)}, MATRIX_FP8, UNQUANTISED),
         ({"a": torch.ones(3).to(FP8)}, {"a": ((3,), BF16)}, "a is F8_E4M3 [3]; only a matrix can be quantised"),
-        (
-            {"a": MATRIX},
-            MATRIX_FP8,
-            "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 or F8_E8M0",
-        ),
+        ({"a": MATRIX}, MATRIX_FP8, "a is F8_E4M3 and its scale a_scale_inv is missing; expected F32 or F8_E8M0"),
         (SHORT_SCALE, MATRIX_BF16, "a_scale_inv is F32 [4, 2]; expected F32 or F8_E8M0 [5"),
-        (
-            BF16_SCALE,
-            MATRIX_FP8,
-            "a_scale_inv is BF16 [5, 2]; expected F32 or F8_E8M0 [5, 2] for the [576, 256]",
-        ),
+        (BF16_SCALE, MATRIX_FP8, BF16_REFUSED),
     ],
 )
-def test_mismatch(tmp_path, stored, wanted, expected):
+def test_a_tensor_that_does_not_fit_is_refused(tmp_path, stored, wanted, expected):
     save_file(stored, tmp_path / SINGLE_NAME)
-    message = failure(stand_in(wanted), tmp_path)
+    message = failure(wanted, tmp_path)
     assert message.startswith(f"{tmp_path}: 1 problem, nothing was loaded:\n")
     assert expected in message
 
 
-def test_all_problems_come_at_once_and_before_reading(tmp_path, monkeypatch):
+def test_all_problems_come_at_once_and_before_reading(tmp_path, never_read):
     save_file({f"extra{i}": torch.ones(1) for i in range(8)} | {"good": torch.ones(1)}, tmp_path / SINGLE_NAME)
-    monkeypatch.setattr(Checkpoint, "read", lambda *arguments: pytest.fail("read before validation was done"))
-    wanted = {"good": ((2,), torch.float32)} | {f"lost{i}": ((1,), torch.float32) for i in range(4)}
-    message = failure(stand_in(wanted), tmp_path)
+    message = failure({"good": ((2,), F32)} | {f"lost{i}": ((1,), F32) for i in range(4)}, tmp_path)
     lines = message.splitlines()
     assert lines[0] == f"{tmp_path}: 13 problems, nothing was loaded:"
     assert len(lines) == 12 and lines[-1].strip() == "and 3 more"
     assert "good has shape" in message and "lost3: missing" in message and "unexpected extra0" in message
-
-
-# Checkpoint tensors that hold several model tensors, and model tensors that are split over several.
 
 
 def rows_of(name, shape):
@@ -159,65 +137,60 @@ def rows_of(name, shape):
     return {f"{base}.top{suffix}": (slice(0, middle),), f"{base}.bottom{suffix}": (slice(middle, None),)}
 
 
-def test_slices(tmp_path):
+def test_parts_of_a_tensor_are_loaded_by_their_names(tmp_path):
     values = torch.arange(24).view(4, 6).float()
     save_file({"a": values}, tmp_path / SINGLE_NAME)
-    model = stand_in({"a.top": ((2, 6), F32), "a.bottom": ((2, 6), BF16)})
-    load_weights(model, tmp_path, parts_of=rows_of, progress=False)
+    model = loaded({"a.top": ((2, 6), F32), "a.bottom": ((2, 6), BF16)}, tmp_path, parts_of=rows_of)
     assert torch.equal(model.a.top, values[:2]) and torch.equal(model.a.bottom, values[2:].bfloat16())
 
 
-def test_a_tensor_made_of_several(tmp_path):
+def test_a_tensor_is_made_of_several(tmp_path):
     top, bottom = torch.ones(2, 6).bfloat16(), torch.full((2, 6), 2.0)
     save_file({"a.top": top, "a.bottom": bottom}, tmp_path / SINGLE_NAME)
-    model = stand_in({"a": ((4, 6), F32)})
-    load_weights(model, tmp_path, parts_of=rows_of, progress=False)
+    model = loaded({"a": ((4, 6), F32)}, tmp_path, parts_of=rows_of)
     assert torch.equal(model.a, torch.cat((top.float(), bottom)))
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_slices_of_quantised_weights(tmp_path, kept):
+@pytest.mark.parametrize("dtype", [FP8, F32])
+def test_parts_of_quantised_weights_have_their_scales(tmp_path, dtype):
     q, scale = per_block_cast_to_fp8(torch.randn(512, 128, generator=torch.Generator().manual_seed(0)))
     save_file({"a": q, "a_scale_inv": scale}, tmp_path / SINGLE_NAME)
-    wanted = {f"a.{part}": ((256, 128), FP8 if kept else F32) for part in ("top", "bottom")}
-    wanted |= {f"a.{part}_scale_inv": ((2, 1), F32) for part in ("top", "bottom") if kept}
-    model = stand_in(wanted)
-    load_weights(model, tmp_path, parts_of=rows_of, progress=False)
-    state = model.state_dict()
-    for part, rows in (("top", slice(0, 256)), ("bottom", slice(256, 512))):
-        if kept:
-            assert torch.equal(state[f"a.{part}"].float(), q[rows].float())
-            assert torch.equal(state[f"a.{part}_scale_inv"], scale[rows.start // 128 : rows.stop // 128])
-        else:
-            assert torch.equal(state[f"a.{part}"], dequantize_per_block(q, scale)[rows])
+    stored, scale_rows = {"a": dequantize_per_block(q, scale)}, {"a": 256}
+    if dtype == FP8:
+        stored, scale_rows = {"a": q, "a_scale_inv": scale}, {"a": 256, "a_scale_inv": 2}
+    expected = {}
+    for name, tensor in stored.items():
+        top, bottom = rows_of(name, tensor.shape)
+        expected[top], expected[bottom] = tensor.split(scale_rows[name])
+    assert_same_tensors(loaded(like(expected), tmp_path, parts_of=rows_of).state_dict(), expected)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
-def test_slices_that_cut_a_block(tmp_path, dtype):
+def test_parts_that_cut_a_block_are_refused(tmp_path, dtype):
     save_file({"a": torch.ones(192, 128).to(FP8), "a_scale_inv": torch.ones(2, 1)}, tmp_path / SINGLE_NAME)
     wanted = {"a.top": ((96, 128), dtype), "a.bottom": ((96, 128), dtype)}
     wanted |= {f"a.{part}_scale_inv": ((1, 1), F32) for part in ("top", "bottom") if dtype == FP8}
-    message = failure(stand_in(wanted), tmp_path, parts_of=rows_of)
+    message = failure(wanted, tmp_path, parts_of=rows_of)
     assert "a.bottom (stored as a) is F8_E4M3 and cut at 96, inside a block of 128" in message
 
 
-def test_every_problem_with_slices_comes_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpoint, "read", lambda *arguments: pytest.fail("read before validation was done"))
-    names = ("x.a", "x.b", "x.c", "y.d", "z.d")
-    save_file({name: torch.ones(4, 6) for name in names}, tmp_path / SINGLE_NAME)
-    wanted = {"a.top": ((2, 6), F32), "a.bottom": ((2, 5), F32), "b.top": ((2, 6), F32), "b.side": ((1,), F32)}
-    wanted |= {"d.top": ((2, 6), F32), "d.bottom": ((2, 6), F32)}
+def test_every_problem_with_parts_comes_at_once(tmp_path, never_read):
+    save_file({name: torch.ones(4, 6) for name in ("x.a", "x.b", "x.c", "y.d", "z.d")}, tmp_path / SINGLE_NAME)
+    wanted = dict.fromkeys(("a.top", "b.top", "d.top", "d.bottom"), ((2, 6), F32))
+    wanted |= {"a.bottom": ((2, 5), F32), "b.side": ((1,), F32)}
 
     def parts_of(name, shape):
         if name == "c":
             raise CheckpointError("belongs to another model")
         return rows_of(name, shape)
 
-    message = failure(stand_in(wanted), tmp_path, name_of=lambda name: name[2:], parts_of=parts_of)
+    message = failure(wanted, tmp_path, name_of=lambda name: name[2:], parts_of=parts_of)
     assert message.splitlines()[0] == f"{tmp_path}: 6 problems, nothing was loaded:"
-    file = "model.safetensors: "
-    assert f"{file}a.bottom (stored as x.a) has shape [2, 6]; expected [2, 5]" in message
-    assert f"{file}unexpected b.bottom (stored as x.b) (F32 [2, 6])" in message
-    assert f"{file}x.c: belongs to another model" in message
-    assert f"{file}d.top (stored as z.d) is there twice, as y.d too" in message
+    for problem in (
+        "a.bottom (stored as x.a) has shape [2, 6]; expected [2, 5]",
+        "unexpected b.bottom (stored as x.b) (F32 [2, 6])",
+        "x.c: belongs to another model",
+        "d.top (stored as z.d) is there twice, as y.d too",
+    ):
+        assert f"model.safetensors: {problem}" in message
     assert "b.side: missing; expected F32 [1]" in message

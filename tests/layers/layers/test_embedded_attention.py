@@ -29,20 +29,7 @@ def test_a_decoding_step_equals_the_end_of_a_prefill(engine):
 
 
 @torch.no_grad()
-def test_only_new_tokens_are_written(engine):
-    """In both tensors the slots of the new tokens change, and no others."""
-    latent, index = engine["latent"], engine["index"]
-    latent.fill_(0xFF)
-    index.fill_(0xFF)
-    engine["prefill"](engine["prompts"][:3], (3,), (67,), engine["block_table"][:1])
-    written = (latent != 0xFF).flatten(2).any(-1).nonzero().tolist()
-    assert written == [[1, 0], [1, 1], [1, 2]]  # tokens 64 to 66 are the first of the sequence's second page, page 1
-    assert (index != 0xFF).flatten(1).any(-1).nonzero().flatten().tolist() == [1]
-
-
-@torch.no_grad()
 def test_a_padding_row_writes_nothing_and_gets_zeros(engine):
-    """It has length 0 and no pages. The other row's result does not change."""
     both = torch.tensor([301, 41], dtype=torch.int32)
     expected = engine["decode"](engine["token"], both, engine["block_table"])[0].clone()
     table = engine["block_table"].clone()

@@ -43,8 +43,7 @@ def test_selection_takes_no_gradient(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "of_inference"),
-    [(DSAAttention, "flash_mla_sparse_fwd"), (CompressedAttention, "window_sparse_attention")],
+    ("kind", "of_inference"), [(DSAAttention, "flash_mla_sparse_fwd"), (CompressedAttention, "window_sparse_attention")]
 )
 def test_plain_attention_takes_the_op_that_has_gradients(kind, of_inference, monkeypatch):
     """The op of inference would lose them on a GPU."""

@@ -53,7 +53,6 @@ def test_any_workspace_selects_the_same(quantised, tokens, paging):
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(3, [3] * 11 + [2]), (11, [9, 9, 9, 8]), (100, [35])], ids=str)
 def test_scores_take_no_more_than_the_workspace(tokens, sizes, monkeypatch):
-    """Each matrix has columns for the keys of one sequence, and rows of about as many tokens."""
     q, keys, weights, *ranges = inputs(True)
     made, scores_of, workspace = [], dsa.fp8_mqa_logits, 4 * tokens * (MOST + ROW_PADDING)
 
@@ -79,7 +78,6 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize(("workspace", "sizes"), [(10 * FUSED_BYTES, [9, 9, 9, 8]), (WORKSPACE, [35])])
 def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, paging, fused, monkeypatch):
-    """It takes as many tokens at a time as candidate lists have room for."""
     q, keys, weights, *ranges = inputs(True)
     given, options = (q, keys, weights, 16, *ranges, MOST), {"accumulators": torch.float16, "paging": paging}
     with monkeypatch.context() as patch:
@@ -105,7 +103,6 @@ def test_selections_that_the_kernel_does_not_take_are_not_fused(top_k, options, 
 @pytest.mark.parametrize("next_n", [1, 3])
 @pytest.mark.parametrize("paged", [False, True])
 def test_decoding_tokens_are_scored_with_the_float_keys_of_their_sequence(paged, next_n, monkeypatch):
-    """Keys after a token's last key are not read."""
     lens, seen = (40, 3, 0, 64, 7), (33, 3, 0, 64, 6)
     starts = torch.tensor([sum(lens[:i]) for i in range(len(lens))]).int().repeat_interleave(next_n)
     after = torch.arange(1 - next_n, 1, dtype=torch.int32)

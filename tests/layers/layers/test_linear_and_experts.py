@@ -1,4 +1,4 @@
-"""Linear layers, routers and experts against formulas in float64."""
+"""Linear layers, their gradients, routers and experts against formulas in float64."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from dsa.testing import calc_diff
 from dsa_layers.batch.packing import GroupRows
 from dsa_layers.engine.joint_linear import grouped_products
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.linear import BlockFP8Linear, GroupedLinear, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, GroupedLinear, LanguageModelHead, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, SwiGLU
 
 
@@ -50,7 +50,6 @@ class Tokens:
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("fp8", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 def test_a_grouped_layer_multiplies_each_group_with_its_rows(fp8, tokens):
-    """Plain, and with the next projection in fused form."""
     grouped, then = GroupedLinear(3, 256, 128, fp8=fp8[0]), make_linear(384, 256, fp8=fp8[1])
     x = torch.randn(tokens, 3, 256)
     layer, parts = grouped.matrices, []
@@ -78,7 +77,6 @@ def test_the_bias_of_a_router_chooses_and_does_not_weigh():
 
 
 def test_each_fp8_expert_computes_its_swiglu():
-    """An expert computes the same for a token whatever other tokens there are."""
     experts = Experts(5, 128, 256, limit=1.0, fp8=True)
     topk_indices, weights = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2)
     topk_indices[topk_indices == 3] = 4  # an expert without tokens, and a token with one expert twice
@@ -93,3 +91,44 @@ def test_each_fp8_expert_computes_its_swiglu():
         torch.testing.assert_close(only, single(x), rtol=1e-6, atol=1e-6)
     alone = torch.cat([experts(x[i : i + 1], topk_indices[i : i + 1], weights[i : i + 1]) for i in range(12)])
     torch.testing.assert_close(experts(x, topk_indices, weights), alone, rtol=1e-5, atol=1e-6)
+
+
+def head_and_states(dtype):
+    torch.manual_seed(0)
+    head = LanguageModelHead(256, 300, dtype=dtype)
+    return head, torch.randn(70, 256).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logits_are_not_rounded(dtype):
+    head, x = head_and_states(dtype)
+    y = head(x)
+    expected = x.double() @ head.weight.double().T
+    assert y.dtype == torch.float32 and (y - expected).abs().max() < 1e-5
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("learned", [(True, True), (True, False), (False, True)])
+def test_gradients_are_those_of_fp64_up_to_rounding(learned, dtype):
+    (head, x), target = head_and_states(dtype), torch.randint(300, (70,))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, head.weight)]
+    torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, target).backward()
+    for tensor, learns in zip((x, head.weight), learned):
+        tensor.requires_grad_(learns)
+    torch.nn.functional.cross_entropy(head(x), target).backward()
+    for tensor, learns, of_exact in zip((x, head.weight), learned, exact):
+        assert (tensor.grad is not None) == learns
+        if learns:
+            assert tensor.grad.dtype == dtype
+            error = (tensor.grad - of_exact.grad).norm() / of_exact.grad.norm()
+            assert error < max(torch.finfo(dtype).eps, 1e-6)
+
+
+def test_no_copy_is_kept_for_the_backward_pass():
+    head, x = head_and_states(torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        head(x)
+    assert {tensor.data_ptr() for tensor in kept} == {x.data_ptr(), head.weight.data_ptr()}

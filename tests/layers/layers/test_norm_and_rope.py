@@ -3,21 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp._runtime_utils import _cast_buffers_to_dtype_and_device
 
-from dsa import apply_rotary
-from dsa_layers.layers.rope import (
-    JointRotary,
-    RopeAngles,
-    RotaryEmbedding,
-    rope_frequencies,
-    yarn_frequencies,
-    yarn_mscale,
-)
+from dsa_layers.layers.rope import JointRotary, RotaryEmbedding, rope_frequencies, yarn_frequencies, yarn_mscale
 
 
 def test_yarn_keeps_high_frequencies_and_divides_low_ones():
-    """Channels below 10 keep their frequency, from 23 on they are divided by 40."""
     got, plain = yarn_frequencies(64, 1e4, factor=40.0, original_length=4096), rope_frequencies(64, 1e4)
     assert torch.equal(got[:11], plain[:11]) and torch.allclose(got[23:], plain[23:] / 40)
     assert yarn_mscale(40.0, 1.0) ** 2 == pytest.approx(1.87385, abs=1e-5)
@@ -46,17 +36,8 @@ def test_joint_angles_are_those_of_each_embedding():
         assert angles.back[0] is angles[0] and torch.equal(angles.back[1], -sin)
 
 
-def cast_by_fsdp(module):
-    """Cast a module's buffers like FSDP with buffer_dtype."""
-    buffers = list(module.buffers())
-    dtypes = [torch.bfloat16 if buffer.is_floating_point() else None for buffer in buffers]
-    _cast_buffers_to_dtype_and_device(buffers, dtypes, torch.device("cpu"))
-    return module
-
-
-@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.double, cast_by_fsdp])
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.double])
 def test_frequencies_stay_fp32_in_a_cast_model(cast):
-    """And they are in no checkpoint."""
     rotary = RotaryEmbedding(rope_frequencies(64, 1e4))
     model = nn.ModuleList((rotary, JointRotary([(rotary, 1), (rotary, 4)])))
     expected = [rotary(POSITIONS), *model[1](POSITIONS)]
@@ -64,11 +45,3 @@ def test_frequencies_stay_fp32_in_a_cast_model(cast):
     assert not model.state_dict()
     for got, angles in zip([rotary(POSITIONS), *model[1](POSITIONS)], expected, strict=True):
         assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(got, angles, strict=True))
-
-
-def test_angles_back_rotate_back():
-    x, rope = torch.randn(3, 8), RotaryEmbedding(rope_frequencies(8, 1e4))(torch.arange(3))
-    angles = RopeAngles.of(rope)
-    assert angles.back is angles.back  # computed once
-    turned = apply_rotary(apply_rotary(x, *angles, interleaved=True), *angles.back, interleaved=True)
-    assert torch.allclose(turned, x, atol=1e-6)

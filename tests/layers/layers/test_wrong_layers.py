@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
@@ -29,25 +28,7 @@ from tests.layers.layers.small_layers import (
 
 BATCH = SequenceBatch.without_cache([5])
 NO_INDEXER = "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "
-OF_INDEXER = [
-    ({"top_k": 0}, "top_k: must be at least 1, got 0"),
-    ({"workspace": "1"}, "workspace: must be an integer, got '1'"),
-    ({"quantize": "x"}, "quantize: must be True or False, got 'x'"),
-    ({"rope_dims": "all"}, "rope_dims: must be 'first' or 'last', got 'all'"),
-    ({"accumulators": torch.int8}, "accumulators: must be float32 or float16, got int8"),
-    ({"dtype": torch.int8}, "dtype: must be float32, bfloat16 or float16, got int8"),
-]
-OF_ATTENTION = [
-    ({"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
-    ({"rope_dim": 63}, "rope_dim: must be even, got 63"),
-    ({"softmax_scale": "1"}, "softmax_scale: must be a number, got '1'"),
-    ({"eps": -1.0}, "eps: must be at least 0, got -1.0"),
-    ({"indexer": nn.Linear(8, 8)}, NO_INDEXER + "Linear"),
-    ({"q_lora_rank": 64, "indexer": indexer()}, "indexer: its q_lora_rank must be the layer's 64, got 128"),
-    ({"dtype": torch.bfloat16, "indexer": indexer()}, "indexer: dtype must be layer's bfloat16, got float32"),
-]
-FP4 = "fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True"
-FP8_SIZES = "hidden, inner: must be multiples of 128 for FP8 weights, got 128 and 64"
+INDEXER, BF16 = indexer(), torch.bfloat16
 
 
 def refused(call, message):
@@ -55,11 +36,26 @@ def refused(call, message):
         call()
 
 
+FP4 = "fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True"
+FP8_SIZES = "hidden, inner: must be multiples of 128 for FP8 weights, got 128 and 64"
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        *((indexer, *row) for row in OF_INDEXER),
-        *((attention, *row) for row in OF_ATTENTION),
+        (indexer, {"top_k": 0}, "top_k: must be at least 1, got 0"),
+        (indexer, {"rope_dims": "all"}, "rope_dims: must be 'first' or 'last', got 'all'"),
+        (indexer, {"accumulators": torch.int8}, "accumulators: must be float32 or float16, got int8"),
+        (indexer, {"dtype": torch.int8}, "dtype: must be float32, bfloat16 or float16, got int8"),
+        (attention, {"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
+        (attention, {"rope_dim": 63}, "rope_dim: must be even, got 63"),
+        (attention, {"indexer": nn.Linear(8, 8)}, NO_INDEXER + "Linear"),
+        (
+            attention,
+            {"q_lora_rank": 64, "indexer": INDEXER},
+            "indexer: its q_lora_rank must be the layer's 64, got 128",
+        ),
+        (attention, {"dtype": BF16, "indexer": INDEXER}, "indexer: dtype must be layer's bfloat16, got float32"),
         (lambda: BlockFP8Linear(100, 8), {}, "in_features: must be a multiple of 128, got 100"),
         (lambda: GroupedSigmoidRouter(16, 10, 2, n_group=4), {}, "n_group: must divide n_experts=10, got 4"),
         (lambda: Experts(2, 128, 128, fp4=True), {}, FP4),
@@ -70,17 +66,9 @@ def test_wrong_options_are_refused(make, options, message):
     refused(lambda: make(**options), message)
 
 
-class Own(nn.Module):
-    top_k = 4
-
-    def select(self, *_, **__):
-        """Is not called."""
-
-
-def test_attention_takes_any_indexer_or_none():
-    assert isinstance(attention(Own()).indexer, Own)
+def test_attention_has_an_indexer_of_its_dtype_or_none():
     assert not any("indexer" in name for name in attention(None).state_dict())
-    attention(indexer(fp8=True), fp8=True, dtype=torch.bfloat16)
+    attention(indexer(fp8=True), fp8=True, dtype=BF16)
 
 
 def test_quantised_selection_needs_128_channels():
@@ -109,11 +97,6 @@ def paged(page_size=PAGE, total=5):
     return SequenceBatch.paged([5], [total], [[0]], page_size, state_slots=[0])
 
 
-def decoding(page_size):
-    table, lens = torch.zeros(5, 3, dtype=torch.int32), torch.ones(5, dtype=torch.int32)
-    return DecodeBatch(table, page_size, lens, 3 * page_size)
-
-
 def run(layer, x, batch, cache=None):
     """A pass of attention or compressed attention."""
     rope = ROTARY(torch.arange(5))
@@ -121,7 +104,7 @@ def run(layer, x, batch, cache=None):
 
 
 def check_refused(layer, given, changed, message):
-    refused(lambda: run(layer, **given | changed), message)
+    refused(lambda: run(layer, **{"x": torch.zeros(5, HIDDEN)} | given | changed), message)
 
 
 PLAIN_AND_FUSED = {
@@ -144,16 +127,12 @@ PLAIN_AND_FUSED = {
     ],
 )
 def test_wrong_inputs_of_a_pass_are_refused(make, changed, message):
-    check_refused(make(), {"x": torch.zeros(5, HIDDEN), "batch": BATCH}, changed, message)
+    check_refused(make(), {"batch": BATCH}, changed, message)
 
 
-@pytest.mark.parametrize("make", [attention, compressed_attention])
-def test_plain_layers_take_no_cache(make):
-    given = {"x": torch.zeros(5, HIDDEN), "batch": BATCH, "cache": pages()}
-    check_refused(make(), given, {}, BEFORE_FUSE + "a layer for inference")
-
-
-def test_plain_indexers_take_no_cache():
+def test_plain_layers_and_indexers_take_no_cache():
+    for layer in (attention(), compressed_attention()):
+        check_refused(layer, {"batch": BATCH, "cache": pages()}, {}, BEFORE_FUSE + "a layer for inference")
     select, of_entries = indexer().select, compressed_indexer().select
     refused(lambda: select(*[None] * 4, pages()), BEFORE_FUSE + "a layer for inference")
     refused(lambda: of_entries(*[None] * 4, pages(), entry_rope=None), BEFORE_FUSE + "a layer for inference")
@@ -163,10 +142,9 @@ def test_plain_indexers_take_no_cache():
     ("changed", "message"),
     [
         ({"x": torch.zeros(5, HIDDEN, requires_grad=True)}, NO_GRADIENTS),
-        ({"batch": decoding(16)}, "page_size: must be the cache's 32, got 16"),
+        ({"batch": paged(16)}, "page_size: must be the cache's 32, got 16"),
         ({"batch": BATCH}, "batch: must have pages where there is a cache, got block_table=None"),
         ({"cache": PagedKVCache(1, 4)}, "cache: must be a LayerCache or None, got PagedKVCache"),
-        ({"cache": pages(page_size=64)}, "page_size: must be the cache's 64, got 32"),
         ({"cache": pages(index=64)}, "page_size: must be the cache's 64, got 32"),
         (
             {"cache": pages(index=None)},
@@ -179,7 +157,7 @@ def test_plain_indexers_take_no_cache():
     ],
 )
 def test_fused_attention_refuses_wrong_pages(changed, message):
-    given = {"x": torch.zeros(5, HIDDEN), "batch": paged(), "cache": pages()}
+    given = {"batch": paged(), "cache": pages()}
     check_refused(fuse(attention(indexer(quantize=True))), given, changed, message)
 
 
@@ -209,4 +187,4 @@ def test_fused_compressed_attention_refuses_a_wrong_cache(changed, message):
     shape = EntryShape(RATIO, 512, layer.compressor.state_shape)
     options = {"state_slots": 2, "window": layer.window, "dim": 512, "entries": torch.float32}
     cache = CompressedKVCache([(shape, None)], 4, PAGE, **options).layer(0)
-    check_refused(layer, {"x": torch.zeros(5, HIDDEN), "batch": paged(), "cache": cache}, changed, message)
+    check_refused(layer, {"batch": paged(), "cache": cache}, changed, message)

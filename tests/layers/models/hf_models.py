@@ -4,52 +4,44 @@ from pathlib import Path
 
 import torch
 
+# Index heads are 32: with few, whole stretches of keys score exactly 0 and top-k is decided by tie order. The norms of
+# the latents have another eps.
+_MLA = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16, "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-2, "eos_token_id": None, "attn_implementation": "eager",
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+# GLM-5's layers 2 and 3 share the selection of layer 1, and layer 5 that of layer 4.
+SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
+
 
 def deepseek_v32(directory: Path, **changes):
-    """A random DeepseekV32ForCausalLM, saved to `directory`, in fp32.
-
-    32 index heads: with few, whole stretches of keys score exactly 0 and top-k is decided by tie order. An eps that the
-    norms of the latents do not have.
-    """
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    fields = {
-        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8,
-        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-        "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-2, "eos_token_id": None, "bos_token_id": 0, "attn_implementation": "eager",
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
+    """A random DeepseekV32ForCausalLM, saved to `directory`, in fp32."""
+    fields = _MLA | {
+        "num_hidden_layers": 3, "n_group": 2, "qk_nope_head_dim": 16, "v_head_dim": 16, "bos_token_id": 0,
+        "rope_parameters": YARN,
     }  # fmt: skip
-    return _draw_and_save(DeepseekV32ForCausalLM, DeepseekV32Config(**(fields | changes)), directory)
+    return _draw_and_save("DeepseekV32", fields | changes, directory)
 
 
 def glm_moe_dsa(directory: Path, **changes):
     """A random GlmMoeDsaForCausalLM, saved to `directory`, in fp32. As published: one group, plain rope, values wider
-    than keys' part without rope, an eps that the norms of the latents do not have."""
-    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
-
-    fields = {
-        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8,
-        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40,
-        "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-2, "eos_token_id": None, "bos_token_id": None, "attn_implementation": "eager",
+    than keys' part without rope."""
+    fields = _MLA | {
+        "num_hidden_layers": 4, "n_group": 1, "qk_nope_head_dim": 24, "v_head_dim": 40, "bos_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }  # fmt: skip
-    return _draw_and_save(GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**(fields | changes)), directory)
+    return _draw_and_save("GlmMoeDsa", fields | changes, directory)
 
 
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
-    """A random DeepseekV4ForCausalLM, saved to `directory`, in fp32: every kind of layer, experts by hash, and an eps
-    that is not the usual one."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
+    """A random DeepseekV4ForCausalLM, saved to `directory`, in fp32: every kind of layer, and experts by hash."""
     fields = {
         "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5,
         "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2,
@@ -63,13 +55,15 @@ def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
             "beta_slow": 1,
         },
     }  # fmt: skip
-    config = DeepseekV4Config(**(fields | changes))
-    return _draw_and_save(DeepseekV4ForCausalLM, config, directory, save_original_format=original_format)
+    return _draw_and_save("DeepseekV4", fields | changes, directory, save_original_format=original_format)
 
 
-def _draw_and_save(kind, config, directory: Path, **options):
+def _draw_and_save(family: str, fields: dict, directory: Path, **options):
+    import transformers
+
     torch.manual_seed(0)
-    model = kind(config).eval()
+    config = getattr(transformers, f"{family}Config")(**fields)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "layernorm.weight")):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)

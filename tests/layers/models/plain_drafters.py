@@ -1,63 +1,17 @@
-"""Multi-token-prediction layers as their formulas say, around a plain block, and small checkpoints that have one.
+"""Multi-token-prediction layers as their formulas say, around a plain block.
 
-The plain block is of the class that the parity tests hold against transformers'. Here one sequence at a time runs
-through it, without a cache. Weights around the block go by the checkpoint's names.
+The parity tests hold the plain block against transformers'. Weights around it go by the checkpoint's names.
 """
 
 import copy
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.io.directory import SINGLE_NAME
 from dsa_layers.io.loading import load_model
-from dsa_layers.io.published import published_manifest
-from dsa_layers.io.tensors import TORCH_DTYPES
-from dsa_layers.models.family import family, read_config
-from dsa_layers.tiny import random_values
-
-# All sizes differ. There are 32 index heads, so that no two keys have the same score.
-_MLA = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "n_shared_experts": 2, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
-    "v_head_dim": 20, "index_n_heads": 32, "index_head_dim": 36, "index_topk": 8, "rms_norm_eps": 1e-2,
-    "max_position_embeddings": 4096,
-}  # fmt: skip
-SMALL = {
-    "deepseek_v32": _MLA | {"rope_scaling": {
-        "type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
-    }},
-    "glm_moe_dsa": _MLA | {"head_dim": 16, "qk_head_dim": 40},
-    "deepseek_v4": {
-        "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 48, "num_attention_heads": 4, "head_dim": 32,
-        "qk_rope_head_dim": 8, "q_lora_rank": 40, "o_groups": 2, "o_lora_rank": 24, "n_routed_experts": 8,
-        "num_experts_per_tok": 3, "n_shared_experts": 2, "sliding_window": 8, "index_n_heads": 32,
-        "index_head_dim": 16, "index_topk": 4, "swiglu_limit": 0.5, "rms_norm_eps": 1e-2, "hc_eps": 1e-3,
-        "hc_mult": 3, "hc_sinkhorn_iters": 4, "max_position_embeddings": 4096,
-        "compress_rates": {"heavily_compressed_attention": 16},
-    },
-}  # fmt: skip
-
-
-def write_small(directory: Path, model: str, **changes) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint that is not quantised, with the layers of the family's tiny one; returns its tensors."""
-    fields = family(model).tiny.fields(quantized=False) | SMALL[model] | changes
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(fields))
-    config = read_config(directory)
-    manifest = published_manifest(config)
-    generator = torch.Generator().manual_seed(3)
-    tensors = {}
-    for name, info in manifest.items():
-        values = random_values(name, info.shape, generator, config.n_routed_experts)
-        tensors[name] = values.to(TORCH_DTYPES[info.dtype])
-    save_file(tensors, directory / SINGLE_NAME)
-    return tensors
+from dsa_layers.models.family import read_config
+from tests.layers.io.stand_ins import read_tensors
 
 
 class _Drafter:
@@ -67,7 +21,7 @@ class _Drafter:
         # Trainable models are plain.
         self.model = load_model(directory, dtype=torch.float32, trainable=True, drafter=True, progress=False)
         self.config, self.block, self.prefix = self.model.config, self.model.drafter.block, prefix
-        self.tensors = {name: tensor.float() for name, tensor in load_file(directory / SINGLE_NAME).items()}
+        self.tensors = {name: tensor.float() for name, tensor in read_tensors(directory).items()}
 
     def weight(self, name: str) -> torch.Tensor:
         return self.tensors[self.prefix + name]
@@ -78,8 +32,6 @@ class _Drafter:
 
 
 class PlainMLADrafter(_Drafter):
-    """The drafter of DeepSeek-V3.2 and GLM-5."""
-
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, f"model.layers.{read_config(directory).num_hidden_layers}.")
 
@@ -89,7 +41,6 @@ class PlainMLADrafter(_Drafter):
         return torch.cat((self.norm(e, "enorm"), self.norm(states, "hnorm")), -1) @ self.weight("eh_proj.weight").T
 
     def states(self, joined: torch.Tensor) -> torch.Tensor:
-        """The states of one sequence from its first position on."""
         return self.norm(self._run(self.block, joined)[0], "shared_head.norm")
 
     def further(self, joined: torch.Tensor, row: torch.Tensor, position: int) -> torch.Tensor:
@@ -113,8 +64,6 @@ class PlainMLADrafter(_Drafter):
 
 
 class PlainV4Drafter(_Drafter):
-    """The drafter of DeepSeek-V4."""
-
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "mtp.0.")
 

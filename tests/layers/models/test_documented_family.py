@@ -41,39 +41,24 @@ def run(project, *command):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(project):
+def test_the_commands_of_the_page_run_and_single_tokens_give_the_text_of_a_whole_pass(project):
     commands = re.findall(r"^dsa (.*)", TEXT, re.M)
     assert [command.split()[0] for command in commands] == ["tiny", "generate"]
     run(project, "-m", "dsa_layers.command.main", "tiny", ".tiny-dot", "--model", "dot_dsa")
-    options = ["--prompt", "The lightning indexer scores", "--max-tokens", "4", "--device", "cpu"]
-    assert run(project, "-m", "dsa_layers.command.main", "generate", ".tiny-dot", *options).strip()
+    prompt = " ".join(map(str, range(100)))  # more tokens than are selected
+    options = ["--prompt", prompt, "--max-tokens", "4", "--temperature", "0", "--device", "cpu", "--dtype", "float32"]
+    texts = {
+        run(project, "-m", "dsa_layers.command.main", "generate", ".tiny-dot", *options, "--prefill-chunk", size)
+        for size in ("2048", "1")
+    }
+    assert len(texts) == 1 and texts.pop().strip() != prompt
 
 
 @pytest.mark.slow
 def test_the_tests_of_every_family_hold_for_it(project):
-    """FP8, dequantised and BF16, in chunks over a paged cache."""
     files = ["tests/layers/models/test_registry.py", "tests/layers/test_tiny_checkpoint.py"]
     chosen = "dot_dsa and (generates or holds_exactly) or file_named"
     printed = run(project, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "-k", chosen, *files)
     passed = set(re.findall(r"::(test_\w+)\[.*dot_dsa.*PASSED", printed))
     assert passed >= {"test_generates", "test_holds_exactly_the_published_tensors"}, printed
     assert "test_every_family_is_in_a_file_named_by_its_model_type PASSED" in printed
-
-
-@pytest.mark.slow
-def test_it_decodes_as_it_prefills(project):
-    """Greedy tokens of a prompt longer than top_k, over pages and one by one, are those of a whole pass."""
-    script = """
-import torch
-from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
-from dsa_layers.tiny import write_tiny_checkpoint
-
-write_tiny_checkpoint("tiny", model="dot_dsa")
-model = load_model("tiny", device="cpu", dtype=torch.float32, dequantize=True, progress=False)
-prompt = [2 + i * i % 2000 for i in range(150)]
-(done,) = Generator(model, cache_tokens=512, prefill_chunk=64).generate([prompt], SamplingParams(max_tokens=4))
-with torch.no_grad():
-    logits = model(torch.tensor(prompt + done.tokens), SequenceBatch.without_cache([154]), all_tokens=True)
-assert logits[149:153].argmax(-1).tolist() == done.tokens
-"""
-    run(project, "-c", script)

@@ -39,8 +39,7 @@ def positions(slots, pages):
 )
 @torch.inference_mode()
 def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
-    """Passes over whole prompts, over their last tokens, and over their last three tokens. Over FP8 pages a prompt's
-    pass selects among packed keys (or in the pages if they are many), over pages of floats in the pages."""
+    """Passes over whole prompts, over their last tokens, and over their last three tokens."""
     monkeypatch.setattr(paged_attention, "MOST_READ", most_read)
     model = load_model(directory, kv_cache=kv_cache, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)

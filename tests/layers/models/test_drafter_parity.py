@@ -9,24 +9,27 @@ from dsa_layers.io.loading import load_model
 from dsa_layers.models.family import family
 from dsa_layers.models.glm_moe_dsa import DraftedStates
 from dsa_layers.models.registry import FAMILIES
-from tests.layers.models.plain_drafters import PlainMLADrafter, PlainV4Drafter, write_small
+from tests.layers.io.stand_ins import changed
+from tests.layers.models.parity import poisoned_cache
+from tests.layers.models.plain_drafters import PlainMLADrafter, PlainV4Drafter
+from tests.reference.common import assert_refused
 
 TOLERANCE = 2e-5
-PAGE = 16  # of tokens
-# Every family as it is published, and GLM-5.2 with a selection in every step, as GLM-5 and V3.2 have it.
-SELECTING = "glm_moe_dsa, selecting"
-CASES = [model for model in FAMILIES if family(model).drafter is not None] + [SELECTING]
-CHANGES = {SELECTING: {"index_share_for_mtp_iteration": False}}
-TOKENS = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1))
-LENGTHS = [40, 9]
+PAGE = 128  # of tokens
+# Every family as it is published, and GLM-5.2 with a selection in every step, as GLM-5 has it.
+CASES = [(model, {}) for model in FAMILIES if family(model).drafter is not None]
+CASES += [("glm_moe_dsa", {"index_share_for_mtp_iteration": False})]
+TOKENS = torch.randint(0, 2048, (190,), generator=torch.Generator().manual_seed(1))
+LENGTHS = [160, 9]
 
 
-@pytest.fixture(scope="module", params=CASES)
-def drafters(request, tmp_path_factory):
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def drafters(request, tiny_checkpoint, tmp_path_factory):
     """(a model with its drafter, the formulas)"""
-    directory = tmp_path_factory.mktemp("drafter")
-    model_type = request.param.partition(",")[0]
-    write_small(directory, model_type, **CHANGES.get(request.param, {}))
+    model_type, changes = request.param
+    directory = tiny_checkpoint(model_type, quantized=False)
+    if changes:
+        directory = changed(directory, tmp_path_factory.mktemp("drafter"), **changes)
     model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
     plain = PlainV4Drafter if model_type == "deepseek_v4" else PlainMLADrafter
     return model, plain(directory)
@@ -47,18 +50,17 @@ def assert_same(got, expected):
 
 @torch.no_grad()
 def test_drafts_of_whole_sequences_follow_the_formulas(drafters):
-    """The second step takes the first step's states in place of the target's, in drafters that select in every step."""
     model, plain = drafters
     batch = SequenceBatch.without_cache(LENGTHS)
-    of_target = model.states(TOKENS[:49], batch)
-    assert torch.allclose(model.logits(of_target), model(TOKENS[:49], batch, all_tokens=True), atol=TOLERANCE)
-    first = model.drafter(TOKENS[1:50], of_target, batch)
+    of_target = model.states(TOKENS[:169], batch)
+    assert torch.allclose(model.logits(of_target), model(TOKENS[:169], batch, all_tokens=True), atol=TOLERANCE)
+    first = model.drafter(TOKENS[1:170], of_target, batch)
+    steps = [first]
     if shares_picks(model):
-        steps = [first]
-        with pytest.raises(ValueError, match=r"^cache: must be the first step's, .* got none in the step that gave"):
-            model.drafter(TOKENS[2:51], first, batch)
+        told = "^cache: must be the first step's, .* got none in the step that gave"
+        assert_refused(told, model.drafter, TOKENS[2:171], first, batch)
     else:
-        steps = [first, model.drafter(TOKENS[2:51], first, batch)]
+        steps.append(model.drafter(TOKENS[2:171], first, batch))
     start = 0
     for length in LENGTHS:
         rows = slice(start, start + length)
@@ -71,22 +73,12 @@ def test_drafts_of_whole_sequences_follow_the_formulas(drafters):
         start += length
 
 
-def poisoned_cache(model):
-    """A cache whose unwritten memory is NaN."""
-    cache = model.make_cache(8, PAGE, state_slots=4)
-    for tensor in cache.tensors():
-        tensor.fill_(torch.nan)
-    return cache
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("chunks", [[13, 20, 1, 1, 1], [1, 1, 34], [5]])
+@pytest.mark.parametrize("chunks", [[133, 20, 1, 1, 1], [1, 1, 154], [5]])
 def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
-    """A prompt in chunks and single tokens, then three further drafts, then the target's own tokens at the positions of
-    two drafts. The target and the drafter have one block table."""
     model, plain = drafters
     pages, slot = [5, 0, 3], 2
-    of_target, cache = poisoned_cache(model), poisoned_cache(model.drafter)
+    of_target, cache = (poisoned_cache(one, 8, PAGE) for one in (model, model.drafter))
 
     def batch(new, total):
         return SequenceBatch.paged([new], [total], [pages], PAGE, state_slots=[slot])
@@ -107,7 +99,6 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     assert_same(torch.cat(list(map(values, drafted))), expected)
 
     def further(last, joined, expected, total):
-        """Draft the token after the last draft. Returns its states, the block's inputs, and the formulas' states."""
         token = model.drafter.logits(last[-1:]).argmax(-1)
         assert token == plain.logits(expected[-1:]).argmax(-1)
         last = model.drafter(token, last[-1:], decode_batch(1, total), cache)
@@ -136,27 +127,11 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     further(got[:1], joined[:-1], expected[:-1], done + 2)
 
 
-@torch.no_grad()
-def test_drafts_of_two_sequences_over_pages_follow_the_formulas(drafters):
-    model, plain = drafters
-    cache, pages, slots = poisoned_cache(model.drafter), [[5, 0], [3, 6]], [2, 0]
-    texts = [TOKENS[:20], TOKENS[20:52]]
-    states = [model.states(text[:-1], SequenceBatch.without_cache([len(text) - 1])) for text in texts]
-    expected = [plain.states(plain.join(text[1:], of_text)) for text, of_text in zip(texts, states)]
-    for done, new in (([0, 0], [11, 29]), ([11, 29], [7, 1]), ([18, 30], [1, 1])):
-        batch = SequenceBatch.paged(new, [a + b for a, b in zip(done, new)], pages, PAGE, state_slots=slots)
-        rows = [slice(a, a + b) for a, b in zip(done, new)]
-        tokens = torch.cat([text[1:][part] for text, part in zip(texts, rows)])
-        given = torch.cat([of_text[part] for of_text, part in zip(states, rows)])
-        got = model.drafter(tokens, given, batch, cache)
-        assert_same(values(got), torch.cat([of_text[part] for of_text, part in zip(expected, rows)]))
-
-
 def test_states_of_other_shapes_are_refused(drafters):
     model, _ = drafters
     batch = SequenceBatch.without_cache([4])
     states = model.states(TOKENS[:4], batch)
     row = ", ".join(map(str, states.shape[1:]))
     for wrong in (states[:3], states.flatten(1)[:, :-1], states[:, None]):
-        with pytest.raises(ValueError, match=rf"^states: must be \[4, {row}\], a row for each of tokens \[T\], got "):
-            model.drafter(TOKENS[1:5], wrong, batch)
+        told = rf"^states: must be \[4, {row}\], a row for each of tokens \[T\], got "
+        assert_refused(told, model.drafter, TOKENS[1:5], wrong, batch)

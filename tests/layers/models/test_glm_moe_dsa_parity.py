@@ -1,5 +1,7 @@
 """GLM-5 against transformers' own, with an indexer in every layer and with shared ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,26 +14,17 @@ from tests.layers.models.parity import ParityTests, assert_parity
 
 
 class TestEveryLayerHasAnIndexer(ParityTests):
-    @staticmethod
-    def build(directory):
-        return hf_models.glm_moe_dsa(directory)
+    build = staticmethod(hf_models.glm_moe_dsa)
 
 
 class TestIndexShare(ParityTests):
     """Layers 2 and 3 attend to what layer 1 selected, layer 5 to what layer 4 selected."""
 
-    @staticmethod
-    def build(directory):
-        changes = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
-        return hf_models.glm_moe_dsa(directory, **changes)
+    build = staticmethod(partial(hf_models.glm_moe_dsa, **hf_models.SHARED))
 
-    def test_the_configured_layers_have_an_indexer(self, models):
-        ours = models[1]
-        assert ours.config.indexer_types == ("full", "full", "shared", "shared", "full", "shared")
-        names = {name for name in ours.state_dict() if ".indexer." in name}
-        assert {name.split(".")[2] for name in names} == {"0", "1", "4"} and len(names) == 3 * 5
-
-    def test_shared_layers_have_no_index_pages(self, models):
+    def test_shared_layers_have_no_indexer_and_no_index_pages(self, models):
+        names = {name.split(".")[2] for name in models[1].state_dict() if ".indexer." in name}
+        assert names == {"0", "1", "4"}
         cache = models[1].make_cache(8, 16)
         assert [cache.layer(i).index is None for i in range(6)] == [False, False, True, True, False, True]
         latent, index = 32 + 16, 32
@@ -53,13 +46,8 @@ class TestIndexShare(ParityTests):
 
 
 def test_logits_agree_with_groups_yarn_and_a_listed_schedule(tmp_path):
-    """Another config: routing groups, YaRN, two shared experts, and a schedule that no frequency gives."""
     changes = {
         "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 0, "rms_norm_eps": 1e-5,
-        "indexer_types": ["full", "shared", "shared", "full"],
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
+        "indexer_types": ["full", "shared", "shared", "full"], "rope_parameters": hf_models.YARN,
     }  # fmt: skip
     assert_parity(hf_models.glm_moe_dsa, tmp_path, **changes)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsa_layers.parallel import launch
@@ -16,6 +15,7 @@ from dsa_layers.parallel.context import cut
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training import STAGES, IndexerStage
 from tests.layers.parallel.processes import in_ranks
+from tests.layers.training.test_changed_indexer import DotProductIndexer
 from tests.layers.training.test_indexer_stage import Small
 
 # Sequences longer than a rank's tokens, and shorter ones that some ranks have no token of.
@@ -25,24 +25,12 @@ TOLERANCE = 2e-5  # ranks sum the same numbers in another order
 ALONE = Ranks(0, 1)
 
 
-class DotProductIndexer(nn.Module):
-    """I[t, s] = (W_q qr[t]) . (W_k x[s]), an indexer of a user's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.top_k = TOP_K
-        self.q, self.k = nn.Linear(32, 16, bias=False), nn.Linear(64, 16, bias=False)
-
-    def loss(self, x, qr, rope, attention):
-        return attention.kl(self.q(qr) @ attention.gather(self.k(x)).T)
-
-
 def trained(name, ranks, own_indexer=False, checkpointed=False):
     """(the language model's and the indexers' loss over all ranks, the ranks' mean of each parameter's gradients)"""
     model = Small(TOP_K)
     if own_indexer:
         torch.manual_seed(3)
-        model.layers[1].indexer = DotProductIndexer()
+        model.layers[1].indexer = DotProductIndexer(64, 32, TOP_K, 16)
     for layer in model.layers if checkpointed else ():
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     tokens, weights = torch.arange(sum(LENS)) * 7 % 50, torch.linspace(-1, 1, sum(LENS))
@@ -155,7 +143,6 @@ CHECKS = {
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_token_is_one_ranks_and_all_ranks_have_equal_work(size):
-    """In long sequences the tokens of all ranks see equally many keys."""
     for lens in ([1] * size, [5000], [1, 2, 3, 4, 5, 6, 7], [3000, 17, 900, 1, 1, 2222]):
         shares = cut(lens, size)
         found = sorted((p.sequence, t) for share in shares for p in share.pieces for t in range(p.begin, p.end))

@@ -1,4 +1,4 @@
-"""`launch`: the environment and streams of ranks, the message about a failed rank, and that no rank is left."""
+"""`launch`: the variables and streams of ranks, which rank failed first, and that no rank is left."""
 
 import ast
 import os
@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from dsa_layers.parallel.launch import launch
+from dsa_layers.parallel.launch import NUMBERS, first_failed, launch, note_failure, started_ranks
 from tests.default_signals import reset_signals
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; PR_SET_PDEATHSIG exists on Linux only")
@@ -107,7 +108,6 @@ def test_the_store_listens_to_this_node_only(run):
 
 
 def test_only_rank_0_has_the_terminal(start):
-    """The other ranks have an empty input."""
     source = """
         terminals = [os.isatty(fd) for fd in range(3)]
         sys.exit(terminals != [True] * 3 if rank == 0 else any(terminals) or sys.stdin.read() != "")
@@ -167,7 +167,6 @@ def test_there_is_no_line_after_what_rank_0_has_written(run, capfd, other):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_get_a_signal_once_and_end(start, tmp_path, number):
-    """Rank 0 finishes; rank 1 ignores the signal and is killed."""
     source = f"""
         def finish(*_):
             signal.signal({number}, signal.SIG_DFL)
@@ -193,3 +192,44 @@ def test_ranks_end_with_a_killed_launcher(start, tmp_path):
     assert all(map(is_running, ranks))
     process.kill()
     wait_for(lambda: not any(map(is_running, ranks)))
+
+
+def set_numbers(monkeypatch, *values):
+    for name, value in zip(NUMBERS, values, strict=True):
+        monkeypatch.setenv(name, value)
+
+
+def test_the_number_of_started_ranks_is_that_of_the_environment(monkeypatch):
+    set_numbers(monkeypatch, "1", "1", "2")
+    assert started_ranks() == 2
+    monkeypatch.delenv("RANK")
+    assert started_ranks() is None
+
+
+# {why rank 1 failed first: {rank, in the order found: (exit code, when the launcher found it, time in note_failure)}}
+SECOND_FAILED_FIRST = {
+    "the launcher's SIGTERM is no cause": {1: (3, 100, None), 0: (-15, 100, None)},
+    "the first SIGTERM is not the launcher's": {1: (-15, 100, None), 0: (1, 100, 100.4)},
+    "a killed rank took 2 s to end": {0: (1, 100, 100.4), 1: (-9, 102, None)},
+    "the launcher's SIGKILL is no cause": {1: (1, 100, 99.9), 0: (-9, 130, None)},
+    "an abort follows from a lost connection": {0: (-6, 100, None), 1: (2, 101, None)},
+    "the launcher's SIGKILL after a note is no cause": {1: (-9, 100, None), 0: (-9, 130, 100.4)},
+    "an abort after a note": {0: (1, 100, 100.5), 1: (-6, 100, 100.4)},
+    "noted 0.1 s earlier": {0: (1, 100, 100.5), 1: (1, 100, 100.4)},
+    "noted beats not noted in the same second": {0: (1, 100, None), 1: (1, 101, 100.9)},
+}
+
+
+@pytest.mark.parametrize("ends", SECOND_FAILED_FIRST.values(), ids=SECOND_FAILED_FIRST)
+def test_the_first_failed_rank_is_found(monkeypatch, tmp_path, ends):
+    failures = {}
+    for rank, (code, found, noted) in ends.items():
+        path = tmp_path / str(rank)
+        if noted is not None:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+            monkeypatch.setattr("signal.signal", lambda *_: None)
+            monkeypatch.setattr("time.time", lambda noted=noted: noted)
+            note_failure("wrong")
+        monkeypatch.setattr("time.time", lambda found=found: found)
+        failures[rank] = ProcessFailure(rank, 1, code, str(path))
+    assert first_failed(failures) == 1

@@ -79,7 +79,6 @@ def exchanged(ranks):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_sharded_rows_are_gathered_whole_and_summed_as_whole_rows_are(size):
-    """Every row is one rank's, and ranks have about equally many keys."""
     of_ranks = in_ranks(size, exchanged)
     for i, count in enumerate(COUNTS):
         owned = torch.cat([found[i][0] for found in of_ranks])
@@ -117,7 +116,6 @@ class FirstHalf(Placement):
 @pytest.mark.parametrize("fp4_experts", [False, True])
 @torch.inference_mode()
 def test_experts_send_casts_of_their_rows(fp4_experts):
-    """A byte per channel; the result has the bits of a process with all rows."""
     router = GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16)
     moe = fuse(MoE(256, 128, router, fp8=True, fp4_experts=fp4_experts))
     x = torch.randn(10, 256).bfloat16()

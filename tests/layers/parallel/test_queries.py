@@ -9,7 +9,6 @@ import torch
 
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
-from dsa_layers.evaluation import latest_keys
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.placement import Sharded, placement_of
@@ -25,8 +24,6 @@ OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
     "fp8": {"dtype": torch.bfloat16, "progress": False},
 }
-SELECTIONS = {"selected": lambda model: contextlib.nullcontext(), "latest": latest_keys}
-CASES = ("fp8", "selected"), ("fp32", "selected"), ("fp32", "latest")
 
 
 def attention(model, x, batch, cache):
@@ -77,13 +74,12 @@ def exchanges(found):
 
 
 def of_ranks(ranks, directories):
-    """{(model, *case): (result, exchanges)}"""
+    """{(model, precision): (result, exchanges)}"""
     found = {}
-    for (model, directory), case in itertools.product(directories.items(), CASES):
-        part, exchanged = load_model(directory, mesh=ranks, **OPTIONS[case[0]]), []
-        with exchanges(exchanged), SELECTIONS[case[1]](part):
-            result = attended(part, ranks)
-        found[model, *case] = result, exchanged
+    for (model, directory), name in itertools.product(directories.items(), OPTIONS):
+        part, exchanged = load_model(directory, mesh=ranks, **OPTIONS[name]), []
+        with exchanges(exchanged):
+            found[model, name] = attended(part, ranks), exchanged
     return found
 
 
@@ -98,15 +94,13 @@ def of_both(checkpoints):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", LAYERS)
-def test_rows_are_those_of_one_process(checkpoints, of_both, model, case):
+def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
     """Rows of long passes have the same bits. Short passes are summed over ranks, which rounds elsewhere."""
-    whole = load_model(checkpoints[model], **OPTIONS[case[0]])
-    with SELECTIONS[case[1]](whole):
-        expected, _ = attended(whole, ALONE)
-    tolerance = {"fp32": 1e-6, "fp8": 0.01}[case[0]]
-    for (found, numbers), _ in (of_one[model, *case] for of_one in of_both):
+    expected, _ = attended(load_model(checkpoints[model], **OPTIONS[name]), ALONE)
+    tolerance = {"fp32": 1e-6, "fp8": 0.01}[name]
+    for (found, numbers), _ in (of_one[model, name] for of_one in of_both):
         assert found.keys() == expected.keys()
         for (i, j), y in found.items():
             rows = expected[i, j][numbers[i]]
@@ -127,5 +121,5 @@ def test_ranks_exchange_only_keys(of_both):
         "deepseek_v4": [1024, 1024 + 2 * 4 * (1024 + 256), 1024 + 2 * 4 * 512],
     }
     for of_one, (model, sizes) in itertools.product(of_both, per_layer.items()):
-        _, exchanged = of_one[model, "fp8", "selected"]
+        _, exchanged = of_one[model, "fp8"]
         assert exchanged == sizes * len(LONG)

@@ -34,7 +34,6 @@ def test_sums_are_in_the_order_of_the_ranks_whatever_the_number_of_rows():
 @pytest.mark.parametrize("size", [2, 3, 8])
 @torch.inference_mode()
 def test_parts_are_added_in_their_order(size, dtype):
-    """Rows of 16 columns, which one kernel adds, and of 15, which no kernel takes."""
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(size, 9, 16, generator=generator).mul(10.0 ** (torch.arange(size)[:, None, None] % 4)).to(dtype)
     total = x[0].float()

@@ -119,7 +119,6 @@ def elements(shapes):
     ],
 )
 def test_ranks_compute_what_one_process_does(checkpoints, size, way, multi_head):
-    """Ranks have the same bits."""
     of_ranks = in_ranks(size, of_rank, [checkpoints[case] for case in SPLITS[size]], way, multi_head)
     for case, *found in zip(SPLITS[size], *of_ranks, strict=True):
         logits, tokens, whole = alone(checkpoints[case])
@@ -141,7 +140,6 @@ def test_ranks_compute_what_one_process_does(checkpoints, size, way, multi_head)
     ],
 )
 def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(checkpoints, model, quantized, size, what):
-    """A rank finds this by itself, before it reads tensors."""
     with pytest.raises(DoesNotDivide, match=rf"^gpus: {what}"):
         load_model(checkpoints[model, quantized], mesh=Ranks(0, size), **OPTIONS)
 

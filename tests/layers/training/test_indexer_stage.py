@@ -42,20 +42,6 @@ class Small(nn.Module):
         return x
 
 
-def trained(model, name, tokens, batch, steps, lr):
-    """The losses of so many steps of the indexers."""
-    stage, losses = IndexerStage(model, name), []
-    optimizer = torch.optim.Adam(stage.parameters(), lr=lr)
-    with stage:
-        for _ in range(steps):
-            model(tokens, batch)
-            losses.append(stage.loss())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-    return losses
-
-
 def inputs():
     torch.manual_seed(1)
     return torch.randint(50, (33,)), SequenceBatch.without_cache([20, 13])
@@ -63,7 +49,6 @@ def inputs():
 
 @pytest.mark.parametrize("name, top_k", [("warmup", 100), ("sparse", 6)])
 def test_passes_are_those_of_inference(name, top_k):
-    """The same output as without a stage, where dense and sparse passes are what they are there."""
     model, (tokens, batch) = Small(top_k), inputs()
     expected = model(tokens, batch)
     with IndexerStage(model, name) as stage:
@@ -101,7 +86,16 @@ def test_two_losses_reach_different_parameters(name):
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_the_indexers_learn(name):
-    losses = trained(Small(6), name, *inputs(), steps=30, lr=6e-3)
+    model, (tokens, batch) = Small(6), inputs()
+    stage, losses = IndexerStage(model, name), []
+    optimizer = torch.optim.Adam(stage.parameters(), lr=6e-3)
+    with stage:
+        for _ in range(30):
+            model(tokens, batch)
+            losses.append(stage.loss())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
     assert losses[-1] < 0.6 * losses[0]
 
 
@@ -158,7 +152,6 @@ def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_checkpointed_activations(name, monkeypatch):
-    """The same gradients, pass after pass, though layers run again in the backward pass."""
     model, (tokens, batch) = Small(6), inputs()
 
     def gradients():
@@ -213,7 +206,6 @@ def test_a_pass_without_gradients_is_not_summed_with_one_that_trains():
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda layer: torch.compile(layer, backend="eager")])
 def test_wrapped_layers_are_found_once(wrap):
-    """A wrapper has the attributes of the layer inside of it."""
     model, (tokens, batch) = Small(6), inputs()
     expected = IndexerStage(model, "sparse").parameters()
     with IndexerStage(model, "sparse") as stage:
@@ -228,19 +220,6 @@ def test_wrapped_layers_are_found_once(wrap):
         model(tokens, batch)
         assert torch.allclose(stage.loss(), loss)
     assert [layer.indexer_stage for layer in layers] == [None, None]
-
-
-def test_a_stage_within_another():
-    model, (tokens, batch) = Small(6), inputs()
-    with IndexerStage(model, "sparse") as sparse:
-        with IndexerStage(model, "warmup") as warmup:
-            model(tokens, batch)
-        model(tokens, batch)
-        with sparse:
-            model(tokens, batch)
-        model(tokens, batch)
-        assert (len(warmup._kls), len(sparse._kls)) == (2, 6)
-    assert all(layer.indexer_stage is None for layer in model.layers)
 
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
@@ -266,7 +245,6 @@ def test_a_pass_that_fails_leaves_nothing():
 
 
 def test_the_functions_of_the_documentation():
-    """Its example runs as it stands there, and its losses train the indexer alone."""
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
     (code,) = re.findall(r"## In an attention of your own\n.*?```python\n(.*?)```", text, re.S)
     names = {}
