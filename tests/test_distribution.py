@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import dsa
 from dsa_layers.command.main import main
-from dsa_layers.hf.patching import VERSION
+from dsa_layers.hf import VERSION
 from tests.gpu import receipt, run
 
 ROOT = Path(__file__).parent.parent

@@ -62,10 +62,10 @@ def _tokens_of_this_rank(embedding: SplitEmbedding, arguments: tuple[torch.Tenso
 def _repeat_rows(rows: Sharded, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Replace `Sharded.all_gather`: repeat each of the rank's two pieces over the half of the rows that contains it, so
     that a token gets the selection of a token at a similar position."""
-    middle = rows.count // 2
+    middle, lengths = rows.count // 2, [piece.stop - piece.start for piece in rows.pieces[rows._ranks.rank]]
     whole = tuple(x.new_empty(rows.count, *x.shape[1:]) for x in local)
     for x, y in zip(local, whole):
-        for half, mine in zip((y[:middle], y[middle:]), rows.pieces(x)):
+        for half, mine in zip((y[:middle], y[middle:]), x.split(lengths)):
             for piece in half.split(len(mine)):
                 piece.copy_(mine[: len(piece)])
     return whole

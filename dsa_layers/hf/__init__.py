@@ -11,6 +11,61 @@ training work as before too. Attention and indexers run the code of `dsa_layers.
 the code of `dsa_layers.engine` in other passes. They use the lengths of sequences instead of an attention mask.
 """
 
-from dsa_layers.hf.patching import accelerate
+from types import MethodType
+
+from torch import nn
+
+from dsa.runtime.values import check_flag, check_instance
 
 __all__ = ["accelerate"]
+
+VERSION = "5.24"  # the tested version of transformers
+
+
+def accelerate(model: nn.Module, *, fp8_indexer: bool = False) -> nn.Module:
+    """Make a model of transformers use dsa's ops, in place, and return the model. This function replaces the classes of
+    its attention layers, indexers, compressors and norms. Parameters, hooks and adapters do not change.
+
+    fp8_indexer  whether the indexer computes in FP8. False: index queries and keys have the model's dtype, as in
+                 transformers, and PyTorch computes the scores. True: index queries and keys are Hadamard-transformed
+                 and quantised to e4m3, as in the published models. Hopper GPUs have kernels for this if index_head_dim
+                 is 128; an index key then takes 132 bytes in the cache. Scores in prefill use the same accumulators as
+                 with `load_model` (`dsa_layers.layers.indexer`)
+
+    A second call may change fp8_indexer. Raise ValueError if the model has no layers of these families, ImportError if
+    transformers is not installed, and RuntimeError if the version of transformers is not tested.
+    """
+    check_instance("model", model, nn.Module, "a torch.nn.Module")
+    check_flag("fp8_indexer", fp8_indexer)
+    _check_version()
+    from dsa_layers.hf import deepseek_v4, parts, sparse_mla
+
+    classes = sparse_mla.CLASSES | deepseek_v4.CLASSES
+    known = {*classes, *classes.values()}
+    found = [module for module in model.modules() if type(module) in known]
+    if not found:
+        raise ValueError(
+            "model: must have attention layers of DeepseekV32, GlmMoeDsa or DeepseekV4 as transformers makes them, "
+            f"got {type(model).__name__}"
+        )
+    for module in found:
+        module.__class__ = classes.get(type(module), type(module))
+        if "_old_forward" in vars(module):  # which the `accelerate` library calls instead of forward
+            module._old_forward = MethodType(type(module).forward, module)
+        if isinstance(module, parts.AttentionInPlace):
+            module.config._attn_implementation = parts.IMPLEMENTATION
+        if hasattr(module, "quantize"):
+            module.quantize = fp8_indexer
+    return model
+
+
+def _check_version() -> None:
+    try:
+        from transformers import __version__ as version
+    except ImportError:
+        raise ImportError("transformers: is not installed; pip install 'dsa-kernels[transformers]'") from None
+    if not version.startswith(f"{VERSION}."):
+        raise RuntimeError(
+            f"transformers: version {version} was not tested with dsa, which left its models as they are; accepted: "
+            f"{VERSION}"
+        )

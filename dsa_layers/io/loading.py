@@ -91,8 +91,7 @@ def load_model(
         config = read_config(directory)
         precision = Precision.of(config, **options)
         if trainable and precision.fp8_linear:
-            accepted = "accepted with dequantize=True, got dequantize=False"
-            raise ValueError(f"trainable: FP8 weights take no gradient; {accepted}")
+            raise ValueError("trainable: FP8 weights take no gradient; accepted with dequantize=True, got False")
         checkpoint = Checkpoint(directory)
         precision = precision_of(config, checkpoint, widen_experts=widen_experts, **options)
         model = unfilled_model(config, precision, drafter=drafter)
@@ -216,8 +215,7 @@ def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool =
     if drafter and of_family.drafter is None:
         raise ValueError(f"drafter: is not supported for model type {config.model_type!r}")
     if drafter and not config.num_nextn_predict_layers:
-        accepted = "accepted: a checkpoint with such a layer"
-        raise ValueError(f"drafter: config.json has num_nextn_predict_layers=0; {accepted}")
+        raise ValueError("drafter: config.json must have num_nextn_predict_layers of at least 1, got 0")
     try:
         with torch.device("meta"), _LeaveParameters():
             model = of_family.model(config, precision)

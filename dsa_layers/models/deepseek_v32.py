@@ -80,8 +80,7 @@ class DeepseekV32Config(ModelConfig):
         # Configurations disagree on which channels head_dim counts. No code here uses its value.
         fields.read("head_dim", one_of(rope, nope, nope + rope, default=None))
         fields.require(rope % 2 == 0, "qk_rope_head_dim", "an even number")
-        accepted = f"at least qk_rope_head_dim={rope}: rope turns the indexer's first channels"
-        fields.require(rope <= self.index_head_dim, "index_head_dim", accepted)
+        fields.require(rope <= self.index_head_dim, "index_head_dim", f"at least qk_rope_head_dim={rope}")
         fields.require(dense <= layers, "first_k_dense_replace", f"at most num_hidden_layers={layers}")
         fields.read("mlp_layer_types", only(["dense"] * dense + ["sparse"] * (layers - dense)))
         # transformers up to 5.17 writes the first name.
@@ -91,11 +90,10 @@ class DeepseekV32Config(ModelConfig):
         groups, chosen = self.n_group, self.topk_group
         fields.require(self.n_routed_experts % groups == 0, "n_routed_experts", f"a multiple of n_group={groups}")
         of_group = self.n_routed_experts // groups
-        accepted = "groups of 2 experts or more: the gate ranks a group by its best 2"
-        fields.require(of_group >= 2, "n_group", accepted)
+        fields.require(of_group >= 2, "n_group", "groups of 2 experts or more: the gate ranks a group by its best 2")
         fields.require(chosen <= groups, "topk_group", f"at most n_group={groups}")
-        accepted = f"at most {chosen * of_group}, the experts of topk_group={chosen} groups"
-        fields.require(self.num_experts_per_tok <= chosen * of_group, "num_experts_per_tok", accepted)
+        most = chosen * of_group
+        fields.require(self.num_experts_per_tok <= most, "num_experts_per_tok", f"at most {most}, of {chosen} groups")
 
 
 class DecoderBlock(nn.Module):

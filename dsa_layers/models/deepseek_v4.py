@@ -178,8 +178,7 @@ class DeepseekV4Config(ModelConfig):
         most = min(self.head_dim, self.index_head_dim)
         fields.require(rope % 2 == 0 and rope <= most, "qk_rope_head_dim", f"an even number up to {most}")
         fields.require(heads % self.o_groups == 0, "o_groups", f"a divisor of num_attention_heads={heads}")
-        accepted = f"at most n_routed_experts={experts}"
-        fields.require(self.num_experts_per_tok <= experts, "num_experts_per_tok", accepted)
+        fields.require(self.num_experts_per_tok <= experts, "num_experts_per_tok", f"at most {experts}, all experts")
 
 
 class HyperDecoderBlock(nn.Module):

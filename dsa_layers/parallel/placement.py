@@ -64,11 +64,11 @@ class Sharded(Placement):
         self._ranks, self.count, pieces = ranks, count, 2 * ranks.size
         ends = [count * i // pieces for i in range(pieces + 1)]
         cuts = [slice(*piece) for piece in pairwise(ends)]
-        self._pieces = [(cuts[rank], cuts[-1 - rank]) for rank in range(ranks.size)]
-        self._counts = [sum(piece.stop - piece.start for piece in own) for own in self._pieces]
+        self.pieces = [(cuts[rank], cuts[-1 - rank]) for rank in range(ranks.size)]
+        self._counts = [sum(piece.stop - piece.start for piece in own) for own in self.pieces]
         self._most = max(self._counts)
         # The pieces in the order of all rows: (rank that has the piece, slice of the piece in that rank's local rows).
-        firsts = [own[0].stop - own[0].start for own in self._pieces]
+        firsts = [own[0].stop - own[0].start for own in self.pieces]
         early = [(rank, slice(0, first)) for rank, first in enumerate(firsts)]
         late = [(rank, slice(first, self._counts[rank])) for rank, first in enumerate(firsts)]
         self._order = [*early, *reversed(late)]
@@ -77,17 +77,13 @@ class Sharded(Placement):
     def local(self, x: torch.Tensor) -> torch.Tensor:
         if x.stride(0) == 0:  # all tokens share one row in memory
             return x[: self._counts[self._ranks.rank]]
-        return torch.cat([x[piece] for piece in self._pieces[self._ranks.rank]])
+        return torch.cat([x[piece] for piece in self.pieces[self._ranks.rank]])
 
     def local_cached(self, x: Any) -> Any:
         return self._cache("local", x, self._local_of)
 
     def local_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
         return self._cache("bounds", bounds, self._rows_before)
-
-    def pieces(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split this rank's rows into its two pieces."""
-        return local.split([piece.stop - piece.start for piece in self._pieces[self._ranks.rank]])
 
     def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._start_all_gather(local, at_once=True)()
@@ -107,7 +103,7 @@ class Sharded(Placement):
         dtype, shape = part.dtype, part.shape[1:]
         copies = self._ranks.copies(part)
         if copies is None:
-            sent = torch.cat([part[piece] for own in self._pieces for piece in own])
+            sent = torch.cat([part[piece] for own in self.pieces for piece in own])
             parts = part.new_empty(size * own, *shape)
             work = self._ranks.all_to_all(parts, sent, [own] * size, self._counts, async_op=not at_once)
             receive = partial(_when_done, work, parts)
@@ -115,7 +111,7 @@ class Sharded(Placement):
             part = part.contiguous()
             row = part[:1].nbytes
             receive = copies.begin(
-                [[part[piece] for piece in pieces] for pieces in self._pieces], [count * row for count in self._counts]
+                [[part[piece] for piece in pieces] for pieces in self.pieces], [count * row for count in self._counts]
             )
 
         def end(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -138,7 +134,7 @@ class Sharded(Placement):
     def _rows_before(self, bounds: torch.Tensor) -> torch.Tensor:
         """Return the number of local rows before each row in `bounds`."""
         first, last = (
-            (bounds - piece.start).clamp(0, piece.stop - piece.start) for piece in self._pieces[self._ranks.rank]
+            (bounds - piece.start).clamp(0, piece.stop - piece.start) for piece in self.pieces[self._ranks.rank]
         )
         return first + last
 

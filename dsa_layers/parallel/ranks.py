@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -181,7 +181,6 @@ def ranks_of(mesh: "dist.DeviceMesh | Ranks | None") -> Ranks:
     return Ranks.of(mesh.get_group())
 
 
-Value = TypeVar("Value")
 # How long a rank waits for the other ranks. The time is long, because another rank may be reading large files or
 # compiling. If a rank fails, the launcher ends the other ranks, so they do not wait for the timeout.
 TIMEOUT = timedelta(hours=2)
@@ -219,7 +218,7 @@ def _leave() -> None:
     gc.collect()
 
 
-def gathered(ranks: Ranks, value: Value) -> list[Value]:
+def gathered(ranks: Ranks, value: Any) -> list[Any]:
     """Return every rank's `value`, in the order of the ranks. Without a process group, return [value]."""
     if ranks.size == 1 or not dist.is_initialized():
         return [value]
@@ -228,7 +227,7 @@ def gathered(ranks: Ranks, value: Value) -> list[Value]:
     return values
 
 
-def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
+def agreed(ranks: Ranks, make: Callable[[], Any]) -> Any:
     """Call `make` on rank 0, and return its result on all ranks. If `make` raises an error, all ranks raise it."""
     with raise_on_all_ranks(ranks):
         made = make() if ranks.rank == 0 else None

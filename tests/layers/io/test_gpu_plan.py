@@ -125,7 +125,7 @@ def test_the_plan_with_drafts_counts_the_drafter_s_layer_and_its_cache(capsys, t
     assert int(told.split()[-1]) == with_drafter.tokens(141 * 10**9) - 3 < without.tokens(141 * 10**9)
 
     (tmp_path / "config.json").write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}))
-    told = "dsa plan: --draft: config.json has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer\n"
+    told = "dsa plan: --draft: config.json must have num_nextn_predict_layers of at least 1, got 0\n"
     assert planned(capsys, tmp_path, "--draft", "1") == (2, told)
 
 

@@ -207,7 +207,7 @@ DEEPSEEK_V32 = [
     ({"n_group": 7}, "'n_routed_experts' is 256; accepted: a multiple of n_group=7"),
     ({"n_group": 256}, "'n_group' is 256; accepted: groups of 2 experts or more"),
     ({"topk_group": 9}, "'topk_group' is 9; accepted: at most n_group=8"),
-    ({"num_experts_per_tok": 129}, "'num_experts_per_tok' is 129; accepted: at most 128, the experts of topk_group=4"),
+    ({"num_experts_per_tok": 129}, "'num_experts_per_tok' is 129; accepted: at most 128, of 4 groups"),
     ({"first_k_dense_replace": 62}, "'first_k_dense_replace' is 62; accepted: at most num_hidden_layers=61"),
     ({"qk_head_dim": 128}, "'qk_head_dim' is 128; accepted: 192"),
     ({"head_dim": 96}, "'head_dim' is 96; accepted: 64, 128, 192"),
