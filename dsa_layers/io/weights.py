@@ -278,7 +278,7 @@ def load_weights(
     raise_problems(checkpoint.directory, problems)
 
     # Allocate the whole model first, so that a model larger than a GPU's memory fails before the first read.
-    loaded = {name: torch.empty_like(tensor, device=device) for name, tensor in state.items()}
+    loaded = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in state.items()}
     total = sum(part.info.size for step in steps for part in step.parts)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True) as bar:
         for step in steps:
