@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from dsa.runtime.values import check_flag, integer, path_of
+from dsa.runtime.checks import check_flag, integer, path_of
 from dsa_layers.config.fields import Fields
 from dsa_layers.io.chat_template import FORMATS
 from dsa_layers.io.published import copied_from, published_manifest, scales_of

@@ -9,8 +9,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
-from dsa.runtime.checks import check_tensor
-from dsa.runtime.values import check_flag, check_instance
+from dsa.runtime.checks import check_flag, check_instance, check_tensor
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.batch.token_batch import TokenBatch

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dsa.runtime.values import shown_json
+from dsa.runtime.checks import shown_json
 
 ACCEPTED = (
     "accepted: Hugging Face's safetensors, in bfloat16, float16 or float32, or in DeepSeek's FP8 (quant_method 'fp8', "

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model, options
+from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model
 from dsa_layers.evaluation import all_keys, latest_keys
 
 LENGTH = 1024
@@ -73,8 +73,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", nargs="?", type=Path, default=Path("picked.png"), metavar="PICTURE")
     chosen = parser.parse_args().picture
-    try:
-        options.check_output("PICTURE", chosen)
-    except ValueError as error:
-        parser.error(str(error))
+    if chosen.is_dir() or not chosen.parent.is_dir():
+        parser.error(f"PICTURE: must be a file in an existing directory, got {chosen}")
     main(chosen)

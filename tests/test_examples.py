@@ -31,7 +31,8 @@ def test_every_example_is_in_the_readme():
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"), [("--help", "usage: "), ("/nowhere/a.png", "PICTURE: there is no directory /nowhere")]
+    ("argument", "said"),
+    [("--help", "usage: "), ("/nowhere/a.png", "PICTURE: must be a file in an existing directory, got")],
 )
 def test_the_picture_is_checked_first(argument, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["what_the_indexer_picks.py", argument])

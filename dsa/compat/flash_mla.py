@@ -24,7 +24,7 @@ from dsa.ops.mla import flash_mla_sparse_fwd as prefill
 from dsa.ops.mla import flash_mla_with_kvcache as decoding
 from dsa.ops.mla.flash_mla_with_kvcache import FlashMLASchedMeta
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
-from dsa.runtime.values import check_flag
+from dsa.runtime.checks import check_flag
 
 __all__ = [
     "FlashMLASchedMeta",

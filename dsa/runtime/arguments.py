@@ -37,10 +37,15 @@ import torch
 
 from dsa.runtime.checks import (
     ANY,
+    INT_MAX,
     check_address,
+    check_choice,
     check_dtype,
+    check_flag,
+    check_int,
     check_layout,
     check_mergeable,
+    check_number,
     check_same_device,
     check_same_dtype,
     check_tensor,
@@ -49,7 +54,6 @@ from dsa.runtime.checks import (
     is_tensor,
     shape_of,
 )
-from dsa.runtime.values import INT_MAX, check_choice, check_flag, check_int, check_number
 
 F32 = (torch.float32,)
 Layout = str | Callable[[torch.Tensor], str]

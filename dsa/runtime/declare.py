@@ -26,11 +26,15 @@ from dsa.runtime.checks import (
     FLOATS,
     INNER,
     INT32,
+    INT_MAX,
     MOST_SLOTS,
     PAGES,
     ROWS,
     check_apart,
+    check_flag,
     check_memory,
+    check_pair,
+    check_positive,
     check_same_device,
     check_tensor,
     check_updatable,
@@ -42,7 +46,6 @@ from dsa.runtime.checks import (
     with_dims,
 )
 from dsa.runtime.op import Gradient, Op, op, wants_gradient
-from dsa.runtime.values import INT_MAX, check_flag, check_pair, check_positive
 
 __all__ = [
     "ALIGNED",

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dsa.runtime.checks import INT32, check_tensor
-from dsa.runtime.values import INT_MAX, integer
+from dsa.runtime.checks import INT32, INT_MAX, check_tensor, integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.selectable_keys import cached_property
 from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences

@@ -7,8 +7,7 @@ from operator import le
 
 import torch
 
-from dsa.runtime.checks import torch_device
-from dsa.runtime.values import INT_MAX, integer, shown
+from dsa.runtime.checks import INT_MAX, integer, shown, torch_device
 from dsa_layers.batch import packing
 from dsa_layers.batch.selectable_keys import cached_property
 from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences

@@ -6,8 +6,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from dsa.runtime.checks import MOST_SLOTS
-from dsa.runtime.values import integer, shown
+from dsa.runtime.checks import MOST_SLOTS, integer, shown
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

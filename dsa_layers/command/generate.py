@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dsa.runtime.values import shown
+from dsa.runtime.checks import shown
 from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, TokenEvent
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
-from dsa.runtime.values import shown_json
+from dsa.runtime.checks import shown_json
 from dsa_layers.errors import ConfigError
 from dsa_layers.untrusted_files import read_json_object
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from dsa.runtime.values import shown_json
+from dsa.runtime.checks import shown_json
 from dsa_layers.config.fields import (
     MAX_EXPERTS,
     MAX_HEADS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsa.runtime.values import integer, shown
+from dsa.runtime.checks import integer, shown
 from dsa_layers.cache.kv_cache import Cache, OutOfPages
 from dsa_layers.generation.engine_options import Capacity, checked_options
 from dsa_layers.generation.requests import (

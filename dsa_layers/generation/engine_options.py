@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from dsa.runtime import backends
-from dsa.runtime.checks import MOST_SLOTS
-from dsa.runtime.values import check_flag, integer
+from dsa.runtime.checks import MOST_SLOTS, check_flag, integer
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.cache.kv_cache import Cache, CacheSizes, most_tokens
 from dsa_layers.engine.attention_form import can_stay_stored

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
-from dsa.runtime.values import shown
+from dsa.runtime.checks import shown
 from dsa_layers.generation.engine import GREEDY, EventStream, Prompt, Scheduler
 from dsa_layers.generation.requests import Completion, Request, Throughput, TokenEvent, encode_prompts
 from dsa_layers.generation.sampling import SamplingParams, with_seed

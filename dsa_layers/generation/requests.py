@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
-from dsa.runtime.values import integer, shown
+from dsa.runtime.checks import integer, shown
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.tokenizer import StreamDecoder, Tokenizer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from dsa.runtime.values import check_flag, integer, number, shown
+from dsa.runtime.checks import check_flag, integer, number, shown
 from dsa_layers.errors import ConfigError
 from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object

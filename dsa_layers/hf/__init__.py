@@ -15,7 +15,7 @@ from types import MethodType
 
 from torch import nn
 
-from dsa.runtime.values import check_flag, check_instance
+from dsa.runtime.checks import check_flag, check_instance
 
 __all__ = ["accelerate"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dsa.runtime.values import path_of, shown_json
+from dsa.runtime.checks import path_of, shown_json
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.tensors import Index, TensorInfo
 from dsa_layers.untrusted_files import check_no_pointer, found_instead, read_json_object

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import dsa
-from dsa.runtime.values import check_flag
+from dsa.runtime.checks import check_flag
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import Cut, split

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from dsa.runtime.values import check_choice, integer, path_of, shown
+from dsa.runtime.checks import check_choice, integer, path_of, shown
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint, checkpoint_directory, raise_problems
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.io.published import (

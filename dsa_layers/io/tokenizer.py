@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from dsa.runtime.values import check_instance, shown, shown_json
+from dsa.runtime.checks import check_instance, shown, shown_json
 from dsa_layers.errors import TokenizerError
 from dsa_layers.io.chat_template import FORMATS, NEEDED, format_source, render
 from dsa_layers.io.directory import checkpoint_directory

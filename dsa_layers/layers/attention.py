@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import dsa
-from dsa.runtime.checks import check_same_dtype
-from dsa.runtime.values import check_number, integer
+from dsa.runtime.checks import check_number, check_same_dtype, integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache

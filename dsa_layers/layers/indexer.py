@@ -10,8 +10,7 @@ from torch import nn
 import dsa
 from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
-from dsa.runtime.checks import check_dtype
-from dsa.runtime.values import check_choice, check_flag, integer
+from dsa.runtime.checks import check_choice, check_dtype, check_flag, integer
 from dsa_layers.batch.selectable_keys import SelectableKeys
 from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache

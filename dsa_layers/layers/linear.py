@@ -5,8 +5,7 @@ from torch import nn
 
 import dsa
 from dsa.reference.autocast import without_autocast
-from dsa.runtime.checks import FLOATS, check_dtype, check_tensor
-from dsa.runtime.values import check_flag
+from dsa.runtime.checks import FLOATS, check_dtype, check_flag, check_tensor
 
 BLOCK = 128
 HALVES = torch.bfloat16, torch.float16

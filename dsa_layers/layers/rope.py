@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dsa.runtime.values import integer, number, shown
+from dsa.runtime.checks import integer, number, shown
 from dsa_layers.batch.selectable_keys import cached_property
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2]

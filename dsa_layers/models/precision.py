@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from dsa.runtime.values import check_choice, check_flag, shown
+from dsa.runtime.checks import check_choice, check_flag, shown
 from dsa_layers.config.model_config import ModelConfig
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dsa.runtime.values import integer
+from dsa.runtime.checks import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.parallel.ranks import Ranks, raise_on_all_ranks

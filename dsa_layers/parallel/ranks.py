@@ -17,7 +17,7 @@ import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
 from dsa.parallel.one_shot_sum import one_shot_sum, takes, takes_experts
 from dsa.parallel.peer_copies import PeerCopies, peer_copies
-from dsa.runtime.values import integer
+from dsa.runtime.checks import integer
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -9,7 +9,7 @@ import torch
 
 import dsa
 from dsa.cases import CASES
-from dsa.runtime.values import shown
+from dsa.runtime.checks import shown
 
 TOO_LARGE = (2**63, 2**64, 2**70, -(2**63) - 1, 2**1100)
 LARGEST = (2**63 - 1, -(2**63))

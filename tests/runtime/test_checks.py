@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from dsa.runtime import checks, values
+from dsa.runtime import checks
 
 WATCHED = torch.zeros(3, requires_grad=True)
 META, INT_MAX = torch.zeros(1, device="meta"), 2**31 - 1
@@ -36,27 +36,27 @@ def overlapping_pages(page_stride):
             "x: its numbers must not share memory, got strides [8, 8, 8, 1]",
         ),
         (checks.check_writable, (WATCHED,), "x: is written in place"),
-        (values.check_positive, (True,), "x: must be an integer, got True"),
-        (values.check_positive, (2.0,), "x: must be an integer, got 2.0"),
-        (values.check_positive, (None,), "x: must be an integer, got None"),
-        (values.check_positive, (0,), "x: must be at least 1, got 0"),
-        (values.check_positive, (-(2**63),), f"x: must be at least 1, got {-(2**63)}"),
-        (values.check_positive, (2**31,), f"x: must be at most {INT_MAX}, got {2**31}"),
-        (values.check_positive, (9, 8), "x: must be at most 8, got 9"),
+        (checks.check_positive, (True,), "x: must be an integer, got True"),
+        (checks.check_positive, (2.0,), "x: must be an integer, got 2.0"),
+        (checks.check_positive, (None,), "x: must be an integer, got None"),
+        (checks.check_positive, (0,), "x: must be at least 1, got 0"),
+        (checks.check_positive, (-(2**63),), f"x: must be at least 1, got {-(2**63)}"),
+        (checks.check_positive, (2**31,), f"x: must be at most {INT_MAX}, got {2**31}"),
+        (checks.check_positive, (9, 8), "x: must be at most 8, got 9"),
         *(
-            (values.check_number, (v,), "x: must be finite in fp32, got")
+            (checks.check_number, (v,), "x: must be finite in fp32, got")
             for v in (math.nan, math.inf, 1e39, -(10**400))
         ),
-        *((values.check_number, (v,), "x: must be a number, got") for v in (True, "1", None, torch.tensor(1.0), [1.0])),
-        (values.check_number, (-1e-9, 0), "x: must be at least 0, got -1e-09"),
-        *((values.check_flag, (v,), "x: must be True or False, got ") for v in (0, 1, None, "yes", torch.tensor(True))),
-        *((values.check_choice, (v, DIMS), "x: must be 'first' or 'last', got ") for v in ("all", "", None, ["last"])),
+        *((checks.check_number, (v,), "x: must be a number, got") for v in (True, "1", None, torch.tensor(1.0), [1.0])),
+        (checks.check_number, (-1e-9, 0), "x: must be at least 0, got -1e-09"),
+        *((checks.check_flag, (v,), "x: must be True or False, got ") for v in (0, 1, None, "yes", torch.tensor(True))),
+        *((checks.check_choice, (v, DIMS), "x: must be 'first' or 'last', got ") for v in ("all", "", None, ["last"])),
         *(
             (checks.check_dtype, (v, checks.FLOATS), "x: must be ")
             for v in (torch.int8, "float16", None, torch.zeros(3))
         ),
-        (values.check_pair, ((1, 2, 3), PAIR), "x: must be a pair (keys, scales), got 3 of them"),
-        (values.check_pair, ("ab", PAIR), "x: must be a pair (keys, scales), got str"),
+        (checks.check_pair, ((1, 2, 3), PAIR), "x: must be a pair (keys, scales), got 3 of them"),
+        (checks.check_pair, ("ab", PAIR), "x: must be a pair (keys, scales), got str"),
     ],
 )
 def test_what_is_refused(check, arguments, message):
@@ -76,13 +76,13 @@ def test_what_is_refused(check, arguments, message):
         (checks.check_writable, (overlapping_pages(32),)),
         (checks.check_writable, (torch.zeros(3, 4, 5).permute(2, 0, 1),)),
         (checks.check_writable, (torch.zeros(4, 0, 3),)),
-        (values.check_positive, (INT_MAX,)),
-        (values.check_int, (0, 0)),
-        *((values.check_number, (value,)) for value in (0, -1, 1e-300, -3.4e38)),
-        (values.check_number, (0.0, 0)),
-        (values.check_choice, ("last", DIMS)),
+        (checks.check_positive, (INT_MAX,)),
+        (checks.check_int, (0, 0)),
+        *((checks.check_number, (value,)) for value in (0, -1, 1e-300, -3.4e38)),
+        (checks.check_number, (0.0, 0)),
+        (checks.check_choice, ("last", DIMS)),
         (checks.check_dtype, (torch.float16, checks.FLOATS)),
-        (values.check_pair, ([1, 2], PAIR)),
+        (checks.check_pair, ([1, 2], PAIR)),
     ],
 )
 def test_what_is_accepted(check, arguments):

@@ -6,8 +6,7 @@ import torch
 
 from dsa.ops.gemm.fp8_fp4_gemm_nt import BYTES
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
-from dsa.runtime.checks import check_apart, check_same_device, check_writable
-from dsa.runtime.values import check_pair
+from dsa.runtime.checks import check_apart, check_pair, check_same_device, check_writable
 
 Recipe = Sequence[int] | None
 

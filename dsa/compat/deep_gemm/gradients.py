@@ -14,8 +14,7 @@ import torch
 from dsa.compat.deep_gemm.arguments import ROW_SCALES, check_result, find_recipe, operands, refuse
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.runtime import backends
-from dsa.runtime.checks import E4M3, INT32, check_same_device, check_tensor, shape_of
-from dsa.runtime.values import check_flag, check_int
+from dsa.runtime.checks import E4M3, INT32, check_flag, check_int, check_same_device, check_tensor, shape_of
 
 BLOCK = 128
 

@@ -8,8 +8,7 @@ from dsa.compat.deep_gemm.product import write
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.runtime import backends
-from dsa.runtime.checks import E4M3, FLOATS, INT32, check_same_device, check_tensor
-from dsa.runtime.values import check_flag, check_int
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_flag, check_int, check_same_device, check_tensor
 
 
 def m_grouped_fp8_fp4_gemm_nt_contiguous(

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from dsa.compat.deep_gemm.arguments import as_recipe
-from dsa.runtime.checks import check_tensor, shape_of
-from dsa.runtime.values import check_flag, check_int
+from dsa.runtime.checks import check_flag, check_int, check_tensor, shape_of
 
 HOPPER_ALIGNMENT = 128
 

@@ -13,8 +13,7 @@ from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits as contiguous
 from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits as paged
 from dsa.ops.indexer.fp8_paged_mqa_logits import get_paged_mqa_logits_metadata as plan
 from dsa.runtime import backends
-from dsa.runtime.checks import INT32, check_same_device, check_tensor, shape_of
-from dsa.runtime.values import check_pair
+from dsa.runtime.checks import INT32, check_pair, check_same_device, check_tensor, shape_of
 
 Queries = tuple[torch.Tensor, torch.Tensor | None]
 

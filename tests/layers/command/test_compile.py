@@ -81,6 +81,9 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
 
 def test_models_that_lack_a_drafter_or_do_not_come_apart_are_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(fields_of(checkpoint) | {"num_nextn_predict_layers": 0}))
-    for option, n, problem in (("--draft", "1", "config.json has num_nextn"), ("--gpus", "3", "3 do not evenly share")):
+    for option, n, problem in (
+        ("--draft", "1", "config.json must have"),
+        ("--gpus", "3", "3 do not evenly share"),
+    ):
         assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), option, n]) == 2
         assert f"\ndsa compile: {option}: {problem}" in capsys.readouterr().err

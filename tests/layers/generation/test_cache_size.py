@@ -27,7 +27,6 @@ def test_a_cache_follows_from_the_device_and_a_gpu_without_room_is_refused(devic
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: room)
     monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", on_cpu)
     options = EngineOptions(page_size=4, max_sequences=8)
-    monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", 40)
     assert Capacity(RememberingModel(context=4096), options, torch.device(device)).pages == pages
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: 10)
     with pytest.raises(ValueError, match="cache_tokens: the memory of cuda has no room for the model and a cache"):

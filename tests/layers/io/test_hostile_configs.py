@@ -85,7 +85,7 @@ def test_sizes_that_no_fp8_takes_are_refused(tmp_path, family, changes, expected
         ("deepseek_v4_flash", {"head_dim": 256}, "dim: must be 512 .* for the FP8 layout, got 256"),
     ],
 )
-def test_sizes_that_fp8_cannot_take_are_refused_unless_dequantised(tmp_path, family, changes, options, expected):
+def test_sizes_that_no_fp8_cache_takes_are_refused(tmp_path, family, changes, expected):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
     config = read_config(tmp_path)
     model = unfilled_model(config, Precision.of(config, dequantize=True, kv_cache="fp8"))

@@ -198,7 +198,7 @@ def test_conversions_that_overwrite_weights_or_split_no_blocks_are_refused(check
     for call, told in (
         ((checkpoint, checkpoint, "bf16"), "directory: must be another one than the checkpoint's"),
         ((checkpoint, tmp_path, "bf16"), r"directory: must hold no weights, .* with 'mine\.safetensors'"),
-        ((source, tmp_path / "other", "fp8"), "'hidden_size' is 100; accepted: a multiple of 128"),
+        ((source, tmp_path / "other", "fp8"), "in_features: must be a multiple of 128, got 100"),
     ):
         assert_refused(told, convert_checkpoint, *call, progress=False)
 
