@@ -28,6 +28,7 @@ from dsa_layers.command.parser import MOST_GPUS, say, say_json
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
+from dsa_layers.io import gpu_plan
 from dsa_layers.io.directory import Checkpoint, checkpoint_directory
 from dsa_layers.io.gpu_plan import GpuPlan, check_fits, plans
 from dsa_layers.io.loading import precision_of
@@ -139,11 +140,12 @@ def stored_model(args: argparse.Namespace) -> tuple[ModelConfig, Precision]:
 def plan_of(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool) -> GpuPlan:
     """Return the plan for `gpus` GPUs. Raise ValueError, which lists the accepted numbers of GPUs, if `gpus` GPUs
     cannot share the model evenly."""
-    found = plans(config, precision, max(gpus, MOST_GPUS), drafter=drafter)
-    if isinstance(found[gpus], DoesNotDivide):
+    try:
+        return gpu_plan.plan(config, precision, gpus, drafter=drafter)
+    except DoesNotDivide as error:
+        found = plans(config, precision, MOST_GPUS, drafter=drafter)
         accepted = [str(n) for n, plan in found.items() if isinstance(plan, GpuPlan)]
-        raise ValueError(f"{found[gpus]}; accepted up to {MOST_GPUS}: {', '.join(accepted)}")
-    return found[gpus]
+        raise ValueError(f"{error}; accepted up to {MOST_GPUS}: {', '.join(accepted)}") from None
 
 
 def plan(args: argparse.Namespace) -> int:

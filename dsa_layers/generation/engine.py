@@ -340,9 +340,15 @@ class EventStream(Iterator[TokenEvent]):
         while request.needs_pass:
             self._engine._alone(self._run_pass, lambda: request.needs_pass)
         with self._engine._changed:
-            event = request.events.popleft() if request.events else StopIteration()
+            if not request.events:
+                raise StopIteration
+            event = request.events.popleft()
         if isinstance(event, Exception):
-            raise event
+            try:
+                raise event
+            finally:
+                # The exception's traceback refers to this frame. A cycle would keep the engine's graphs and memory.
+                del event
         return event
 
     def _run_pass(self) -> list[TokenEvent]:

@@ -1,6 +1,7 @@
 """The passes of an engine: prefill passes over chunks of prompts, and decoding passes over running sequences. On a GPU,
 decoding passes are captured as CUDA graphs, one graph per size."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -63,6 +64,7 @@ class CapturedStep(Generic[Inputs]):
         with torch.cuda.stream(side):
             self._run(inputs)
         torch.cuda.current_stream(self._device).wait_stream(side)
+        gc.collect()  # a graph of another engine that the collector destroys during the capture would break it
         graph = torch.cuda.CUDAGraph()
         # All graphs share one pool: one graph runs at a time, and its results are read before the next graph runs.
         pool = next((g.pool() for _, g, _ in self._graphs.values()), None)
