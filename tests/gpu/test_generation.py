@@ -203,8 +203,8 @@ def test_captured_gradients_of_experts():
 @pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
-    """Rounding can decide between two tokens with similar logits. Here the routers' choices do not depend on the tokens,
-    because rounding could also decide between two experts of a random router, and change the logits much more."""
+    """Rounding can decide between two tokens with similar logits. Here the routers ignore the tokens, because rounding
+    could also decide between two experts of a random router, and change the logits much more."""
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
