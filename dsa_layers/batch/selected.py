@@ -20,9 +20,10 @@ class Selected:
     `indices` converts topk_indices to the form that the later layer needs.
 
     topk_indices  int32 [T, top_k]: the selected keys, padded with -1; None if the layer attended to all keys
-    batch         batch of the selecting layer: slots and rows in topk_indices refer to it; None without tokens
-    counted_in    unit of topk_indices: positions in the sequence, rows among all packed keys, or slots in the cache
-    placement     placement of the rows of topk_indices: all T rows, or this rank's local rows
+    batch         batch of the selecting layer; None without tokens
+    counted_in    what the values of topk_indices are: positions in the sequence, rows among all packed keys of `batch`,
+                  or slots in the cache of `batch`
+    placement     which of the T tokens topk_indices has: all, or this rank's
     bits          selected keys in the format of `dsa.selection_bits`, if attention uses the multi-head form; else None
     """
 

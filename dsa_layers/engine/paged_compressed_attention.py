@@ -194,7 +194,8 @@ class PagedCompressedAttention(CompressedAttention):
         return _rotate_in_place(dsa.rms_norm(q, None, self.eps), step.query_angles)
 
     def _pick(self, x: torch.Tensor, projected: Projections, step: EntryPass) -> torch.Tensor:
-        """Return the keys that the indexer selects for `step.queries`.
+        """Return the indices of the entries that the indexer selects for the tokens of `step.queries`; slots if
+        `step.in_pages`.
 
         If there is a cache and `_shares_products`, the caller has already written the index keys to the cache.
         """
@@ -262,7 +263,8 @@ class PagedCompressedAttention(CompressedAttention):
     def _casts_results(self, rope: Angles) -> bool:
         """Return whether a prefill's attention casts its results to FP8 for wo_a.
 
-        It does so if wo_a has FP8 weights, and for the sizes for which this fusion is faster.
+        It does so if wo_a has FP8 weights, for the sizes that the fused kernel supports (512 channels, 64 of them with
+        rope) and for more than FEW_HEADS heads. With fewer heads, attention uses a kernel that cannot cast.
         """
         takes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
         return takes and type(self.wo_a.matrices) is BlockFP8Linear

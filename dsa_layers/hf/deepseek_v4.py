@@ -19,7 +19,9 @@ from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
 
-PAGE_SIZE = 256  # tokens per page: 64 entries in a layer with an indexer, 2 in other layers, as in the published model
+# Tokens per page. With the published compression rates a page has 64 entries in a layer with an indexer, and 2 in a
+# heavily compressed layer.
+PAGE_SIZE = 256
 
 
 class SparseDeepseekV4RMSNorm(RMSNormInPlace, theirs.DeepseekV4RMSNorm):

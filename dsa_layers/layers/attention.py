@@ -110,7 +110,7 @@ class DSAAttention(nn.Module):
         check_batch(batch, whole=self.indexer_stage is None)
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
-        """Return the keys among which the indexer selects. For this layer they are the batch's tokens."""
+        """Return the layout of the keys among which the indexer selects: the batch, because each token is a key."""
         return batch
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:

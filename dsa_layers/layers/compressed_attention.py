@@ -100,7 +100,7 @@ class CompressedAttention(nn.Module):
         check_batch(batch)
 
     def selectable(self, batch: TokenBatch) -> EntryView:
-        """Return the keys among which the indexer selects. For this layer they are compressed entries."""
+        """Return the layout of the keys among which the indexer selects: compressed entries."""
         return batch.entries(self.compressor.ratio)
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:

@@ -170,8 +170,10 @@ class ContextBatch(SequenceBatch):
         return x[self._tokens_of(self._share.pieces)]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather rows [sum(keyed.key_lens), ...] from all ranks' x [own tokens, ...]. For each piece of this rank, they
-        are the rows of its sequence up to the piece's end. A row's gradient is the sum over all ranks.
+        """Gather the rows that this rank's tokens attend to from all ranks' x [own tokens, ...].
+
+        The result [sum(keyed.key_lens), ...] concatenates, for each piece of this rank, the rows of the piece's sequence
+        up to the end of the piece. A row's gradient is the sum over all ranks.
         """
         if len(x) != sum(self.query_lens):
             raise ValueError(
