@@ -172,8 +172,8 @@ class ContextBatch(SequenceBatch):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the rows that this rank's tokens attend to from all ranks' x [own tokens, ...].
 
-        The result [sum(keyed.key_lens), ...] concatenates, for each piece of this rank, the rows of the piece's sequence
-        up to the end of the piece. A row's gradient is the sum over all ranks.
+        The result [sum(keyed.key_lens), ...] concatenates, for each piece of this rank, the rows of the piece's
+        sequence up to the end of the piece. A row's gradient is the sum over all ranks.
         """
         if len(x) != sum(self.query_lens):
             raise ValueError(
