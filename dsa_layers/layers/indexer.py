@@ -50,8 +50,9 @@ class Indexer(Protocol):
     def select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """Return int32 [T, top_k]: the selected positions in each token's sequence, ascending, padded with -1. If a
-        token sees n < top_k keys, the caller reads only the first n columns.
+        """Return int32 [T, top_k]: the selected positions in each token's sequence, ascending. If a token sees n <
+        top_k keys, the first n columns have all of them and the other columns are -1. In fused layers the caller reads
+        only the first n columns.
 
         Without a cache, the rows of x give the packed keys. With a cache, the caller calls `store` first; the packed
         keys are then the cache rows at `batch.key_slots`. Token t sees `batch.visible_keys[t]` packed keys, beginning
@@ -59,8 +60,9 @@ class Indexer(Protocol):
         """
 
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
-        """Write the new tokens' data for later passes to `cache.index` at `batch.slots`. Attention calls `store` before
-        `select`. If the pass attends to all keys, attention calls `store` but not `select`."""
+        """Write the new tokens' data for later passes to `cache.index` at `batch.slots`. Only fused attention, which has
+        a cache, calls `store`: before `select`, and also in a pass that attends to all keys and does not call `select`.
+        `LightningIndexer` has this method after `dsa_layers.fuse`, as `PagedIndexer`."""
 
     def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, attention: TrainedAttention) -> torch.Tensor:
         """Return fp32 [T]: the loss of each token, in a pass that trains the indexer. The indexer gives its scores to
