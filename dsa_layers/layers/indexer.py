@@ -60,8 +60,8 @@ class Indexer(Protocol):
         """
 
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
-        """Write the new tokens' data for later passes to `cache.index` at `batch.slots`. Only fused attention, which has
-        a cache, calls `store`: before `select`, and also in a pass that attends to all keys and does not call `select`.
+        """Write the new tokens' data for later passes to `cache.index` at `batch.slots`. Only fused attention, which
+        has a cache, calls `store`: before `select`, and in a pass that attends to all keys without `select`.
         `LightningIndexer` has this method after `dsa_layers.fuse`, as `PagedIndexer`."""
 
     def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, attention: TrainedAttention) -> torch.Tensor:
