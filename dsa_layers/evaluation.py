@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from dsa.runtime.checks import integer
 from dsa_layers.batch.placement import Placement
 from dsa_layers.batch.sequence_batch import Chunk, prefill_batch
 from dsa_layers.batch.token_batch import TokenBatch
@@ -85,7 +86,7 @@ def keys_read(model: nn.Module, length: int) -> KeyCounts:
 
     Raises ValueError for a model without attention layers of `dsa_layers`.
     """
-    visible = torch.arange(1, length + 1)
+    visible = torch.arange(1, integer("length", length, at_least=1) + 1)
     read, dense, top_k = [], [], length
     for layer in model.modules():
         if isinstance(layer, DSAAttention):

@@ -40,7 +40,10 @@ def found_instead(directory: Path) -> str:
 
 
 def check_no_pointer(path: Path, error: type[ValueError]) -> None:
-    """Raise `error` if the file is a git-LFS pointer. Raises OSError if the file cannot be read."""
+    """Raise `error` if `path` is a git-LFS pointer, or no regular file, because reading a pipe could block forever.
+    Raises OSError if the file cannot be read."""
+    if path.exists() and not path.is_file():
+        raise error(f"{path}: must be a file")
     with path.open("rb") as stream:
         head = stream.read(len(_LFS_POINTER))
     if head == _LFS_POINTER:

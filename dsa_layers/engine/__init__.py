@@ -1,5 +1,1 @@
-"""Faster versions of the layers, for inference. Call `fuse` once after loading to install them in a model."""
-
-from dsa_layers.engine.fuse import fuse, fused
-
-__all__ = ["fuse", "fused"]
+"""Faster versions of the layers, for inference. Call `dsa_layers.fuse` once after loading to install them."""

@@ -84,7 +84,8 @@ class Scheduler:
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._numbers = 0
-        self._full = False  # the first waiting sequence found no room, and no memory was released since then
+        # The waiting sequence that found no room, if no memory was released since then.
+        self._blocked: RunningSequence | None = None
         self._extends_next = False
         # Guards the fields above and the requests' events. The lock is free during a pass, so that `add_request` and
         # `abort` do not wait for the pass. Only the thread that runs the pass removes sequences from the lists.
@@ -252,11 +253,11 @@ class Scheduler:
         """Start waiting sequences, first come first served, as long as there is room for the next sequence. Choose the
         prompt tokens of the next pass: (sequence, number of tokens) pairs, first come first served, with at most
         `prefill_chunk` tokens in total. A batch-invariant engine computes one prompt per pass."""
-        while self._waiting and not self._full:
+        while self._waiting:
             first = self._waiting[0]
             if not first.ended:
-                if not self.memory.start(first, self._running):
-                    self._full = True
+                if first is self._blocked or not self.memory.start(first, self._running):
+                    self._blocked = first
                     break
                 self._running.append(first)
                 self.throughput.reused_tokens += first.cached
@@ -274,7 +275,7 @@ class Scheduler:
         events = self.passes.prefill(work)
         for s, _ in work:
             self.memory.computed(s)
-        self._full = False  # a waiting sequence may be able to share the new pages
+        self._blocked = None  # a waiting sequence may be able to share the new pages
         if self.device.type == "cuda" and not all(s.prefilling for s in self._running):
             # Without this synchronisation, the next decoding pass would wait for this pass and count its time.
             torch.cuda.current_stream(self.device).synchronize()
@@ -296,7 +297,7 @@ class Scheduler:
         for s in [s for s in self._running if s.ended]:
             self._running.remove(s)
             self.memory.release(s)
-            self._full = False
+            self._blocked = None
 
 
 class Engine(Scheduler):
@@ -337,12 +338,14 @@ class EventStream(Iterator[TokenEvent]):
 
     def __next__(self) -> TokenEvent:
         request = self._request
-        while request.needs_pass:
+        while True:
             self._engine._alone(self._run_pass, lambda: request.needs_pass)
-        with self._engine._changed:
-            if not request.events:
-                raise StopIteration
-            event = request.events.popleft()
+            with self._engine._changed:
+                if request.events:
+                    event = request.events.popleft()
+                    break
+                if request.ended:
+                    raise StopIteration
         if isinstance(event, Exception):
             try:
                 raise event

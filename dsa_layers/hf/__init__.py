@@ -60,10 +60,8 @@ def accelerate(model: nn.Module, *, fp8_indexer: bool = False) -> nn.Module:
 
 
 def _check_version() -> None:
-    try:
-        from transformers import __version__ as version
-    except ImportError:
-        raise ImportError("transformers: is not installed; pip install 'dsa-kernels[transformers]'") from None
+    from transformers import __version__ as version  # the extra `transformers` installs it
+
     if not version.startswith(f"{VERSION}."):
         raise RuntimeError(
             f"transformers: version {version} was not tested with dsa, which left its models as they are; accepted: "

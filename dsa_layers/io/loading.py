@@ -224,8 +224,10 @@ def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool =
     except ValueError as error:
         raise ConfigError(f"config.json: {error}; accepted with dequantize=True: other sizes too") from None
     if model.precision.fp8_indexer and config.index_head_dim != FP8_DIM:
-        accepted = f"{FP8_DIM}, as quantised index keys have; with dequantize=True others too"
-        raise ConfigError(f"config.json: field 'index_head_dim' is {config.index_head_dim}; accepted: {accepted}")
+        raise ConfigError(
+            f"config.json: field 'index_head_dim' is {config.index_head_dim}; accepted: {FP8_DIM}, as quantised index "
+            "keys have; with dequantize=True others too"
+        )
     return model
 
 

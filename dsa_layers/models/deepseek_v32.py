@@ -92,8 +92,8 @@ class DeepseekV32Config(ModelConfig):
         of_group = self.n_routed_experts // groups
         fields.require(of_group >= 2, "n_group", "groups of 2 experts or more: the gate ranks a group by its best 2")
         fields.require(chosen <= groups, "topk_group", f"at most n_group={groups}")
-        most = chosen * of_group
-        fields.require(self.num_experts_per_tok <= most, "num_experts_per_tok", f"at most {most}, of {chosen} groups")
+        fits = self.num_experts_per_tok <= chosen * of_group
+        fields.require(fits, "num_experts_per_tok", f"at most {chosen * of_group}, of {chosen} groups")
 
 
 class DecoderBlock(nn.Module):

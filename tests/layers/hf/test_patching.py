@@ -119,7 +119,7 @@ def test_versions_that_are_not_tested_are_refused(models, monkeypatch):
             accelerate(theirs)
     assert kinds(theirs) == kinds(models.theirs)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="transformers: is not installed; pip install"):
+    with pytest.raises(ImportError, match="import of transformers halted"):
         accelerate(theirs)
 
 

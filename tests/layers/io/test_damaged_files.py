@@ -60,7 +60,7 @@ def test_every_damaged_file_is_named(tmp_path):
         ({"weight_map": {"a": "../1.st"}}, "the file '../1.st'; accepted: the name of a file in this directory"),
         ({"weight_map": {"a": 1}}, "weight_map gives 'a' the file 1; accepted: the name of a file"),
         ({"weight_map": {"a": "a\0b"}}, "the file 'a\\x00b'; accepted: the name of a file"),
-        ({"weight_map": {"a": ".."}}, "..: not a safetensors file"),
+        ({"weight_map": {"a": ".."}}, "..: must be a file"),
         ({"weight_map": ["a"]}, 'expected {"weight_map": {tensor: file, ...}}'),
         ({}, 'expected {"weight_map": {tensor: file, ...}}, got {}'),
         (MISSING_FILES, "998 problems, nothing was loaded:\n  0.st: missing"),
