@@ -132,6 +132,8 @@ def test_a_model_without_indexers_is_refused(context):
 def test_keys_of_a_model_without_attention_are_refused():
     with pytest.raises(ValueError, match="model: must have attention layers of dsa_layers, got Linear without one"):
         keys_read(nn.Linear(2, 2), 4)
+    with pytest.raises(ValueError, match="length: must be at least 1, got 0"):
+        keys_read(nn.Linear(2, 2), 0)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])

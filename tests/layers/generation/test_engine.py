@@ -206,3 +206,30 @@ def test_requests_that_are_refused(prompt, params, error, message):
         engine.add_request(prompt, params)
     assert engine.unfinished == 0 and engine.step() == []
     assert engine.add_request([1], SamplingParams(1)) == 0  # a refused one has no number
+
+
+def test_a_reader_waits_if_another_reader_takes_the_event():
+    engine, taken = engine_of(), []
+    stream = stream_of(engine, [1, 2], SamplingParams(3))
+    alone = engine._alone
+
+    def alone_and_robbed(run, needed):
+        alone(run, needed)
+        if not taken:
+            taken.append(stream._request.events.popleft().token)
+
+    engine._alone = alone_and_robbed
+    tokens = [event.token for event in stream]
+    assert taken + tokens == continued([1, 2], 3)
+
+
+def test_an_aborted_request_that_waits_holds_up_no_other():
+    engine = engine_of(cache_tokens=32)
+    long = engine.add_request([1], SamplingParams(20))
+    engine.step()
+    waits = engine.add_request([2], SamplingParams(24))
+    engine.step()
+    short = engine.add_request([3], SamplingParams(1))
+    engine.abort(waits)
+    sequences = {event.sequence for _ in range(3) for event in engine.step()}
+    assert sequences == {long, short}

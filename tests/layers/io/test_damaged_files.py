@@ -25,6 +25,11 @@ def replaced_by_link(path):
     path.symlink_to("nowhere")
 
 
+def replaced_by_pipe(path):  # to open it would block
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -35,6 +40,7 @@ def replaced_by_link(path):
         (lambda p: p.write_bytes(b"<!DOCTYPE html><html>" * 100), "header too large"),
         (lambda p: p.write_bytes(LFS_POINTER), "2.st: is a git-LFS pointer in place of the file"),
         (replaced_by_link, f"2.st: missing, though {INDEX_NAME} lists it"),
+        (replaced_by_pipe, "2.st: must be a file"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, damage, expected):
