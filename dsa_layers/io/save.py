@@ -212,20 +212,17 @@ def write_shards(
     Raises ValueError if the directory holds other weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    files, path = split_into_files(manifest, shard_bytes), directory / INDEX_NAME
+    files, index_path = split_into_files(manifest, shard_bytes), directory / INDEX_NAME
     metadata = {"total_size": sum(info.size for info in manifest.values()), "made_from": made_from}
     index = to_json({"metadata": metadata, "weight_map": {name: file for file in files for name in files[file]}})
     present = {path.name for path in directory.glob("*.safetensors")}
-    is_continued = made_from and path.exists() and path.read_text(encoding="utf-8") == index
+    is_continued = made_from and index_path.exists() and index_path.read_text(encoding="utf-8") == index
     if present and not is_continued:
         raise ValueError(
             f"directory: must hold no weights, unless the same call was interrupted, got {directory} with "
             f"{shown(min(present))}"
         )
-    if len(files) > 1:
-        path.write_text(index, encoding="utf-8")
-    else:
-        path.unlink(missing_ok=True)  # the index of weights that no longer exist
+    index_path.write_text(index, encoding="utf-8")  # also for one file, so that an interrupted call can continue
     scales = scales_of(manifest)
     of_weights = {*scales.values()}
     missing = {file: names for file, names in files.items() if file not in present}
@@ -242,6 +239,8 @@ def write_shards(
     if like.resolve() != directory.resolve():
         for path in (path for pattern in _COPIED for path in like.glob(pattern)):
             shutil.copyfile(path, directory / path.name)
+    if len(files) == 1:
+        index_path.unlink()
     (directory / "config.json").write_text(to_json(fields), encoding="utf-8")
 
 
@@ -260,4 +259,4 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(value, indent=2) + "\n"

@@ -144,6 +144,18 @@ def test_scales_that_are_no_powers_of_two_are_not_rounded(tiny_checkpoint, tmp_p
     assert_same_model(source, tmp_path / "out")
 
 
+def test_a_conversion_into_one_file_continues_after_its_weights_are_written(checkpoint, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(saving.shutil, "copyfile", interrupted)
+        convert_checkpoint(checkpoint, tmp_path / "out", "bf16", progress=False)
+    convert_checkpoint(checkpoint, tmp_path / "out", "bf16", progress=False)
+    assert_same_model(checkpoint, tmp_path / "out")
+
+
+def interrupted(*paths):
+    raise KeyboardInterrupt
+
+
 def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     held = []
