@@ -54,7 +54,7 @@ def multiply_as_one(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, 
 
 
 def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placement: Placement) -> torch.Tensor:
-    """Gather the rows of x or of its cast from all ranks and return y [T, O] for all rows.
+    """Gather the rows of x, or of the cast of x, from all ranks and return y [T, O] for all rows.
 
     placement: the placement of the rows of x and its cast.
     """

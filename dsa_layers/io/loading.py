@@ -68,7 +68,7 @@ def load_model(
                    (`split`). All ranks must make the same calls. A rank reads only its slice of every tensor. FP8
                    weights are cut only at the borders of their 128 x 128 blocks. An error on one rank is raised on all
 
-    The returned model has the class of its family.
+    The model is an instance of the class that its family defines.
     `SCORE_ACCUMULATORS` of `dsa_layers.layers.indexer` is the accumulator dtype of prompts' index scores for all
     models. The attribute `accumulators` of an indexer changes it for one indexer.
     Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,

@@ -164,7 +164,7 @@ class ContextBatch(SequenceBatch):
         return self.keyed.positions
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of x [T, ...], in the order of its pieces. x has one sequence after another."""
+        """Return this rank's rows of x [T, ...], in the order of the pieces. x has one sequence after another."""
         if x.dim() == 0 or len(x) != sum(self.lens):
             raise ValueError(f"x: must have a row for each of {sum(self.lens)} tokens, got shape {list(x.shape)}")
         return x[self._tokens_of(self._share.pieces)]
