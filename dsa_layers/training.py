@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from itertools import accumulate
 from types import TracebackType
 from typing import Literal, Self
 
@@ -206,5 +205,5 @@ def next_tokens(tokens: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
     check_tensor("tokens", tokens, (torch.int64,), (sum(lens),), "batch")
     targets = torch.full_like(tokens, IGNORED)
     targets[:-1] = tokens[1:]
-    last = packing.to_device([end - 1 for end in accumulate(lens)], torch.int64, tokens.device)
+    last = packing.offsets(lens, tokens.device)[1:].long() - 1
     return targets.index_fill(0, last, IGNORED)

@@ -18,10 +18,12 @@ from indexer_training import report, small_model  # noqa: E402
 from indexer_training.corpus import Corpus, draw, pieces, spread  # noqa: E402
 from indexer_training.measure import acceptance, held_out_loss, recall  # noqa: E402
 from indexer_training.optimizer import Optimizer  # noqa: E402
+from indexer_training.passes import Passes  # noqa: E402
 from indexer_training.small_model import build, fields, save  # noqa: E402
-from indexer_training.stages import ALONE, Plan, _balanced, language_loss, selecting, train_stage  # noqa: E402
+from indexer_training.stages import ALONE, Plan, _balanced, _Losses, language_loss, selecting, train_stage  # noqa: E402
 from indexer_training.vocabulary import BEGIN, train_tokenizer  # noqa: E402
 
+from dsa_layers.batch import packing  # noqa: E402
 from dsa_layers.batch.sequence_batch import SequenceBatch  # noqa: E402
 from dsa_layers.command.main import main  # noqa: E402
 from dsa_layers.engine.fuse import fused  # noqa: E402
@@ -111,6 +113,16 @@ def test_who_learns_when(corpus, model):
             assert any(of_part[n] for n in of_part if ".indexer." in n) == in_indexers, (name, part)
             assert any(of_part[n] for n in of_part if ".indexer." not in n) == elsewhere, (name, part)
         assert all(p.requires_grad for n, p in model.named_parameters() if "correction_bias" not in n)
+
+
+def test_later_passes_of_a_shape_read_nothing_from_the_host(corpus, model, monkeypatch):
+    """A GPU runs them as a CUDA graph."""
+    passes = Passes(_Losses(model, None, ALONE), model.parameters(), captured=False)
+    tokens, weights = draw(corpus.train, 2, 32, torch.Generator().manual_seed(0)), torch.tensor([1.0, 0.5, 0.0])
+    with selecting(model, 32):
+        first = passes(tokens, weights)
+        monkeypatch.setattr(packing, "on_host", None)
+        assert torch.equal(passes(tokens, weights), first)
 
 
 def test_the_lowest_loss_says_whose_weights_remain(corpus, model):

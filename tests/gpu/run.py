@@ -63,7 +63,7 @@ PEERS = (
     "tokenspeed-kernel",
     "vllm",
 )
-NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "no room for the model and a cache"
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
 
