@@ -7,8 +7,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-# The folder of a small checkpoint, which examples/train_indexer.py trained on Python source, and its model card,
-# README.md.
+# Folder of a small checkpoint and its model card, README.md. examples/train_indexer.py trained the model on Python
+# source.
 SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
 
 _MODULES = {

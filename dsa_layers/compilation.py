@@ -1,7 +1,7 @@
 """List the compiled kernel variants that the passes of a model need.
 
-This module runs all kinds of a generator's passes, from one row to tens of thousands, over a model on the meta device.
-`asked_variants` records the kernel variants that these passes request.
+This module runs a model on the meta device, in passes of all kinds that a generator makes, with one to tens of
+thousands of rows. `asked_variants` records the kernel variants that these passes request.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.parallel.ranks import Ranks
 
-MOST_ROWS = 32768  # new tokens per pass; larger passes use the same kernels
+MOST_ROWS = 32768  # limit of new tokens per pass; larger passes use the same kernels
 MOST_SEQUENCES = 1024
-MOST_KEYS = 2**24  # sequences times longest sequence in a decoding pass
-# Index scores of a pass: new tokens times earlier tokens. Passes with more scores compute them in equal parts of at
-# least FUSED_TOKENS tokens.
+MOST_KEYS = 2**24  # limit of a decoding pass: number of sequences * tokens of the longest sequence
+# Limit of a pass's index scores: new tokens * earlier tokens. A pass with more scores computes them in equal parts of
+# at least FUSED_TOKENS tokens.
 MOST_SCORES = 2**29
 META = torch.device("meta")
 
@@ -66,7 +66,7 @@ class SilentRanks(Ranks):
 def without_memory(
     config: ModelConfig, precision: Precision, *, drafter: bool = False, gpus: int = 1
 ) -> tuple[CheckpointModel, Cache]:
-    """Return the model on the meta device, fused and split as by `load_model`, and a cache for the model.
+    """Return the model on the meta device, fused and split as `load_model` does it, and a cache for the model.
 
     Layers of the same kind request the same kernels, so only the first layer of each kind computes. The other layers
     pass on their input.
@@ -106,8 +106,8 @@ def _kind(layer: nn.Module) -> tuple:
 def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
     """Run passes of all kinds: prefill of one and of several sequences, with and without earlier tokens, and decoding.
 
-    The lengths include contexts in which tokens read all keys and contexts in which tokens select keys. With a drafter,
-    each pass of the model is followed by passes of the drafter.
+    Some sequences are so short that a token attends to all keys. In the longer sequences, tokens select keys. With a
+    drafter, each pass of the model is followed by passes of the drafter.
     """
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
@@ -126,9 +126,10 @@ def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
 
 @torch.inference_mode()
 def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int]]) -> None:
-    """Run a prefill pass. sequences: (number of new tokens, number of earlier tokens) of each sequence
+    """Run a prefill pass of the model and, if it has a drafter, of the drafter.
 
-    All sequences share the same pages, because nothing is written on the meta device.
+    sequences: (number of new tokens, number of earlier tokens) of each sequence. All sequences have the same pages,
+    because nothing is written on the meta device
     """
     pages = range(-(-max(map(sum, sequences)) // cache.page_size))
     chunks = [Chunk(new, cached, pages, slot) for slot, (new, cached) in enumerate(sequences)]
@@ -145,8 +146,8 @@ def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int
 
 @torch.inference_mode()
 def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts: int = 0) -> None:
-    """Run a decoding pass over the last token of each of `count` sequences and `drafts` draft tokens after it. tokens:
-    the length of the longest sequence"""
+    """Run a decoding pass over the last token and the `drafts` draft tokens of each of `count` sequences. With drafts,
+    also run the drafter's passes. The longest sequence has `tokens` tokens."""
     pages, size = -(-tokens // cache.page_size), cache.page_size
     inputs = DecodeInputs(count, pages, size, META, 1 + drafts)
     if not drafts:
@@ -160,5 +161,5 @@ def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts
 
 
 def _drafters(model: CheckpointModel, cache: Cache) -> Cache:
-    """Return a cache for the drafter with the number and size of pages of `cache`."""
+    """Return a cache for the drafter. Its pages have the same number and size as those of `cache`."""
     return model.drafter.make_cache(cache.allocator.num_pages, cache.page_size, META, state_slots=MOST_SEQUENCES)

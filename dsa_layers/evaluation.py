@@ -42,15 +42,15 @@ def predictions(
     """Yield the logits [T, vocab_size] and the targets [T] of each pass.
 
     The inputs of a sequence are all its tokens except the last, split into parts of at most `chunk` tokens. Each part
-    is one pass, and one sequence follows the other. Passes use a paged cache, as in generation.
+    is one pass. The passes run one sequence after the other and use a paged cache, as in generation.
     """
     device, page_size = next(model.parameters()).device, model.page_size
     pages = range(-(-max(map(len, sequences)) // page_size))
     cache = model.make_cache(len(pages), page_size, device, state_slots=1)
     for tokens in sequences:
         text = torch.tensor(tokens, device=device)
-        # Split into parts of equal length, so that a part has one token only if the chunk is 1 or 2 or the sequence has
-        # two tokens. A pass over one token would be a decoding pass.
+        # A part of one token would be a decoding pass. Parts have nearly equal lengths, so this happens only if `chunk`
+        # is 1 or 2, or if the sequence has two tokens.
         parts = -(-(len(tokens) - 1) // chunk)
         done = 0
         for inputs, targets in zip(text[:-1].tensor_split(parts), text[1:].tensor_split(parts)):
@@ -76,13 +76,13 @@ class KeyCounts:
 
     @property
     def share(self) -> float:
-        """The fraction of dense attention's keys that is read."""
+        """read / dense: the fraction of the keys of dense attention that tokens read."""
         return self.read / self.dense
 
 
 def keys_read(model: nn.Module, length: int) -> KeyCounts:
-    """Return how many keys the tokens of a sequence of `length` tokens read. A token reads as many keys as the layer's
-    indexer selects, or all keys that it sees if they are fewer; the count follows from these sizes without a pass.
+    """Return the numbers of keys that the tokens of a sequence of `length` tokens read. No pass runs: a token reads
+    as many keys as `top_k` of the layer's indexer, or all keys that it sees if there are fewer.
 
     Raises ValueError for a model without attention layers of `dsa_layers`.
     """
@@ -90,7 +90,7 @@ def keys_read(model: nn.Module, length: int) -> KeyCounts:
     read, dense, top_k = [], [], length
     for layer in model.modules():
         if isinstance(layer, DSAAttention):
-            if layer.indexer is not None:  # a layer without an indexer reads what the layer before it selected
+            if layer.indexer is not None:  # a layer without an indexer reads the same keys as the layer before it
                 top_k = layer.indexer.top_k
             read.append(visible.clamp(max=top_k))
             dense.append(visible)
@@ -107,22 +107,22 @@ def keys_read(model: nn.Module, length: int) -> KeyCounts:
 
 
 def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:
-    """Return a context manager for dense attention: every token reads all keys of its sequence. In DeepSeek-V4 every
-    token reads its window and all compressed entries.
+    """Return a context manager for dense attention: every token reads all keys that it sees. In DeepSeek-V4 these are
+    the window and all compressed entries.
 
     longest  the maximum number of tokens per sequence
 
-    Use it for passes over several tokens of a sequence, as in prefill. The model may have attention layers of any class
-    with an attribute `indexer`, an `Indexer` or None.
+    Use the context manager for passes over several tokens of a sequence, as in prefill. The model's attention layers
+    may have any class with an attribute `indexer`, which is an `Indexer` or None.
     Raises ValueError for a model without indexers.
     """
     return _changed_indexers(model, lambda layer: ("top_k", max(longest, layer.indexer.top_k)))
 
 
 def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context manager for sliding-window attention: every token reads its latest `top_k` keys, the number that
-    its indexer would select. In DeepSeek-V4 a token reads the latest compressed entries. An attention layer of another
-    class also needs the method `selectable(batch)`, which returns the keys among which the indexer selects.
+    """Return a context manager for sliding-window attention: every token reads the latest `top_k` keys that it sees, as
+    many as the indexer would select. In DeepSeek-V4 a token reads the latest compressed entries. An attention layer of
+    another class also needs the method `selectable(batch)`, which returns the keys among which the indexer selects.
 
     Raises ValueError for a model without indexers.
     """

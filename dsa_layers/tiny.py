@@ -1,8 +1,8 @@
 """Write a small checkpoint of each family in its published format, with random weights, for demonstrations and tests.
 
-The dimensions that kernels depend on have their published sizes. The numbers of layers, heads and experts and the
-widths are small. The generated text is noise, but the format equals that of the published checkpoint: names, dtypes,
-FP8 blocks, FP4 groups, shards and tokenizer.
+The dimensions that kernels depend on have their published sizes. The widths and the numbers of layers, heads and
+experts are small. The model generates noise, but the checkpoint has the published format: names, dtypes, FP8 blocks,
+FP4 groups, shards and tokenizer.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ def write_tiny_checkpoint(
 
     model: the `model_type`, one of `dsa_layers.models.registry.FAMILIES`.
     seed: the seed of the random weights. The weights before quantisation do not depend on `quantized`.
-    quantized: True: the published format, which is FP8 blocks with scales, and for deepseek_v4 FP4 experts. False:
-    these weights are BF16.
+    quantized: whether weights are quantised as in the published format: in FP8 blocks with scales, and for deepseek_v4
+    with experts in FP4. False: these weights are BF16.
     The tokenizer is trained on the source code of this package.
     Raises ValueError for another `model`. Raises TypeError or ValueError, which names the argument, for any other wrong
     argument. Raises FileExistsError if `directory` exists and is not empty.
@@ -88,7 +88,7 @@ def write_tiny_checkpoint(
 
 
 def _before_quantisation(info: TensorInfo) -> TensorInfo:
-    """Return the description of a tensor's random values."""
+    """Return the shape and dtype of the random values of the tensor `info`, before they are quantised."""
     return info if info.dtype not in KINDS else TensorInfo(unpacked(info.shape, KINDS[info.dtype]), "F32")
 
 
@@ -136,8 +136,8 @@ def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
 
 
 def train_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """Train a byte-level BPE tokenizer, the type of DeepSeek's tokenizer, which can encode any text. BOS is 0 and EOS
-    is 1."""
+    """Train a byte-level BPE tokenizer. It can encode any text, and DeepSeek's tokenizers have this type. The id of BOS
+    is 0, and the id of EOS is 1."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -36,7 +36,7 @@ class IndexerStage:
             loss = torch.nn.functional.cross_entropy(logits, next_tokens(tokens, batch)) + stage.loss()
         loss.backward()
 
-    model    the model, in plain form, as `load_model(..., trainable=True)` returns it
+    model    the model as `load_model(..., trainable=True)` returns it. `fuse` must not have prepared it for inference
     name     the stage:
              "warmup": every token attends to all keys. The indexer's scores of all keys learn to follow the attention
              weights, summed over heads. The paper trains only the indexers in this stage; the method `parameters`
@@ -107,7 +107,7 @@ class IndexerStage:
             logits = model(share.own(tokens), share, all_tokens=True)
             targets = share.own(next_tokens(tokens, share))
             of_tokens = cross_entropy(logits, targets, reduction="none")
-            loss = share.mean(of_tokens, count=200 - 2) + stage.loss()  # two tokens have no target
+            loss = share.mean(of_tokens, count=200 - 2) + stage.loss()  # the last token of each sequence has no target
 
         The mean of `loss` over the ranks equals the loss of one rank with all tokens. The same holds for the gradients,
         which DDP and FSDP2 average. All ranks must call this method together: they exchange `lens`, and the host waits
@@ -131,8 +131,8 @@ class IndexerStage:
             self._without_gradients |= not torch.is_grad_enabled()
 
     def loss(self) -> torch.Tensor:
-        """Return the sum over layers of the losses since the last call, each averaged over tokens. For a rank's share
-        the average is weighted, so that the mean over the ranks is the average over all tokens.
+        """Return the sum of the losses that the layers have added since the last call, each averaged over its tokens.
+        A rank's share has a weighted average, so that the mean over the ranks is the average over all tokens.
 
         Raises RuntimeError if there was no pass since the last call. Inside the `with` block and with gradients
         enabled, also raises RuntimeError if a pass ran without gradients, and drops all collected losses. Passes under
@@ -149,8 +149,8 @@ class IndexerStage:
                 "activations with use_reentrant=False, and take the loss of a pass under torch.no_grad() there, too, "
                 "before the next pass"
             )
-        # With a sum, every token's loss has the same upstream gradient. The backward pass of the warm-up stage can then
-        # scale the gradient that the forward pass has saved, and does not recompute it per token.
+        # After `sum`, the losses of all tokens have the same upstream gradient. The backward pass of the warm-up stage
+        # then only scales the saved gradient of the index keys, and need not compute this gradient again.
         total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
         self._forget()
         return total
@@ -165,8 +165,8 @@ def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
     model has no such layer, or if a layer's indexer has no method `loss`."""
     drafters = [getattr(module, "drafter", None) for module in model.modules() if not drafter]
     left_out = {module for one in drafters if isinstance(one, nn.Module) for module in one.modules()}
-    # Use getattr_static, because wrappers for activation checkpointing and torch.compile forward the attributes of the
-    # wrapped layer.
+    # getattr_static ignores wrappers for activation checkpointing and torch.compile, which forward the attributes of
+    # the wrapped layer.
     layers = [
         module
         for module in model.modules()

@@ -1,6 +1,7 @@
 """Read the files of a checkpoint safely, although an untrusted author may have written them.
 
-The size of each file is limited. The cost of reading depends only on this size, so numbers in the file cannot raise it.
+The size of each file is limited. The cost of reading depends only on the size, so numbers in a file cannot raise the
+cost.
 """
 
 import json
@@ -40,8 +41,8 @@ def found_instead(directory: Path) -> str:
 
 
 def check_no_pointer(path: Path, error: type[ValueError]) -> None:
-    """Raise `error` if `path` is a git-LFS pointer, or no regular file, because reading a pipe could block forever.
-    Raises OSError if the file cannot be read."""
+    """Raise `error` if `path` is a git-LFS pointer or not a regular file: reading a pipe, for example, could block
+    forever. Raises OSError if the file cannot be read."""
     if path.exists() and not path.is_file():
         raise error(f"{path}: must be a file")
     with path.open("rb") as stream:

@@ -14,23 +14,23 @@ from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 
 @dataclass(frozen=True)
 class DecodeBatch(TokenBatch):
-    """The last `next_n` tokens of each of B sequences. All earlier tokens are in a cache. The first of the `next_n`
-    tokens is the last token of the sequence's text; the others are drafts.
+    """The last `next_n` tokens of each of B sequences. A cache has all earlier tokens. The first of the `next_n` tokens
+    is the last token of the sequence's text; the others are drafts, guesses of the next tokens.
 
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page
     page_size        tokens per page
     key_lens_tensor  int32 [B]: tokens of each sequence after this pass, including the new tokens, at least next_n. A
-                     padding row has length 0, and -1 in all columns of block_table. Padding rows are not allowed if
-                     the cache stores a state per sequence, because they would write to their state slot
+                     padding row, which has no sequence, has length 0, and -1 in all columns of block_table. Padding
+                     rows are not allowed if the cache stores states per sequence: a pass writes every row's state
     max_key_len      upper bound of the lengths in key_lens_tensor
     state_slots      int32 [B]: for each sequence, its row in the tensors that have one row per sequence; None if the
                      cache has only tensors with pages
     next_n           new tokens per sequence. A cache with windows per sequence has room for at most
                      dsa_layers.cache.drafts.DRAFTS + 1 new tokens; its layers raise ValueError for more
 
-    Host code of a layer depends only on B, next_n, max_pages and max_key_len. So a CUDA graph can capture a pass,
-    including the construction of its batch. Its replays are correct for all lengths up to max_key_len that the caller
-    writes to the same tensors.
+    The host code of a layer depends only on B, next_n, max_pages and max_key_len. So a CUDA graph can capture a pass,
+    including the construction of its batch. A replay of the graph reads the lengths, up to max_key_len, that the caller
+    has written to the same tensors.
     The constructor raises TypeError or ValueError that names the argument. It does not check the contents of tensors.
     """
 
@@ -87,7 +87,7 @@ class DecodeBatch(TokenBatch):
     def earlier_lens_tensor(self) -> torch.Tensor:
         return self.key_lens_tensor - self.next_n
 
-    # The next three properties depend only on B and next_n. `of_size` returns them for later batches.
+    # The next three properties depend only on B and next_n, so later batches of the same size reuse them (`of_size`).
 
     @cached_property
     def sequences(self) -> torch.Tensor:
@@ -103,8 +103,8 @@ class DecodeBatch(TokenBatch):
         return self.cu_query_lens[1:].long() - 1
 
     def of_size(self) -> dict[str, Any]:
-        """Return the values that depend only on B and next_n. The caller gives them to `unchecked` for later batches of
-        the same size, which then launch no kernels to compute these values."""
+        """Return the values that depend only on B and next_n. The caller gives these values to `unchecked` for later
+        batches of the same size. Such a batch then launches no kernels to compute the values."""
         return {name: getattr(self, name) for name in ("sequences", "cu_query_lens", "last_tokens", "groups")}
 
     @property
@@ -113,8 +113,8 @@ class DecodeBatch(TokenBatch):
 
 
 class Running(Protocol):
-    """A running sequence. The cache has all its tokens except for the last token. drafts: guesses of the next tokens.
-    All sequences of a pass have the same number of drafts."""
+    """The interface of a running sequence. The cache has all of `tokens` except the last one. drafts: guesses of the
+    next tokens. All sequences of a pass have the same number of drafts."""
 
     tokens: Sequence[int]
     drafts: Sequence[int]
@@ -123,8 +123,8 @@ class Running(Protocol):
 
 
 class DecodeInputs:
-    """Input tensors of decoding passes. Their addresses stay the same, so that a captured CUDA graph reads the values
-    that were written last.
+    """Input tensors of decoding passes. The tensors' addresses never change, so a replay of a captured CUDA graph reads
+    the values that were written last.
 
     count   sequences per pass
     pages   columns of the block table
@@ -149,9 +149,9 @@ class DecodeInputs:
         packing.write(self.key_lens, [len(row.tokens) + len(row.drafts) for row in rows])
 
     def hold(self, sequences: Sequence[Running], padding: Running) -> list[Running]:
-        """Return the sequence of each row; `padding` fills the remaining rows. If the rows have changed since the last
-        call, write block_table and state_slots. Unchanged rows need no write, because a running sequence keeps its
-        pages."""
+        """Return the sequence of each row of the pass: `sequences`, then `padding` in the remaining rows. Write
+        block_table and state_slots if these rows differ from the last call's. Otherwise no write is needed, because the
+        pages of a running sequence do not change."""
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
         if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
             packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.pages))

@@ -1,8 +1,8 @@
 """Index computations for packed sequences: the first row of each sequence, the sequence of each row, and the cache slot
 of each row.
 
-Lengths are Python integers, a few per sequence. The functions copy them to the device asynchronously. The device then
-computes the tensors that have one value per row.
+Lengths are Python integers, a few per sequence. The functions copy lengths to the device asynchronously. The device
+then computes the tensors that have one value per row.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def repeated(values: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int32 [sum(counts)]: each sequence's value, once per row."""
+    """Return int32 [sum(counts)]: values[i], repeated counts[i] times, for each i, concatenated."""
     if len(counts) == 1:
         return torch.full((counts[0],), values[0], dtype=torch.int32, device=device)
     of_sequences = to_device(values, torch.int32, device), to_device(counts, torch.int64, device)
@@ -65,9 +65,9 @@ def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> 
 
 
 def packed_rows(indices: torch.Tensor, starts: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Return int32 [T, K]: `indices` [T, K] plus the first row `starts` [T] of each token's sequence; -1 stays -1. This
-    converts positions in a sequence to rows among all packed sequences. A single sequence begins at row 0, so that
-    `indices` itself is returned."""
+    """Convert positions in a sequence to rows among all packed sequences. Return int32 [T, K]: `indices` [T, K] plus
+    `starts` [T], the first row of each token's sequence; -1 stays -1. A single sequence begins at row 0, so the result
+    is `indices` itself."""
     if sequences == 1:
         return indices
     return torch.where(indices < 0, indices, indices + starts[:, None])
@@ -86,8 +86,8 @@ def page_rows(pages: Sequence[Sequence[int]], width: int) -> list[list[int]]:
 def paged_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return int64: the slots, page * page_size + offset, of the given positions in the given sequences. The slot is -1
-    if the block table has -1 for the page."""
+    """Return int64: the cache slot of each position in `positions`, in the sequence of the same element of `sequences`.
+    The slot is page * page_size + offset, or -1 if the block table has -1 for the page."""
     page = torch.div(positions, page_size, rounding_mode="floor")
     page = block_table[sequences.long(), page].long()
     return torch.where(page < 0, -1, page * page_size + positions % page_size)
@@ -96,7 +96,7 @@ def paged_slots(
 def selected_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, indices: torch.Tensor
 ) -> torch.Tensor:
-    """Return int32 [T, K]: the slots of the positions `indices` [T, K] in the sequences [T]; -1 stays -1."""
+    """Return int32 [T, K]: the slots of the positions `indices` [T, K] in `sequences` [T]; -1 stays -1."""
     slots = paged_slots(block_table, page_size, sequences[:, None], indices.clamp(min=0))
     return torch.where(indices < 0, -1, slots).to(torch.int32)
 
@@ -113,11 +113,12 @@ def positions_of_slots(
 
 
 class GroupRows(NamedTuple):
-    """Permutations of T * G rows, one row per token and group of channels, between token-major and group-major order.
+    """Permutations between two orders of T * G rows, one row per token and group of channels. Token t and group g have
+    row t * G + g in token-major order and row g * T + t in group-major order.
 
-    to_groups  int32 [T * G, 1]: element t * G + g is g * T + t, the row of token t and group g in group-major order
-    to_tokens  int32 [G * T, 1]: the inverse permutation
-    ends       int32 [G]: the end of each group in group-major order
+    to_groups  int32 [T * G, 1]: for each row in token-major order, its row in group-major order
+    to_tokens  int32 [G * T, 1]: for each row in group-major order, its row in token-major order
+    ends       int32 [G]: for each group, the row after its last row in group-major order
     """
 
     to_groups: torch.Tensor

@@ -8,13 +8,14 @@ import torch
 
 
 class Placement:
-    """The placement of a pass over T tokens on one rank. This rank has all rows and computes every layer alone.
-    `dsa_layers.parallel.placement` has the subclasses for several ranks.
+    """The placement of a pass over T tokens that one rank computes. Its subclasses in `dsa_layers.parallel.placement`
+    are for several ranks.
 
-    With several ranks, each rank has only its local rows of residual streams, norms and casts between layers. A layer
-    all-gathers the tensors that it needs completely, such as keys. If a rank computes a subset of a layer's heads,
-    channels or experts for all rows, its results are partial sums, and the ranks reduce them. Attention with all heads
-    for the local rows needs no reduction, and the shared expert needs none either.
+    The local rows of a rank are the rows that it has of the tensors between layers, such as residual streams: all T
+    rows, or only some if `sharded`. If a layer needs all rows of a tensor, such as keys, it all-gathers the tensor. If
+    each rank computes a subset of a layer's heads, channels or experts for all rows, the results are partial sums, and
+    the ranks reduce them. Attention with all heads for the local rows needs no reduction, and neither does the shared
+    expert.
     """
 
     is_split = False  # whether several ranks compute each layer together
@@ -25,18 +26,19 @@ class Placement:
         return x
 
     def local_cached(self, x: Any) -> Any:
-        """Return `local(x)` for an x that several layers of the pass read, such as angles. The result is computed once
-        and cached with x. x: a tensor, or a tuple of tensors, for which the result is a tuple of the same class."""
+        """Return `local(x)`. Compute it once and cache it, because several layers of the pass read the same x, for
+        example angles. x: a tensor or a tuple of tensors. For a tuple, the result is a tuple of the same class."""
         return self.local(x)
 
     def local_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
-        """Return the sequence boundaries within the local rows. The local rows keep the order that they have among all
+        """Return int32 [B + 1]: the sequence boundaries within the local rows, which have the same order as among all
         rows. The result is cached as in `local_cached`. bounds: int32 [B + 1], the sequence boundaries within all
         rows."""
         return bounds
 
     def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all rows [T, ...] of tensors of which each rank has its local rows. One message sends all tensors."""
+        """Return all rows [T, ...] of each tensor. `local`: this rank's rows of the tensors. Each rank sends its rows
+        of all tensors in one message."""
         return local
 
     def start_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -64,8 +66,8 @@ WHOLE = Placement()
 
 
 def redistribute(x: torch.Tensor, have: Placement, want: Placement) -> torch.Tensor:
-    """Convert x from the local rows of placement `have` to the local rows of placement `want`. The placements are the
-    same object, or at least one of them has all rows."""
+    """Convert x from the local rows of placement `have` to the local rows of placement `want`. The placements must be
+    the same object, or one of them must have all rows on every rank."""
     if have is want:
         return x
     return have.all_gather(x)[0] if have.sharded else want.local(x)

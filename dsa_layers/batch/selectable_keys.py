@@ -1,4 +1,4 @@
-"""The base class of batches of tokens and views of compressed entries: keys among which each new token selects."""
+"""The base class of token batches and of views of compressed entries: the keys among which a new token selects."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,20 +27,20 @@ class cached_property:
 
 
 class SelectableKeys:
-    """The keys of a pass. Subclasses have the attributes below. Each cached property is computed from them when a layer
-    first reads it; the other layers of the pass reuse its value.
+    """The keys of a pass. Subclasses have the attributes below. When a layer first reads a cached property, the value
+    is computed from these attributes. The other layers of the pass reuse the value.
 
     device           device of the tensors
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page; None without a cache
     page_size        keys per page; 0 without a cache
     query_lens       new tokens of each sequence
-    key_lens         rows of each sequence in a tensor of all packed keys: at least the sequence's keys after this pass.
-                     These are Python integers, because shapes depend on them
+    key_lens         rows that each sequence has in a tensor of all packed keys. The number is at least the number of
+                     the sequence's keys after this pass. It is a Python integer, because shapes depend on it
     max_key_len      maximum of key_lens
     key_lens_tensor  int32 [B]: keys of each sequence after this pass
     sequences        int32 [T]: the sequence of each new token
     visible_keys     int32 [T]: for each new token, the number of keys of its sequence that the token may see
-    least_visible    lower bound of visible_keys, known on the host; it does not apply to padding rows
+    least_visible    lower bound of visible_keys, a Python integer; padding rows may have fewer keys
     next_n           new tokens per sequence in a decoding pass
     """
 
@@ -63,7 +63,7 @@ class SelectableKeys:
 
     @cached_property
     def index_schedule(self) -> torch.Tensor:
-        """The schedule of `dsa.fp8_paged_mqa_logits` for these lengths."""
+        """The schedule of `dsa.fp8_paged_mqa_logits` for the lengths `key_lens_tensor`."""
         return dsa.get_paged_mqa_logits_metadata(self.key_lens_tensor, self.page_size, dsa.num_sms(self.device))
 
     def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
@@ -81,9 +81,9 @@ class SelectableKeys:
         return self._counts[columns]
 
     def most_selected(self, columns: int) -> torch.Tensor | None:
-        """Return int32 [B], in a decoding pass: the visible keys of each sequence's last token, which sees the most
-        keys. Return None if every token sees at least `columns` keys. A number above `columns` means all columns. The
-        attention op limits the number itself, which saves a kernel here."""
+        """Return int32 [B], in a decoding pass: the number of keys that each sequence's last token sees. The last token
+        sees the most keys. Return None if every token sees at least `columns` keys. The attention op treats a number
+        above `columns` as `columns`, so no kernel is needed here to limit the numbers."""
         if self.least_visible >= columns:
             return None
         return self.visible_keys if self.next_n == 1 else self._last_visible

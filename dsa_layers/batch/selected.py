@@ -16,15 +16,16 @@ CountedIn = Literal["positions", "rows", "slots"]
 class Selected:
     """The keys that a layer attended to in this pass.
 
-    A later layer may read its keys from another source: its cache, the packed keys of this pass, or another device.
-    `indices` converts topk_indices to the form that the later layer needs.
+    A later layer may store its keys elsewhere: in the slots of its cache, in the packed rows of this pass, or on
+    another device. `indices` converts topk_indices to the form that the later layer needs.
 
     topk_indices  int32 [T, top_k]: the selected keys, padded with -1; None if the layer attended to all keys
-    batch         batch of the selecting layer; None without tokens
-    counted_in    what the values of topk_indices are: positions in the sequence, rows among all packed keys of `batch`,
-                  or slots in the cache of `batch`
-    placement     which of the T tokens topk_indices has: all, or this rank's
-    bits          selected keys in the format of `dsa.selection_bits`, if attention uses the multi-head form; else None
+    batch         batch of the layer that selected the keys; None if the pass has no tokens
+    counted_in    the meaning of the values of topk_indices: positions in the sequence, rows among all packed keys of
+                  `batch`, or slots in the cache of `batch`
+    placement     topk_indices has the local rows of this placement: all T tokens, or the tokens of one rank
+    bits          the selected keys in the format of `dsa.selection_bits` if attention uses the multi-head form
+                  (engine/attention_form.py), else None
     """
 
     topk_indices: torch.Tensor | None
@@ -34,8 +35,8 @@ class Selected:
     bits: torch.Tensor | None = None
 
     def indices(self, counted_in: CountedIn, batch: TokenBatch, placement: Placement = WHOLE) -> torch.Tensor | None:
-        """Return topk_indices in the unit `counted_in`, on the batch's device, with the local rows of `placement`; None
-        if the layer attended to all keys. batch: the later layer's batch of the same tokens."""
+        """Return topk_indices converted to `counted_in`, on the device of `batch`, with the local rows of `placement`.
+        Return None if the layer attended to all keys. batch: the later layer's batch of the same tokens."""
         found = self.topk_indices
         if found is None:
             return None

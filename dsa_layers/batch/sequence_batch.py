@@ -26,8 +26,8 @@ class SequenceBatch(TokenBatch):
                  tensors with pages
 
     Lengths are Python integers, so that no layer copies a length from the device.
-    The constructor raises TypeError or ValueError that names the argument, also if the pages of block_table have no
-    room for key_lens. It does not check the contents of block_table; `paged` builds it from checked page numbers.
+    The constructor raises TypeError or ValueError that names the argument, also if block_table has too few columns for
+    key_lens. It does not check the contents of block_table; `paged` builds block_table from checked page numbers.
     """
 
     query_lens: tuple[int, ...]
@@ -64,8 +64,8 @@ class SequenceBatch(TokenBatch):
 
     @classmethod
     def without_cache(cls, query_lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
-        """Return a batch of complete sequences with these lengths: all tokens are new. An empty list gives the batch of
-        a rank without work."""
+        """Return a batch of complete sequences with the lengths `query_lens`: all tokens are new. An empty list gives
+        the batch of a rank that has no tokens."""
         return SequenceBatch(query_lens, query_lens, device)
 
     @classmethod
@@ -169,7 +169,7 @@ def prefill_batch(chunks: Sequence[Chunk], page_size: int, device: torch.device 
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Return `values` as a tuple. Raise TypeError if they are not a list of integers."""
+    """Return `values`, a list of integers, as a tuple. Raise TypeError for anything else."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{name}: must be a list of integers, got {shown(values)}")
     if set(map(type, values)) <= {int}:  # fast path: a long context has thousands of pages
@@ -178,7 +178,8 @@ def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_key_lens(query_lens: Sequence[int], key_lens: Sequence[int], room: Sequence[int] | None) -> None:
-    """Raise ValueError if a key length is below the query length or above `room`, the tokens that the pages hold."""
+    """Raise ValueError if a sequence's key length is below its query length, or above `room`, the number of tokens that
+    its pages can hold. room: None without pages."""
     if all(map(le, query_lens, key_lens)) and (room is None or all(map(le, key_lens, room))):
         return
     for i, (new, total) in enumerate(zip(query_lens, key_lens)):

@@ -25,8 +25,8 @@ class TokenBatch(SelectableKeys):
 
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
-        """Return a batch with these fields. This skips the constructor's checks, which would take time in each step.
-        fields: the dataclass's fields, and values of cached properties if they are known."""
+        """Return a batch without the constructor's checks, which would take time in each decoding step. fields: the
+        dataclass's fields, and values of cached properties that the caller already has."""
         batch = object.__new__(cls)
         vars(batch).update(fields)
         return batch
@@ -44,13 +44,13 @@ class TokenBatch(SelectableKeys):
 
     @property
     def keyed(self) -> Self:
-        """A batch of these tokens with all keys that they see. It is another batch than `self` only if several ranks
-        divide the tokens of a sequence, as in `dsa_layers.parallel.context.ContextBatch`."""
+        """The batch of these tokens and of all keys that the tokens see. This is `self`, unless several ranks divide
+        the tokens of a sequence, as in `dsa_layers.parallel.context.ContextBatch`."""
         return self
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [S, ...], the rows of all keys of `keyed`, from the tokens' rows x [T, ...]. The result has
-        gradients."""
+        """Return the rows [S, ...] of all S keys of `keyed`. x [T, ...]: the rows of the tokens. The result is
+        differentiable in x."""
         return x
 
     @cached_property
@@ -65,7 +65,8 @@ class TokenBatch(SelectableKeys):
 
     @cached_property
     def mla_schedule(self) -> dsa.FlashMLASchedMeta:
-        """The schedule of `dsa.flash_mla_with_kvcache` over all keys. The first layer of the pass computes it."""
+        """The schedule of `dsa.flash_mla_with_kvcache` for attention to all keys. It is empty until the first layer of
+        the pass calls this op, which fills it."""
         return dsa.get_mla_metadata()[0]
 
     def checked_state_slots(self) -> Any:
@@ -86,8 +87,8 @@ class TokenBatch(SelectableKeys):
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
     def group_rows(self, groups: int, tokens: int) -> packing.GroupRows:
-        """Return the row permutations for `tokens` tokens and `groups` groups of channels. All layers share the
-        result."""
+        """Return the row permutations for `tokens` tokens and `groups` groups of channels. All layers of the pass share
+        the result."""
         if (groups, tokens) not in self.groups:
             self.groups[groups, tokens] = packing.GroupRows.of(tokens, groups, self.device)
         return self.groups[groups, tokens]
@@ -126,7 +127,8 @@ def check_batch(batch: object, *, whole: bool = True) -> None:
 
 
 def check_no_cache(cache: object, batch: TokenBatch) -> None:
-    """Raise ValueError unless a plain layer, which has no cache, can compute the pass."""
+    """Raise ValueError unless a layer that `dsa_layers.fuse` has not converted can compute the pass. Such a layer
+    supports no cache, so all keys must be new."""
     if cache is not None:
         raise ValueError("cache: must be None before dsa_layers.fuse, which prepares a layer for inference")
     check_all_keys_are_new(batch)
@@ -146,8 +148,8 @@ def check_pages(batch: TokenBatch, page_size: int) -> None:
 
 
 def check_pass(tokens: torch.Tensor, batch: TokenBatch, cache: Any) -> None:
-    """Raise TypeError or ValueError unless `batch` is a batch, `tokens` is int64 [T] with the batch's T, and `cache` is
-    a model's cache or None. Token values are not checked, because the host would have to wait for the device."""
+    """Raise TypeError or ValueError unless `batch` is a batch of T tokens, `tokens` is int64 [T], and `cache` is a
+    model's cache or None. The values of tokens are not checked, because the host would have to wait for the device."""
     check_batch(batch, whole=False)
     check_tensor("tokens", tokens, (torch.int64,), (sum(batch.query_lens),), "batch")
     if cache is not None and not hasattr(cache, "layer"):

@@ -1,5 +1,5 @@
-"""Views of a batch: the positions and cache slots of compressed entries, one per `ratio` tokens of a sequence, and of
-windows of tokens."""
+"""Views of a batch: the compressed entries of its sequences, one per `ratio` tokens, and the sliding windows of its
+tokens. The views compute positions and cache slots."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -152,20 +152,20 @@ class WindowView:
 
     @cached_property
     def earlier_slots(self) -> torch.Tensor:
-        """int64 [sum(earlier_lens)]: the slots of the visible earlier tokens, ordered by sequence and position."""
+        """int64 [sum(earlier_lens)]: the slots of the tokens that `earlier_lens` counts, by sequence and position."""
         batch, earlier = self.batch, self.earlier_lens
         rings, bounds = batch.state_slots_tensor[:, None], packing.offsets(earlier, batch.device)
         return dsa.slot_mapping(rings, bounds, batch.earlier_lens_tensor, sum(earlier), self.ring, ring=True)
 
     @property
     def in_order(self) -> bool:
-        """Whether `order` is 0, 1, 2, ... This is so if no sequence after the first has earlier tokens."""
+        """Whether `order` is the identity 0, 1, 2, ... This holds if no sequence after the first has earlier tokens."""
         return not any(self.earlier_lens[1:])
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """int64 [sum(earlier_lens) + T]: a permutation of the rows (all earlier tokens, all new tokens). It sorts the
-        rows by sequence; within a sequence, earlier tokens precede new tokens."""
+        """int64 [sum(earlier_lens) + T]: the permutation that sorts rows by sequence. Before sorting, the earlier
+        tokens of all sequences precede all new tokens. After sorting, each sequence has its earlier tokens first."""
         earlier, new = self.earlier_lens, self.batch.query_lens
         first_new = sum(earlier)
         begins = list(chain(*zip(packing.starts(earlier), (first_new + row for row in packing.starts(new)))))
@@ -174,7 +174,7 @@ class WindowView:
 
     @cached_property
     def cu_keys(self) -> torch.Tensor:
-        """int32 [B + 1]: the first row of each sequence in the order of `order`, then the number of rows."""
+        """int32 [B + 1]: the first row of each sequence among the rows sorted by `order`, then the number of rows."""
         if not any(self.earlier_lens):
             return self.batch.cu_query_lens
         lens = [before + new for before, new in zip(self.earlier_lens, self.batch.query_lens)]
@@ -182,6 +182,6 @@ class WindowView:
 
     @cached_property
     def indices(self) -> torch.Tensor:
-        """int32 [T, window]: the rows that each new token sees, counted in the order of `order`."""
+        """int32 [T, window]: the rows that each new token sees, counted among the rows sorted by `order`."""
         batch = self.batch
         return dsa.window_indices(batch.cu_query_lens, self.cu_keys, sum(batch.query_lens), self.window)

@@ -15,8 +15,9 @@ from dsa_layers.cache.kv_cache import Cache, check_storage
 class EntryCache:
     """The cache of one compressor of a layer.
 
-    pages  [pages, P, 1, d | 584 | d + 4]: the entries, in a layout of `dsa.write_compressed_kv`
-    state  fp32 [state slots, n, 2, c]: the compressor's projections of tokens that incomplete entries need
+    pages  [pages, P, 1, width]: the entries, P per page, in a layout of `dsa.write_compressed_kv`. width: the channels
+           of an entry for a float dtype; 584 bytes, or channels + 4 bytes for an indexer's entries, for uint8
+    state  fp32 [state slots, n, 2, c]: the compressor's projections of the tokens that incomplete entries need
     """
 
     pages: torch.Tensor
@@ -27,7 +28,8 @@ class EntryCache:
 class CompressedLayerCache:
     """The cache of a layer.
 
-    window         [state slots, window + DRAFTS, 1, d | 584]: one ring of window keys per sequence
+    window         [state slots, window + DRAFTS, 1, width]: one ring of window keys per sequence. width: the channels
+                   of a key for a float dtype, or 584 bytes for uint8
     entries        cache of the layer's compressor; None for a layer without a compressor
     index_entries  cache of the compressor of the layer's indexer; None for a layer without an indexer
     """
@@ -52,7 +54,7 @@ class EntryShape:
 
 
 class CompressedKVCache(Cache):
-    """Windows, entries and index entries of all layers.
+    """The windows, entries and index entries of all layers. Index entries are the entries of a layer's indexer.
 
     In every layer, page p stores the entries of the same tokens. State slot s stores the window ring of one sequence,
     and the states of the layer's compressors for incomplete entries of this sequence.

@@ -1,4 +1,4 @@
-"""Pages and their owners, the base class of a model's cache, and the paged cache of latents and index keys."""
+"""The allocator of cache pages, the base class of a model's cache, and the paged cache of latents and index keys."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Free pages. If a page is not in use or is named twice, raise ValueError and free none: otherwise a page could
-        get two owners and mix the data of two sequences."""
+        """Free pages. If a page is not in use or is named twice, raise ValueError and free none. Without this check, a
+        page could later be allocated to two sequences, which would overwrite each other's data."""
         if wrong := sorted(set(pages) - self._used):
             raise ValueError(f"pages: {wrong} are not in use")
         if len(set(pages)) < len(pages):
@@ -92,8 +92,8 @@ class Cache:
 class CacheSizes:
     """The cache size in bytes. page: bytes per page of `page_size` tokens; slot: bytes per state slot.
 
-    The numbers are sums over the caches of a model and its drafter, which have equal numbers of pages and state slots.
-    They include the padding of DeepSeek-V4's pages.
+    Both sizes are sums over the caches of a model and its drafter, which have equal numbers of pages and state slots.
+    The size of a page includes the padding that DeepSeek-V4's pages have.
     """
 
     page: int
@@ -113,8 +113,8 @@ class CacheSizes:
         return cls(held(2, 1) - one, held(1, 2) - one, page_size)
 
     def pages(self, room: int, sequences: int) -> int:
-        """Return the number of pages that fit into `room` bytes together with the state slots. There is one state slot
-        per sequence. There are at most `sequences` sequences, and each has at least one page."""
+        """Return the number of pages that fit into `room` bytes together with the state slots. Each sequence needs one
+        state slot and at least one page, so there are min(pages, sequences) state slots."""
         pages = max(room, 0) // (self.page + self.slot)
         if pages > sequences:
             pages = (room - sequences * self.slot) // self.page
@@ -122,8 +122,8 @@ class CacheSizes:
 
 
 def most_tokens(page_size: int) -> int:
-    """Return the largest cache size, in tokens, that a caller may request. It leaves slots for the pages of padding
-    sequences."""
+    """Return the largest cache size, in tokens, that a caller may request. This leaves two pages: one because a size is
+    rounded up to whole pages, and one for the sequence that pads decoding batches."""
     return MOST_SLOTS - 2 * page_size
 
 
@@ -140,10 +140,10 @@ LATENT_FP8_BYTES = 656
 class LayerCache:
     """The cache pages of one layer. P: tokens per page.
 
-    latent  [pages, P, 1, 576] in a float dtype: latent | rope key; or uint8 [pages, P, 1, 656]: e4m3 latents with fp32
-            scales, and rope keys
-    index   [pages, P, 1, 128] in a float dtype: index keys; or uint8 [pages, P, 1, 132]: e4m3 index keys and fp32
-            scales; None for a layer without an indexer
+    latent  [pages, P, 1, latent_dim] in a float dtype: latent | rope key; or uint8 [pages, P, 1, 656]: e4m3 latents
+            with fp32 scales, and rope keys
+    index   [pages, P, 1, index_dim] in a float dtype: index keys; or uint8 [pages, P, 1, index_dim + 4]: e4m3 index
+            keys and fp32 scales; None for a layer without an indexer
     """
 
     latent: torch.Tensor
@@ -163,7 +163,7 @@ class LayerCache:
 
 
 class PagedKVCache(Cache):
-    """Latent and index pages of all layers. All data is in pages; sequences have no other state.
+    """The latent and index pages of all layers. All data of a sequence is in its pages; state slots store nothing.
 
     latent, index  storage of latents and index keys: "fp8" for the byte layouts of LayerCache, or a float dtype
     index_layers   layers that have index pages; None means all layers

@@ -1,4 +1,4 @@
-"""`dsa compare`: the loss of sparse, windowed and dense attention on a text, and the keys that tokens read."""
+"""`dsa compare`: the loss of sparse, windowed and dense attention on a text, and the number of keys that are read."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from dsa_layers.evaluation import all_keys, held_out_loss, keys_read, latest_key
 
 
 def compare(args: argparse.Namespace) -> int:
-    start_ranks(args)  # check that the GPU can hold the model; without --gpus no ranks are launched
+    start_ranks(args)  # only checks that the GPU can hold the model: this command has no --gpus and launches no ranks
     directory, config, tokenizer = read_files(args)
     sequences, length = pieces(args, config, tokenizer, read_text(f"--text {args.text}", args.text.read_bytes()))
     model, top_k, found = load(args, directory), config.index_topk, place(args)

@@ -81,8 +81,8 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def read_prompts(prompts: Iterable[str | Path]) -> list[str]:
-    """Return the texts of prompts. Read a path as a file, and "-" from the standard input. Raise ValueError for a text
-    that is empty or not UTF-8."""
+    """Return the texts of prompts. A Path is the file to read, "-" is the standard input, and another string is the
+    text itself. Raise ValueError for a text that is empty or not UTF-8."""
     texts = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, Path):
@@ -96,7 +96,8 @@ def read_prompts(prompts: Iterable[str | Path]) -> list[str]:
 
 
 def read_text(source: str | Path, content: bytes) -> str:
-    """Decode UTF-8 and remove one newline at the end. Raise ValueError, which names `source`, for invalid UTF-8."""
+    """Decode `content` as UTF-8 and remove one newline at the end. Raise ValueError for invalid UTF-8. source: the name
+    of the text in error messages."""
     try:
         return re.sub(r"\r?\n\Z", "", content.decode())
     except UnicodeDecodeError as error:
@@ -128,9 +129,9 @@ def events_of(generator: Generator, prompts: list, params: SamplingParams) -> It
 def _print(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str], as_json: bool) -> None:
     """Add the events to the completions, and print them.
 
-    In JSON, print a "token" event for each token, and a "completion" event when a sequence ends. Without JSON, print
-    each prompt and its completion: a single sequence token by token, and each of several sequences when it ends, with
-    its number before each line: "[0] def f(x):".
+    As JSON, print a "token" event for each token, and a "completion" event when a sequence ends. As text, print each
+    prompt and its completion. Print a single sequence token by token. Print each of several sequences when the sequence
+    ends, with the sequence's number before each line: "[0] def f(x):".
     """
     alone, n = len(completions) == 1, len(completions) // len(prompts)
     for event in events:
@@ -164,7 +165,7 @@ def _print_event(event: TokenEvent, completion: Completion, prompt: str) -> None
 
 
 def chat(args: argparse.Namespace) -> int:
-    start_ranks(args)  # check that the GPU can hold the model; without --gpus no ranks are launched
+    start_ranks(args)  # only checks that the GPU can hold the model: this command has no --gpus and launches no ranks
     params = sampling(args)
     directory, _, tokenizer = read_files(args)
     check_stop_strings(params.stop, tokenizer)
@@ -217,8 +218,8 @@ def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
     """Generate and print a reply until it ends or the user presses Ctrl-C, and return it. Raise ValueError if the
     generation fails, for example because logits are not finite.
 
-    If the prompt ends with <think> and the tokenizer decodes </think> as text, the reply begins with <think>. Reasoning
-    in the reply then has both marks.
+    If the prompt ends with <think> and the tokenizer decodes </think> as text, put <think> at the start of the reply.
+    The reasoning in the reply then has both marks.
     """
     tokenizer, reply = generator.tokenizer, ""
     shows_end = tokenizer.decode(tokenizer.encode(END_REASONING, add_bos=False)) == END_REASONING

@@ -1,5 +1,5 @@
-"""`dsa plan`, `dsa convert`, `dsa tiny` and `dsa compile`, and the model of a command's options, on one device or on
-several ranks."""
+"""`dsa plan`, `dsa convert`, `dsa tiny` and `dsa compile`, and functions that load the model that a command's options
+name, on one device or on several ranks."""
 
 import argparse
 import importlib.util
@@ -39,7 +39,7 @@ from dsa_layers.parallel.ranks import join
 
 
 def start_ranks(args: argparse.Namespace) -> int | None:
-    """Launch one process per rank if the command needs several GPUs, wait for all, and return the exit code.
+    """Launch one process per rank if the command needs several GPUs, wait for the processes, and return the exit code.
 
     Return None if this process must run the command itself: it is the only process, or it is a rank. If args.device or
     args.dequantize is None, set it to the default for this machine.
@@ -87,8 +87,8 @@ def join_ranks(args: argparse.Namespace) -> Ranks | None:
 
 
 def read_files(args: argparse.Namespace) -> tuple[Path, ModelConfig, Tokenizer]:
-    """Return the checkpoint's directory, configuration and tokenizer, which are checked before the weights are loaded.
-    Raise ValueError, which names the file, if a file cannot be used."""
+    """Return the checkpoint's directory, configuration and tokenizer. Call this before the weights are loaded, so that
+    wrong files are reported at once. Raise ValueError, which names the file, if a file cannot be used."""
     directory = checkpoint_directory(args.checkpoint)
     return directory, read_config(directory), Tokenizer(directory)
 
@@ -127,8 +127,8 @@ def precision_options(args: argparse.Namespace) -> dict[str, Any]:
 def stored_model(args: argparse.Namespace) -> tuple[ModelConfig, Precision]:
     """Return the checkpoint's configuration and precision."""
     directory = checkpoint_directory(args.checkpoint, weights=False)
-    # The config.json of the earliest checkpoints with FP4 experts does not name the experts' dtype, so read it from the
-    # files' headers. Ignore errors here: a hub checkpoint may not be downloaded yet, and `load_model` reports others.
+    # The config.json of the earliest checkpoints with FP4 experts does not name the experts' dtype, so read the dtype
+    # from the files' headers. Ignore errors: a hub checkpoint may not be downloaded yet. `load_model` reports them.
     try:
         files = Checkpoint(directory)
     except CheckpointError:

@@ -12,11 +12,11 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.models.registry import FAMILIES
 from dsa_layers.options import at_least, gigabytes, path, positive
 
-# The shipped model was not trained on this text. The text's license is LICENSE.python.txt in the same folder.
+# A text that the shipped model was not trained on. Its license is LICENSE.python.txt in the same folder.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
 COMPARED_TOKENS = 4096  # default of `dsa compare --max-tokens`
-SELECTIONS = 16  # default of `dsa compare --length`, in multiples of index_topk, the keys that a token selects
-MOST_GPUS = 16  # `dsa plan` and error messages list up to this number of GPUs
+SELECTIONS = 16  # upper limit of the default of `dsa compare --length`, as a multiple of index_topk
+MOST_GPUS = 16  # the largest number of GPUs that `dsa plan` and error messages list
 
 
 _CONFIG_HELP = (
@@ -25,8 +25,8 @@ _CONFIG_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that rejects abbreviated options and reports errors in one line. With abbreviations, a new option could
-    make an abbreviation in an existing script ambiguous."""
+    """A parser that rejects abbreviated options and reports errors in one line. If abbreviations were accepted, a new
+    option could make an abbreviation in an existing script ambiguous."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
@@ -88,7 +88,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) -> None:
-    """Add the options that determine a model's precision. dequantized: the default of --dequantize for the help text"""
+    """Add the options that determine a model's precision. dequantized: the default of --dequantize, as a help text"""
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
@@ -115,7 +115,7 @@ def _add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str)
 
 
 def _add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
-    """Add the option --draft. does: the help text without the default"""
+    """Add the option --draft. does: the help text; this function appends the default to it"""
     parser.add_argument(
         "--draft", type=int, choices=range(DRAFTS + 1), default=0, metavar="K", help=f"{does} (default: %(default)s)"
     )
@@ -439,7 +439,7 @@ def _add_tiny(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
 
 
-# {parameter of the library: option}, for options with another name than their parameter
+# {parameter of the library: option}, for options whose name is not the parameter's
 _OPTIONS = {"draft_tokens": "--draft", "drafter": "--draft"}
 _POSITIONAL = {"checkpoint", "directory", "op"}
 

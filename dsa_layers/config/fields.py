@@ -38,8 +38,8 @@ _NO_INFLUENCE = {
 }
 NO_INFLUENCE = frozenset(" ".join(_NO_INFLUENCE.values()).split())
 
-# Fields that change the results of other models. Each has a tuple of neutral values, which change nothing. A family
-# that reads one of these fields checks the value itself.
+# {field that changes the results of some models: its neutral values, which change nothing}. If a model family reads
+# such a field, the family checks the value. Otherwise only a neutral value or null is accepted.
 _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -62,7 +62,7 @@ _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,),
     "use_sliding_window": (False,),
 }
-# Unknown fields with these prefixes are rejected: they probably configure layers of a later model and change results.
+# Unknown fields with these prefixes are rejected, because they probably configure layers of a newer model.
 _PREFIXES = ("index", "compress", "dspark", "engram", "hc_", "rope_", "quantization")
 
 _REQUIRED = object()
@@ -118,15 +118,15 @@ class Fields:
         return None if value is None else Fields(value, self._path, f"{self._prefix}{name}.")
 
     def reject_unread(self) -> None:
-        """Raise ConfigError if a field that is not null was not read. This is for objects in which every field changes
-        results."""
+        """Raise ConfigError if a field that is not null was not read. Call this for an object in which every field
+        changes results."""
         for name in self._unread():
             self.require(False, name, "null, because every field of this object changes what is computed")
 
     def warn_unread(self) -> None:
-        """Warn once about all unknown unread fields. This is for the top level of config.json, to which tools add
-        fields. Unread fields are ignored if they are null, do not affect inference, or have a neutral value. Raise
-        ConfigError if an unread field changes results."""
+        """Warn once about all unread fields that are unknown. Raise ConfigError if an unread field changes results.
+        Other unread fields are ignored: they are null, do not affect inference, or have a neutral value. Call this for
+        the top level of config.json, to which tools add fields."""
         unknown = []
         for name in self._unread():
             if name in _CHANGES_RESULTS or name.startswith(_PREFIXES):
@@ -174,8 +174,8 @@ class Declared:
 
 
 def computed(compute: Callable[[Fields, SimpleNamespace], Any]) -> Any:
-    """Declare a field with the value compute(fields, known). fields: the JSON object. known: a namespace of the fields
-    that were read before."""
+    """Declare a field whose value is compute(fields, known). fields: the JSON object. known: a namespace of the
+    dataclass fields that already have values: those in `given` of `Declared.read`, and all earlier declarations."""
     return dataclasses.field(metadata={"compute": compute})
 
 
@@ -195,7 +195,7 @@ def number(minimum: float = 1e-9, maximum: float = 1e9, default: Any = _REQUIRED
 
 
 def epsilon() -> Any:
-    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1, so that fp32 can represent it."""
+    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1. fp32 can represent these values."""
     return number(minimum=1e-30, maximum=1.0)
 
 

@@ -21,7 +21,7 @@ from dsa_layers.config.fields import (
     token_ids,
 )
 
-# The base of rope frequencies. YaRN divides by its logarithm, so the minimum is above 1.
+# The base of rope frequencies. YaRN divides by the logarithm of the base, so the minimum is above 1.
 THETA = number(minimum=2.0, maximum=1e30)
 
 
@@ -29,8 +29,9 @@ THETA = number(minimum=2.0, maximum=1e30)
 class YarnConfig(Declared):
     """YaRN's extension of the context from n = `original_max_position_embeddings` tokens to `factor` * n tokens.
 
-    beta_fast and beta_slow are numbers of rotations within n tokens. With m(x) = 0.1 * x * ln(factor) + 1, the softmax
-    scale is multiplied by m(mscale_all_dim)^2, and cos and sin are multiplied by m(mscale) / m(mscale_all_dim).
+    Frequencies with at least beta_fast rotations within n tokens stay unchanged; those with at most beta_slow rotations
+    are divided by factor. With m(x) = 0.1 * x * ln(factor) + 1, the softmax scale is multiplied by
+    m(mscale_all_dim)^2, and cos and sin are multiplied by m(mscale) / m(mscale_all_dim).
     """
 
     factor: float = number(minimum=1, maximum=1e6)
@@ -94,7 +95,7 @@ class QuantizationConfig(Declared):
         "weight_block_size": one_of([128, 128]),
         "dequantize": only(False),
         "modules_to_convert": only([]),
-        # This list is not checked here, because loading detects a weight that should be quantised but is not.
+        # This list is not checked here. Loading fails if a weight is not quantised where the model expects it to be.
         "modules_to_not_convert": anything(),
     }
 
@@ -103,8 +104,8 @@ class QuantizationConfig(Declared):
 
 
 def read_quantization(quantization: Fields | None, **given: Any) -> QuantizationConfig | None:
-    """Read the JSON object quantization_config; return None if it is None. given: values of `QuantizationConfig` fields
-    that the caller has already read."""
+    """Read the JSON object quantization_config, or return None if there is none. given: values of `QuantizationConfig`
+    fields that the caller has already read."""
     if quantization is None:
         return None
     config = QuantizationConfig.read(quantization, **given)

@@ -4,7 +4,7 @@ Both forms give the same result up to rounding. The multi-head form expands the 
 attends to all visible tokens under a mask. The absorbed form attends to the latents of the selected keys only; all
 heads share these latents. The multi-head form visits more keys, but needs 320 multiply-adds per query, key and head,
 where the absorbed form needs 1088 (DeepSeek-V3.2). So the multi-head form is faster while a sequence has at most a few
-times top_k keys. The choice depends on the lengths only.
+times top_k keys. For a given layer, the choice depends only on the lengths of the sequences.
 
 If each rank has few heads, the ranks split the multi-head form by heads and the absorbed form by queries. A rank
 computes the same fraction of either form. But the split by heads exchanges queries, selections and results
@@ -26,8 +26,8 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 # attention. EXPANDING: the FP8 products that expand latents to keys and values. ABSORBING: the 16-bit products that
 # absorb the projections.
 MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
-# Collectives on two H200s with NVLink. LATENCY: microseconds of a collective with few bytes. BANDWIDTH: bytes that a
-# rank receives per microsecond, including the copies before and after the collective.
+# Collectives on two H200s with NVLink. LATENCY: duration of a collective with few bytes, in microseconds. BANDWIDTH:
+# bytes that a rank receives per microsecond, including the copies before and after the collective.
 LATENCY, BANDWIDTH = 20.0, 210e3
 EXPANDED_BYTES = 2 << 30  # limit for the keys and values of all heads in 16 bits; above it use the absorbed form
 
@@ -57,7 +57,7 @@ class Communication:
     processes    the number of ranks
     token_bytes  bytes of a new token's query latents, selected keys and result. All ranks receive the latents and the
                  selected keys. One rank receives the partial results of the token. On average a rank receives
-                 (processes - 1) / processes of these bytes
+                 (processes - 1) / processes of these bytes per token
     collectives  the number of collectives in a pass
     """
 
@@ -112,12 +112,15 @@ def _beyond(new: int, total: int, top_k: int) -> int:
     return last * (last + 1) // 2 - first * (first + 1) // 2
 
 
-MOST_TOKENS = 16  # with 32 tokens, one bf16 product per head is as fast as these kernels
-NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32  # supported sizes; a head's rows are a multiple of ROWS
+# The kernels `dsa.mla_absorb_queries` and `dsa.mla_values_cast_to_fp8` read kv_b in FP8. MOST_TOKENS: tokens of the
+# largest pass that uses these kernels; with 32 tokens, one bf16 product per head is as fast. The other numbers are the
+# sizes that the kernels support; a head must have a multiple of ROWS rows in kv_b.
+MOST_TOKENS = 16
+NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 
 
 def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the FP8 weight and the scales of kv_b if the kernels can use them for this pass, else None.
+    """Return (weight, scales) of kv_b if this pass can use kernels that read kv_b in FP8, else None.
 
     q [T, heads, nope + rope]: the queries of the pass. The kernels need few tokens or a batch-invariant decoding pass,
     bf16 queries, a layer that `can_stay_stored` accepts, and a GPU that has the kernels.
@@ -129,7 +132,7 @@ def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Te
 
 
 def can_stay_stored(layer: DSAAttention) -> bool:
-    """Return whether the kernels can read this layer's kv_b in FP8, as the checkpoint stores it."""
+    """Return whether the kernels that read kv_b in FP8, as the checkpoint stores it, support this layer."""
     kv_b = layer.kv_b_proj
     if any(type(linear) is not BlockFP8Linear for linear in (kv_b, layer.o_proj)):
         return False

@@ -24,8 +24,8 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, s
     """Return y = x W^T, accumulated in fp32, with the columns from `scaled_from` on multiplied by `scale`.
 
     x [..., I], weight [O, I] -> fp32 [..., O], without gradients. On a GPU, tensor cores multiply 16-bit operands of
-    equal dtype; each such product is exact in fp32. `dsa.linear_fp32` computes small products, and all 16-bit products
-    of batch-invariant decoding passes.
+    equal dtype; the product of two 16-bit numbers is exact in fp32. `dsa.linear_fp32` computes small matrix products.
+    In batch-invariant decoding passes it computes all matrix products of 16-bit operands.
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES
     if halves and has_any_rows():
@@ -54,7 +54,7 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def has_aligned_rows(x: torch.Tensor) -> bool:
-    """Return whether every row begins at a multiple of 16 bytes."""
+    """Return whether every row is contiguous and begins at an address that is a multiple of 16 bytes."""
     apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
     return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0
 

@@ -1,4 +1,4 @@
-"""Replacement of a model's plain layers by the engine's faster layers, and back."""
+"""Conversion of a model's layers to faster layers for inference, and back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +31,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter,
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 
+# {layer: its faster version for inference}
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     CompressedAttention: PagedCompressedAttention,
     CompressedIndexer: PagedCompressedIndexer,
@@ -95,7 +96,7 @@ def fuse(module: Module) -> Module:
 
 
 def prepare(module: nn.Module) -> None:
-    """Compute the tensors that a fused module derives from its weights, and make joint weights adjacent.
+    """Compute the tensors that a fused module derives from its weights, and `join` weights that have the same input.
 
     Call `prepare` after the weights are loaded or changed, with the weights on their device, and before a CUDA graph is
     captured.
@@ -111,7 +112,7 @@ def prepare(module: nn.Module) -> None:
 def fused(module: Module) -> Iterator[Module]:
     """Fuse the module inside a `with` block, for example to generate text with a model during its training.
 
-    At the end of the block the layers have their plain classes again, and the parameters their requires_grad.
+    The end of the block restores the classes of the layers and requires_grad of the parameters.
     """
     plain = [(part, type(part)) for part in module.modules() if type(part) in FUSED]
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]

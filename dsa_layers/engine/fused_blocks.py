@@ -56,7 +56,7 @@ class FusedDecoderBlock(DecoderBlock):
         return (placement.all_gather(x)[0] if self.is_last else x), selected
 
 
-Weights = tuple[torch.Tensor, torch.Tensor]  # (post, comb), as `HyperConnection.collapse` returns them
+Weights = tuple[torch.Tensor, torch.Tensor]  # (post, comb), the last two results of `HyperConnection.collapse`
 
 
 class MixedStreams(NamedTuple):
@@ -76,7 +76,7 @@ class _FusedMixing(StreamMixing):
     `dsa.hyper_mix` reads the fp32 weight fn as three bf16 parts, so that it can use tensor cores.
 
     fn_parts  bf16 [3, ...]: three tensors that sum to fn. A product of a part and a bf16 number is exact in fp32.
-              `prepare` computes the parts. It runs again if fn is loaded or moved; after another change of fn, call
+              `prepare` computes the parts, also when fn is loaded or moved. After any other change of fn, call
               `fuse` again
     """
 
@@ -169,9 +169,9 @@ class FusedHyperHead(_FusedMixing, HyperHead):
 class FusedHyperBlock(HyperDecoderBlock):
     """`HyperDecoderBlock` with a `PagedCompressedAttention` and a `FusedMoE`.
 
-    following  a tuple with the first hyper-connection of the next block, or (). The tuple prevents its registration as
-               a submodule. With `following`, the block returns `MixedStreams`, which the next block accepts
-    ranks, is_first, is_last  the attributes of `FusedDecoderBlock`
+    following  a tuple with the first hyper-connection of the next block, or (). In a tuple, the hyper-connection is not
+               registered as a submodule. With `following`, the block returns `MixedStreams`, which the next block reads
+    ranks, is_first, is_last  see `FusedDecoderBlock`
     """
 
     following: tuple[FusedHyperConnection, ...] = ()
@@ -203,7 +203,7 @@ class FusedHyperBlock(HyperDecoderBlock):
 
 
 class FusedHead(LanguageModelHead):
-    """`LanguageModelHead` without gradients. Each rank computes some columns of the logits; the result has all."""
+    """`LanguageModelHead` without gradients. Each rank computes some columns of the logits, and returns all columns."""
 
     ranks: Ranks = ALONE
 

@@ -1,5 +1,5 @@
-"""`SwiGLU`, `MoE` and routing for inference: joint products, and shared experts concurrent with routing. For few
-tokens, one op computes the logits, the gate and the sort by expert."""
+"""`SwiGLU`, `MoE` and routing for inference. The shared expert runs concurrently with the router. For few tokens, one
+op computes the router's logits, chooses the experts and sorts the tokens by expert."""
 
 from typing import Self
 
@@ -27,8 +27,8 @@ class FusedSwiGLU(SwiGLU):
 
     cast       x in FP8 with scales, for `joint_layers` (`norm_and_cast`)
     placement  the placement of the rows of x, cast, residual and the result, if each rank has some channels
-    part       a copy of a shared expert with this rank's channels (`rank_part`), if the expert has all channels
-    part_of_ranks  the ranks that have such parts
+    part       if this is a shared expert with all channels: a copy with this rank's channels (`rank_part`)
+    part_of_ranks  the ranks that have such copies
     """
 
     part: Self | None = None
@@ -50,7 +50,7 @@ class FusedSwiGLU(SwiGLU):
         return y if residual is None else residual + y
 
     def product(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
-        """Return y for all rows of x, or for all rows of `cast` if it is not None; then only the dtype of x matters."""
+        """Return y for all rows of x. If `cast` is not None, return y for its rows, and use only the dtype of x."""
         gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
@@ -58,7 +58,7 @@ class FusedSwiGLU(SwiGLU):
         return self.down_proj(gated(gate.float(), up.float(), self.limit).to(x.dtype))
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that share one product with x."""
+        """Return the layers that multiply x in one product."""
         return self.gate_proj, self.up_proj
 
 
@@ -67,8 +67,8 @@ class FusedMoE(MoE):
 
     forward(x, tokens=None, cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
 
-    tokens  the tokens of all rows
-    cast, residual, placement  the arguments of `FusedSwiGLU`
+    tokens  the token ids of all rows, for a router that chooses experts by the token id
+    cast, residual, placement  see `FusedSwiGLU`
 
     Each rank has some of the routed experts. If x is sharded, each rank computes the shared expert for its local rows
     while the ranks sum the outputs of the routed experts. Otherwise each rank computes some channels of the shared
@@ -130,7 +130,7 @@ class FusedMoE(MoE):
         return total(shared, residual)
 
     def _outputs(self, x: torch.Tensor, cast: Cast | None, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """Return `Experts.outputs`. cast: FP8 rows and scales that FP8 experts read instead of x, or None."""
+        """Return what `Experts.outputs` returns. cast: rows in FP8 with scales, which FP8 experts read instead of x."""
         if cast is None or not self.experts.fp8:
             return self.experts.outputs(x, by_expert, top_k)
         order, _, ends = by_expert
@@ -144,7 +144,7 @@ Router = GroupedSigmoidRouter | SqrtSoftplusRouter
 
 
 def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (experts, weights) like the router's `forward`."""
+    """Return (experts, weights), as `forward` of the router does."""
     logits = fp32_product(x, gate.weight)
     table = _table(gate)
     if table is None:
@@ -156,7 +156,7 @@ def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[
 def route(
     gate: Router, experts: Experts, x: torch.Tensor, tokens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, ByExpert]:
-    """Return (experts, weights, by_expert): the results of `choose`, and the result of `Experts.sort`."""
+    """Return (experts, weights, by_expert): the two results of `choose`, and the result of `Experts.sort`."""
     table = _table(gate)
     own = {"first_expert": experts.first, "count": experts.count}
     if table is None and _takes("route_to_experts", x, gate.weight):
@@ -180,7 +180,7 @@ def _bias(gate: Router) -> torch.Tensor:
 
 def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether the op accepts these operands and is faster than separate ops."""
-    if has_any_rows():  # this op sums logits in another order than `fp32_product`, which larger batches use
+    if has_any_rows():  # `op` sums logits in another order than `fp32_product`, which larger batches use
         return False
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return False

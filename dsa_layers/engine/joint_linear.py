@@ -15,7 +15,7 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, GroupedL
 from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
-MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the fused norm and cast kernels for any dtype
+MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the fused norm and cast kernels for every dtype
 Cast = tuple[torch.Tensor, torch.Tensor]  # result of `BlockFP8Linear.cast`: e4m3 [..., I], scales fp32 [..., I / 128]
 
 
@@ -25,8 +25,8 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
     x     [..., I]
     cast  x in FP8 with scales for FP8 layers; None if `multiply` must compute it
 
-    FP8 layers with equal use_ue8m0 share a cast of x. Two kinds of layers with adjacent weights (`join`) share one
-    product: FP8 layers, and `FP32Linear`s of which only the last has a scale other than 1. For FP8 layers the result
+    FP8 layers with equal use_ue8m0 share a cast of x. Layers with adjacent weights (`join`) share one product if all
+    are FP8 layers, or if all are `FP32Linear`s and only the last has a scale other than 1. For FP8 layers the result
     has the same bits as separate products. For `FP32Linear`s the order of the sums may differ. `multiply` calls all
     other layers one by one.
     """

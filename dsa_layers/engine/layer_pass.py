@@ -36,7 +36,7 @@ class LayerPass:
 
     @property
     def gathered(self) -> Placement:
-        """The placement from which the rows of the queries are gathered; `WHOLE` if this rank has these rows."""
+        """The placement from which to gather the query rows; `WHOLE` if this rank already has these rows."""
         return self.placement if self.placement.sharded and not self.queries.sharded else WHOLE
 
     @property

@@ -33,11 +33,11 @@ MOST_READ = 192 << 20
 
 
 def most_read(heads: int) -> int:
-    """Return MOST_READ for a number of heads.
+    """Return the limit on the bytes of the 16-bit latents for this number of heads.
 
     With few heads the limit is twice as large, because the 16-bit kernel then shares keys between neighbouring queries.
-    The factor 2 is computed from measured parts; it is not measured as a whole (docs/explanation/kernels.md, "Sparse
-    MLA, FP8 caches").
+    The factor 2 is not measured directly. It is computed from measured parts (docs/explanation/kernels.md, "Sparse MLA,
+    FP8 caches").
     """
     return 2 * MOST_READ if heads <= max(GROUP_SIZES) else MOST_READ
 
@@ -82,10 +82,10 @@ class Latents(NamedTuple):
 class PagedAttention(DSAAttention):
     """`DSAAttention` for inference.
 
-    A dense prefill uses the multi-head form, with k_h and v_h per head. A sparse prefill uses the multi-head form if it
-    is faster (attention_form.py). In that case one bit per key marks the selected keys, and a NaN in a value reaches
-    all queries of the sequence. Other sparse prefills and decoding use the absorbed form, in which all heads attend to
-    the latents.
+    A dense prefill uses the multi-head form, with keys and values per head. A sparse prefill uses the multi-head form
+    if it is faster (attention_form.py). In that case one bit per query and key marks the selected keys, and a NaN in a
+    value reaches all queries of the sequence. Other sparse prefills and decoding use the absorbed form, in which all
+    heads attend to the latents.
 
     forward(x, cos, sin, batch, cache=None, selected=None, cast=None) -> ([T, hidden], `Selected`), without gradients.
 
@@ -98,7 +98,7 @@ class PagedAttention(DSAAttention):
     ranks          the ranks that compute the layer. With several ranks, x and the result are this rank's local rows
                    (`placement_of`)
     part           a copy of this layer with this rank's heads (`rank_part`), if this layer has all heads
-    part_of_ranks  the ranks that have such parts
+    part_of_ranks  the ranks that have such copies
 
     A rank computes some heads for all rows, and the ranks sum the results. If this layer has a `part` and each rank has
     some of the rows, the absorbed form instead computes all heads for the rank's local rows.
@@ -141,7 +141,7 @@ class PagedAttention(DSAAttention):
         return step.placement.reduce(y), selected
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that share one product with x. The last layer may end inside a block of 128 rows."""
+        """Return the layers that multiply x in one product. Only the last one may end inside a block of 128 rows."""
         own = (self.indexer.wk,) if isinstance(self.indexer, PagedIndexer) else ()
         return *own, self.q_a_proj, self.kv_a_proj_with_mqa
 
@@ -150,8 +150,8 @@ class PagedAttention(DSAAttention):
         if self.indexer is None:
             step.sparse = selected.topk_indices is not None
         else:
-            # Decoding with FP8 pages supports only sparse attention. In a batch-invariant decoding pass, the choice
-            # must not depend on the lengths of other sequences.
+            # Decoding with FP8 pages supports only sparse attention. Batch-invariant decoding is always sparse too, so
+            # that the choice does not depend on the lengths of other sequences.
             always = step.decode and (cache.latent_is_fp8 or is_batch_invariant())
             step.sparse = always or batch.max_key_len > self.indexer.top_k
         step.multi_head = not step.decode and (not step.sparse or self._takes_multi_head_form(x, step, selected))
@@ -192,7 +192,7 @@ class PagedAttention(DSAAttention):
             w_uk, w_uv = self._up_projections(x.dtype)
             q = self._absorbed_queries(q_nope, q_pe, w_uk, step)
         side.join()
-        if kv is None:  # after the selection, because both need much memory in a long context
+        if kv is None:  # read the keys only after the selection: both need much memory in a long context
             kv = self._stored_keys(step, x.dtype)
         if step.multi_head:
             return self.o_proj(self._multi_head(q, kv, step, bits).flatten(-2)), selected
@@ -240,7 +240,7 @@ class PagedAttention(DSAAttention):
         return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
 
     def _pick(self, x: torch.Tensor, latents: Latents, step: AttentionPass) -> torch.Tensor | None:
-        """Return the indices of the keys that `step.queries` attend to, in the unit `step.counted_in`.
+        """Return the indices of the keys that the rows of `step.queries` attend to, in the unit `step.counted_in`.
 
         Return None if the pass is not sparse. If there is a cache, also write the index keys of the new tokens to it,
         unless `_latents` has already written them.
@@ -274,14 +274,14 @@ class PagedAttention(DSAAttention):
         return packing.packed_rows(topk_indices, step.queries.local_cached(batch.key_starts), len(batch.key_lens))
 
     def _store(self, kv: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
-        """Norm and rotate the new tokens' projected kv [T, latent + rope], and write it to the pages.
+        """Apply norm and rope to the new tokens' projections kv [T, latent + rope], and write the keys to the pages.
 
         Return all keys as the pages store them, [sum(key_lens), latent + rope] in kv's dtype, if all keys are new and
         attention reads packed keys. Otherwise return None.
         """
         batch, cache, norm = step.batch, step.cache, self.kv_a_layernorm
-        # If all keys are new, the op also writes the stored values to `out`, so that nothing reads the pages back. The
-        # op cannot do so if the pages have another float dtype than kv.
+        # If all keys are new, the op also writes the stored values to `out`, so that the pages need not be read back.
+        # The op cannot do so if the pages have another float dtype than kv.
         as_stored = cache.latent_is_fp8 or cache.latent.dtype == kv.dtype
         keep = not step.in_pages and as_stored and batch.query_lens == batch.key_lens
         rows = torch.empty_like(kv) if keep else None
@@ -304,8 +304,8 @@ class PagedAttention(DSAAttention):
     def _stored_keys(self, step: AttentionPass, dtype: torch.dtype) -> torch.Tensor:
         """Return the keys that attention reads.
 
-        These are the pages as a view with one row per slot if `step.in_pages`. Otherwise they are all keys packed and
-        converted to `dtype`, [sum(key_lens), latent + rope].
+        If `step.in_pages`, these are the pages, as a view with one row per slot. Otherwise they are all keys, packed
+        and converted to `dtype`: [sum(key_lens), latent + rope].
         """
         latent = step.cache.latent
         if step.in_pages:
@@ -373,9 +373,10 @@ class PagedAttention(DSAAttention):
     def _communication(self, x: torch.Tensor, step: AttentionPass) -> Communication | None:
         """Return the data that ranks exchange in the multi-head form but not in the absorbed form.
 
-        These data are the latents of the queries, the results, and the indices of the selected keys. A plain indexer
-        selects for all rows in both forms, so its indices do not count. Layers without an indexer follow the choice of
-        this layer; the estimate assumes that they exchange equal amounts of data.
+        These data are the latents of the queries, the results, and the indices of the selected keys. An indexer other
+        than `PagedIndexer` selects for all rows on every rank in both forms, so its indices are not exchanged. Later
+        layers without an indexer use the form that this layer chooses. The estimate assumes that each of them exchanges
+        as much data as this layer.
         """
         if self.part is None or not step.placement.sharded:
             return None
@@ -399,8 +400,8 @@ class PagedAttention(DSAAttention):
 
         q     [T, heads, nope + rope], before rope; this method may overwrite it
         kv    [sum(key_lens), latent + rope]
-        bits  a mask with one bit per key, set for selected keys (`dsa.selection_bits`); None to attend to all visible
-              keys
+        bits  a mask with one bit per query and key, set for selected keys (`dsa.selection_bits`); None to attend to all
+              visible keys
         """
         batch = step.batch
         if bits is None and not self._has_multi_head_kernel(q):

@@ -23,7 +23,8 @@ from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-# Limits of the kernels that fuse rope with the norm or the cast: the channels of a head, and their vector width.
+# The kernels that fuse rope with the norm or the cast support heads of at most MOST_CHANNELS channels, a multiple of
+# VECTOR.
 MOST_CHANNELS, VECTOR = 512, 8
 FEW_HEADS = 32  # for at most FEW_HEADS heads, attention uses another kernel, which cannot cast its results to FP8
 
@@ -44,8 +45,8 @@ class Projections(NamedTuple):
 
     latents        latents of the queries, for this rank's rows
     keys           [T, dim]: keys of the tokens, before the norm
-    entries        products of the compressor; None without a compressor
-    index_entries  products of the lightning indexer's compressor; None if the indexer computes them itself or the
+    entries        `Products` of the compressor; None without a compressor
+    index_entries  `Products` of the lightning indexer's compressor; None if the indexer computes them itself or the
                    pass does not need them
     index_weights  the indexer's `head_weights`, if the joint product with x computes them; else None
     """
@@ -103,14 +104,14 @@ class PagedCompressedAttention(CompressedAttention):
             return step.placement.reduce((self.part or self)._run(x, cast, step))
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that share one product with x."""
+        """Return the layers that multiply x in one product."""
         return self.wq_a, self.wkv
 
     def joint_fp32_layers(self) -> tuple[FP32Linear, ...]:
-        """Return the fp32 layers of both compressors, which share one product with x.
+        """Return the fp32 layers of both compressors, which multiply x in one product.
 
-        The list includes the indexer's `weights_proj` if n_heads is a multiple of 4. Then the rows of all results begin
-        at multiples of 16 bytes, as the compressors' kernels require.
+        They include the indexer's `weights_proj` only if the indexer's n_heads is a multiple of 4. Otherwise the rows
+        of the results would not begin at multiples of 16 bytes, as the compressors' kernels require.
         """
         if not isinstance(self.indexer, PagedCompressedIndexer) or not isinstance(self.compressor, PagedCompressor):
             return ()
@@ -161,7 +162,7 @@ class PagedCompressedAttention(CompressedAttention):
         return latents, end
 
     def _latents(self, x: torch.Tensor, cast: Cast | None, selects: bool) -> tuple[QueryLatents, torch.Tensor]:
-        """Return the queries' latents and wkv(x). If `selects`, the indexer must be able to share the cast."""
+        """Return the queries' latents and wkv(x). selects: whether the indexer also reads the latents and the cast."""
         qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         readers = (self.wq_b, self.indexer.wq_b) if selects else (self.wq_b,)
         _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
@@ -194,8 +195,8 @@ class PagedCompressedAttention(CompressedAttention):
         return _rotate_in_place(dsa.rms_norm(q, None, self.eps), step.query_angles)
 
     def _pick(self, x: torch.Tensor, projected: Projections, step: EntryPass) -> torch.Tensor:
-        """Return the indices of the entries that the indexer selects for the tokens of `step.queries`; slots if
-        `step.in_pages`.
+        """Return the indices of the entries that the indexer selects for the rows of `step.queries`, or their cache
+        slots if `step.in_pages`.
 
         If there is a cache and `_shares_products`, the caller has already written the index keys to the cache.
         """
@@ -232,7 +233,7 @@ class PagedCompressedAttention(CompressedAttention):
         """
         batch, queries, angles = step.batch, step.queries, step.query_angles
         windows = self._windows(step)
-        # The visible keys of each query as a list. The op cannot derive them from the sequence bounds, because this
+        # List the keys in the window of each query. The op cannot derive them from the sequence bounds, because this
         # rank's queries may not be the last tokens of their sequences.
         near = queries.local_cached(windows.indices)
         packed = (q, keys[:, None], queries.local_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
@@ -263,8 +264,8 @@ class PagedCompressedAttention(CompressedAttention):
     def _casts_results(self, rope: Angles) -> bool:
         """Return whether a prefill's attention casts its results to FP8 for wo_a.
 
-        It does so if wo_a has FP8 weights, for the sizes that the fused kernel supports (512 channels, 64 of them with
-        rope) and for more than FEW_HEADS heads. With fewer heads, attention uses a kernel that cannot cast.
+        It does so if wo_a has FP8 weights, a head has the 512 channels (64 of them with rope) that the fused kernel
+        supports, and there are more than FEW_HEADS heads. For fewer heads, attention uses a kernel that cannot cast.
         """
         takes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
         return takes and type(self.wo_a.matrices) is BlockFP8Linear
@@ -291,7 +292,7 @@ class PagedCompressedAttention(CompressedAttention):
     def _token_keys(self, kv: torch.Tensor, step: EntryPass) -> torch.Tensor:
         """Return the keys of all tokens that the new tokens see, in the order of `WindowView.order`.
 
-        kv: wkv(x) of the new tokens. If there is a cache, also write the keys of the new tokens to the ring.
+        kv: wkv(x) of the new tokens. If there is a cache, also write their keys to the sequences' rings (`WindowView`).
         """
         cache = step.cache
         if cache is None:
@@ -300,8 +301,8 @@ class PagedCompressedAttention(CompressedAttention):
         earlier = None
         if any(windows.earlier_lens):
             earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
-        # If the ring is FP8, the op also rounds `rows` to FP8. So all queries see the same value of a key, whether it
-        # comes from the ring or from this pass.
+        # If the rings are FP8, the op also rounds `rows` to FP8. So all queries see the same value of a key, whether
+        # the key comes from a ring or from this pass.
         rows = torch.empty_like(kv)
         dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows)
         if earlier is None:
@@ -334,7 +335,7 @@ class PagedCompressedAttention(CompressedAttention):
                 (x_all,) = step.placement.all_gather(x)
                 self.indexer.store(x_all, step.entry_angles, batch, cache)
         topk_indices = self._pick(x, projected, step) if selects else None
-        if cache is not None:  # after the selection, because both need much memory in a long context
+        if cache is not None:  # read the entries only after the selection: both need much memory in a long context
             compressed = dsa.read_kv_cache(cache.entries.pages, entries.key_slots, dtype=x.dtype)
         if topk_indices is None:
             return compressed, step.queries.local_cached(entries.rows)
@@ -371,9 +372,9 @@ class PagedCompressedAttention(CompressedAttention):
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
         # On a GPU, attention to FP8 pages computes in bf16 for any model dtype: e4m3 has only 4 significant bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
-        # With topk_length, the length of a sequence's last token applies to all of its new tokens. The position of the
-        # second list, and so the order of the sum, then depends on the number of new tokens. Batch-invariant passes
-        # therefore pass no lengths.
+        # topk_length has one length per sequence, that of its last new token. The op appends the list of entries after
+        # this length, so the order of a sum depends on the number of new tokens. Batch-invariant passes therefore pass
+        # no lengths.
         lengths = None if is_batch_invariant() else batch.most_selected(self.window)
         out, _ = dsa.flash_mla_with_kvcache(
             *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),

@@ -65,7 +65,7 @@ class PagedSelection(KeySelection):
         raise NotImplementedError
 
     def make_keys(self, projected: Any, step: LayerPass, dtype: torch.dtype) -> torch.Tensor:
-        """Compute all keys of a pass without a cache, in `dtype`, not quantised."""
+        """Return all keys of a pass without a cache, in `dtype` and not quantised."""
         raise NotImplementedError
 
     def _all_keys(self, projected: Any, step: LayerPass, dtype: torch.dtype) -> Keys:
@@ -139,11 +139,11 @@ class PagedIndexer(PagedSelection, LightningIndexer):
         return self.keys(projected, step.angles)
 
 
-Products = tuple[torch.Tensor, torch.Tensor]  # fp32 [T, c]: KV = wkv(x), and Z = wgate(x) before ape is added
+Products = tuple[torch.Tensor, torch.Tensor]  # (wkv(x), wgate(x)) of a compressor, both fp32 [T, c]
 
 
 class PagedCompressor(Compressor):
-    """`Compressor` for inference. It computes wkv(x) and wgate(x) as one product, before it compresses them."""
+    """`Compressor` for inference. `project` computes wkv(x) and wgate(x) in one product."""
 
     def project(self, x: torch.Tensor) -> Products:
         return joint_linear.multiply(x, *self.joint_layers())
@@ -167,7 +167,7 @@ class PagedCompressor(Compressor):
         )
 
     def joint_layers(self) -> tuple[FP32Linear, FP32Linear]:
-        """Return the layers that share one product with x."""
+        """Return the layers that multiply x in one product."""
         return self.wkv, self.wgate
 
 

@@ -20,7 +20,7 @@ class SideStream:
     reads: tuple[torch.Tensor | None, ...] = ()
 
     def join(self) -> None:
-        """Let later launches read the results of the `with` block."""
+        """Make later launches wait for the kernels of the `with` block, so that they can read the results."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.reads = ()
@@ -31,8 +31,8 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
     """Launch the kernels of a `with` block on a second stream during CUDA graph capture, else on the current stream.
 
     The kernels in the block wait for all earlier launches. Later launches do not wait for these kernels until the
-    caller calls `join` on the yielded value. So a replayed graph runs both at the same time. If several blocks are
-    open, `join` of the last block waits for all of them. Without a graph, a second stream would only add host overhead.
+    caller calls `join` on the yielded value. So a replayed graph runs the two at the same time. If several blocks are
+    not joined yet, `join` of the last one waits for all. Without a graph, a second stream would only add host overhead.
 
     reads: the tensors that the block reads and that the caller may drop before `join`. `side_stream` holds references
     to them until `join`, so that their memory is not reused. The first tensor determines the device.

@@ -1,7 +1,7 @@
 """Tensor parallelism: conversion of a whole model on the meta device to the part of one rank.
 
-`split` cuts a sharded parameter into equal parts, one per rank; rank r has part r. A layer cut along dimension 1
-follows a layer cut along dimension 0, and returns a partial sum of the result.
+`split` cuts a sharded parameter into equal parts, one per rank; rank r has part r. A layer that is cut along dimension
+1 follows a layer that is cut along dimension 0, and returns a partial sum of the result.
 """
 
 import copy
@@ -104,7 +104,7 @@ class DoesNotDivide(ValueError):
 def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
     """Convert a whole fused model on the meta device to this rank's part, in place. Return {parameter's name: its cut}.
 
-    blocks: the argument of `cuts_of`.
+    blocks: see `cuts_of`.
 
     Attention and MLPs return partial sums (`Placement`), and the head joins the ranks' columns of logits. `split` does
     not cut replicated layers. Activations between layers, and selected keys, have the same bits on all ranks that hold
@@ -146,7 +146,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     """Return {parameter's name: its cut} for a whole model.
 
-    blocks: whether the checkpoint stores projections in FP8. Then a 128 x 128 block shares a scale and must not be cut.
+    blocks: whether the checkpoint stores projections in FP8. Then no 128 x 128 block may be cut, as it has one scale.
     Raise DoesNotDivide if the model, including the parts of replicated layers, cannot be cut evenly.
     """
     if ranks == 1:
@@ -176,7 +176,7 @@ def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
 def planned_layers(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Module, ShardingPlan]]:
     """Yield (name, module, plan) for every layer that has a plan.
 
-    The plan replicates shared experts. It also replicates attention with fewer than TILE_OF_HEADS heads per rank.
+    The plan has replicated=True for shared experts, and for attention with fewer than TILE_OF_HEADS heads per rank.
     """
     for name, module in model.named_modules():
         plan = plan_of(module)
@@ -211,7 +211,7 @@ def make_parts(model: nn.Module) -> None:
     for layer in model.modules():
         ranks = getattr(layer, "part_of_ranks", None)
         if ranks is not None:
-            # A registered submodule would list its parameters twice in the model, so set a plain attribute.
+            # A registered submodule would list the parameters twice in the model, so set a plain attribute.
             vars(layer)["part"] = rank_part(layer, ranks.rank, ranks.size)
 
 
@@ -296,7 +296,7 @@ class SplitDeepseekV4(DeepseekV4ForCausalLM):
 
 
 class SplitEmbedding(nn.Embedding):
-    """`nn.Embedding` split over ranks. Rank r has the len(weight) tokens from r * len(weight) on."""
+    """`nn.Embedding` split over ranks. Rank r has the rows of tokens r * len(weight) to (r + 1) * len(weight) - 1."""
 
     ranks: Ranks = ALONE
 
@@ -308,8 +308,8 @@ class SplitEmbedding(nn.Embedding):
         count, channels = self.weight.shape
         known = str(self.weight.dtype).removeprefix("torch.") in COMBINE_DTYPES
         if known and channels % CHANNEL_MULTIPLE == 0 and backends.runs_kernel("combine_experts", self.weight):
-            # One kernel, which returns 0 for rows outside the weight. Where the kernel is not available, do not call
-            # this op, because its reference implementation would copy the weight.
+            # The kernel returns 0 for rows outside the weight. Without the kernel, do not call this op, because its
+            # reference implementation would copy the weight.
             return dsa.combine_experts(self.weight, rows.reshape(-1, 1)).view(*rows.shape, channels)
         own = (rows >= 0) & (rows < count)
         y = nn.functional.embedding(rows.clamp(0, count - 1), self.weight)

@@ -32,7 +32,7 @@ from dsa_layers.parallel.ranks import ALONE, Ranks, agreed, gathered, raise_on_a
 
 _LOGGER = logging.getLogger(__name__)
 GREEDY = SamplingParams()
-Prompt = tuple[str, list[int], SamplingParams]  # its name in errors, its tokens, and how to continue it
+Prompt = tuple[str, list[int], SamplingParams]  # (name of the prompt in errors, its tokens, sampling parameters)
 
 
 class Scheduler:
@@ -42,11 +42,11 @@ class Scheduler:
     tokenizer  a tokenizer for text prompts, text in events and stop strings; None: token ids only
     options    fields of `EngineOptions`
 
-    Sequences start first come first served. A sequence starts if the cache has room for its prompt and all its new
-    tokens, so no sequence is ever evicted. Passes over chunks of prompts (prefill) alternate with passes that extend
-    all other sequences (decode).
+    Sequences start in the order of their requests. A sequence starts if the cache has room for its prompt and all its
+    new tokens, so no sequence is ever evicted. Passes over chunks of prompts (prefill) alternate with passes that
+    extend all other sequences (decode).
 
-    Any thread may call these methods at any time. Passes run one at a time. If a pass raises an exception, the requests
+    Any thread may call the methods at any time. Passes run one at a time. If a pass raises an exception, the requests
     that it computes end. `step` raises the exception, and the streams of these requests raise it too.
 
     If a model is split over ranks (load_model's mesh), one thread of each rank must make the same calls in the same
@@ -80,11 +80,12 @@ class Scheduler:
             _LOGGER.info("The cache holds %d tokens.", self.capacity.pages * self.options.page_size)
         self.memory = SequenceMemory(self.passes.caches, self.capacity, self.options)
         self.throughput = Throughput()
-        self._requests: dict[int, Request] = {}  # by number: unfinished requests, and the latest ended requests
+        self._requests: dict[int, Request] = {}  # by number: all unfinished requests, and the latest ended ones
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._numbers = 0
-        # The waiting sequence that found no room, if no memory was released since then.
+        # The first waiting sequence, if the cache had no room for it. None again after memory is released, or after a
+        # prefill pass computes pages that the sequence may share.
         self._blocked: RunningSequence | None = None
         self._extends_next = False
         # Guards the fields above and the requests' events. The lock is free during a pass, so that `add_request` and
@@ -116,8 +117,9 @@ class Scheduler:
         return self._submit(checked).number
 
     def abort(self, request: int) -> None:
-        """End a request. It has no further events, not even one with a finish_reason. The engine frees its memory as
-        soon as no pass is running. Do nothing if the request has already ended."""
+        """End a request, and drop its events that no stream has returned. It has no further events, not even one with a
+        finish_reason. The engine frees its memory as soon as no pass is running. An ended or unknown request is no
+        error."""
         with self._changed:
             if request in self._requests:
                 self._requests[request].end()
@@ -235,7 +237,8 @@ class Scheduler:
         self._extends_next = bool(work)
         try:
             events = self._prefill(work) if work else self._extend(ready)
-        except BaseException as error:  # the pass may have added tokens to sequences, and their events are lost
+        except BaseException as error:
+            # The pass may have added tokens to sequences, and their events are lost. So these requests cannot continue.
             with self._changed:
                 for request in {s.request for s in [s for s, _ in work] or ready}:
                     request.end()
@@ -250,9 +253,9 @@ class Scheduler:
         return [event for _, event in events]
 
     def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
-        """Start waiting sequences, first come first served, as long as there is room for the next sequence. Choose the
-        prompt tokens of the next pass: (sequence, number of tokens) pairs, first come first served, with at most
-        `prefill_chunk` tokens in total. A batch-invariant engine computes one prompt per pass."""
+        """Start waiting sequences in order until there is no room for the next one. Then choose the prompt tokens of
+        the next pass, also in order. Return them as (sequence, number of tokens) pairs with at most `prefill_chunk`
+        tokens in total. A batch-invariant engine computes one prompt per pass."""
         while self._waiting:
             first = self._waiting[0]
             if not first.ended:
@@ -275,7 +278,7 @@ class Scheduler:
         events = self.passes.prefill(work)
         for s, _ in work:
             self.memory.computed(s)
-        self._blocked = None  # a waiting sequence may be able to share the new pages
+        self._blocked = None  # the waiting sequence may now fit, because it can share the new pages
         if self.device.type == "cuda" and not all(s.prefilling for s in self._running):
             # Without this synchronisation, the next decoding pass would wait for this pass and count its time.
             torch.cuda.current_stream(self.device).synchronize()
@@ -350,7 +353,8 @@ class EventStream(Iterator[TokenEvent]):
             try:
                 raise event
             finally:
-                # The exception's traceback refers to this frame. A cycle would keep the engine's graphs and memory.
+                # The traceback of `event` refers to this frame. If the frame kept `event`, they would form a reference
+                # cycle, which would keep the engine's graphs and memory alive.
                 del event
         return event
 

@@ -1,4 +1,4 @@
-"""The options of an engine: their meaning, defaults and limits, the models that support them, and the cache's size."""
+"""The options of an engine: meaning, defaults, limits, and models that support them. The size of the engine's cache."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,8 +44,9 @@ class EngineOptions:
                    pass with drafts has more rows (0)
     prefix_cache   whether full pages of prompts stay in the cache until their memory is needed. A later prompt that
                    begins with the same tokens reuses these pages, so that no pass computes them again. Output matches
-                   runs without a prefix cache up to rounding. The model's weights must not change. If the cache stores
-                   a state per sequence, as DeepSeek-V4's does, it has up to max_sequences additional states (False)
+                   runs without a prefix cache up to rounding. The model's weights must not change while the engine
+                   exists. If the cache stores a state per sequence, as DeepSeek-V4's does, it has up to max_sequences
+                   additional states (False)
     batch_invariant  whether a sequence's tokens, including tokens sampled with a seed, are independent of other
                    sequences and of drafts, bit for bit. If so, a prefill pass computes one prompt only, which is
                    slower. The model must have FP8 weights, compute in bfloat16 and be on a GPU, and prefix_cache must
@@ -83,15 +84,15 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
         )
     if options.batch_invariant:
         check_invariant(model)
-        if options.prefix_cache:  # the prompts of other sequences would decide where a prompt is split
+        if options.prefix_cache:  # other sequences' prompts would determine where passes split a prompt
             raise ValueError("prefix_cache: must be False with batch_invariant=True, got True")
     return options
 
 
 def check_invariant(model: Model) -> None:
-    """Raise ValueError if a model does not support batch_invariant=True: its results depend on the number of tokens in
-    a pass. A supported model is on a GPU that runs the kernels, has FP8 weights, FP8 indexers and bfloat16 activations,
-    and is not compiled. Kernels can read the kv_b projection of its attention as it is stored.
+    """Raise ValueError if a model does not support batch_invariant=True, because its results depend on the number of
+    tokens in a pass. A supported model is on a GPU that runs the kernels, has FP8 weights, FP8 indexers and bfloat16
+    activations, and is not compiled. Kernels can read its kv_b projections in FP8, as the checkpoint stores them.
 
     A model on several GPUs is supported too. `Ranks.sum` adds the ranks' parts in the order of the ranks for every size
     and transport, and each GPU has all rows in decoding (`placement_of`)."""

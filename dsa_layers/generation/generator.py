@@ -12,8 +12,8 @@ Prompts = str | Sequence[str | Sequence[int]]
 
 
 class Generator(Scheduler):
-    """Continue lists of prompts with a model. `generate` returns the completions. `stream` returns an iterator over
-    events.
+    """Generate text for lists of prompts with a model. `generate` returns the completions. `stream` returns an iterator
+    over events.
 
     model       a `Model`, such as load_model returns, on the device that runs it
     tokenizer   a tokenizer for text prompts, streamed text and stop strings; None: token ids only

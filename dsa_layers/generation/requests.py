@@ -168,7 +168,7 @@ def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None
 
 class StopStrings:
     """Convert tokens to text, up to the first stop string. The last characters may be the beginning of a stop
-    string, so they are held back until later text shows whether they are.
+    string. They are held back until later text decides this.
 
     decoder  the decoder of a tokenizer; None without a tokenizer: the text is then empty
     """
@@ -214,7 +214,7 @@ class Request:
 
     @property
     def needs_pass(self) -> bool:
-        """Whether the request's next event is not computed yet."""
+        """Whether a pass must run before the request's stream can return the next event."""
         return not (self.events or self.ended)
 
     def end(self) -> None:
@@ -238,7 +238,7 @@ class RunningSequence:
     pages       the cache pages of the sequence. The first `shared` pages may be shared with other sequences
     state_slot  the state slot of the sequence in the cache
     cached      the number of tokens that are in the cache
-    stops       numbers of prompt tokens after which a pass must end
+    stops       numbers of prompt tokens: a pass that reaches one of them must end there
     ended       whether the sequence has no further events. Its memory is then released before the next pass
     """
 

@@ -96,8 +96,8 @@ def draw_of_likeliest(
     four parameters.
 
     A token is kept if it is among the top_k likeliest tokens, and if its probability is at least min_p times the
-    largest probability. The kept tokens are then reduced to the fewest likeliest ones whose probabilities reach top_p
-    times the sum of the kept probabilities. Of tokens with equal logits, the token with the lower id ranks first.
+    largest probability. Then only the likeliest of the kept tokens remain: the fewest whose probabilities reach top_p
+    times the sum of all kept probabilities. Of tokens with equal logits, the token with the lower id ranks first.
 
     top_k  int64 [B, 1]
     top_p  float64 [B, 1]
@@ -113,7 +113,7 @@ def draw_of_likeliest(
     count = torch.minimum(top_k, 1 + torch.searchsorted(sums, (top_p * of_all).ceil().long()))
     rank = _first_beyond(sums, sums.gather(1, count - 1), numbers)
     value = values.gather(1, torch.minimum(rank, count - 1))  # the rank may be out of range if the row is not finite
-    nth = (rank - torch.searchsorted(-values, -value)).int()  # its index among tokens with equal logits
+    nth = (rank - torch.searchsorted(-values, -value)).int()  # the token's index among those with equal logits
     return torch.searchsorted((logits == value).cumsum(-1, dtype=torch.int32), nth, right=True)
 
 

@@ -37,10 +37,10 @@ class SamplingParams:
     max_tokens      the largest number of new tokens, including the end-of-sequence token
     temperature     the divisor of the logits. 0 is greedy decoding: the largest logit, ties to the lowest token id
     top_k           the number of likeliest tokens to sample from; 0 keeps all tokens
-    top_p           the probability that the kept tokens must reach: sampling uses the fewest likeliest tokens that
-                    reach it. It applies after top_k; 1 keeps all tokens
-    seed            the seed of the sequence's random numbers, which do not depend on other sequences of the batch. With
-                    one SamplingParams for several prompts, sequence i of the call uses seed + i. None: a random seed
+    top_p           the probability that the kept tokens must have together: sampling keeps the fewest tokens that reach
+                    it, the likeliest first. It applies after top_k; 1 keeps all tokens
+    seed            the seed of the sequence's random numbers, which do not depend on other sequences. If one
+                    SamplingParams is for several prompts, sequence i of the call uses seed + i. None: a random seed
     stop            strings that end the sequence and are not part of its text. Special tokens have no text, so their
                     names are refused. A string that is not in a list is one stop string. None: no stop strings
     n               the number of sequences per prompt; sequence k uses seed + k. With prefix_cache they share the
@@ -50,9 +50,9 @@ class SamplingParams:
                     prompt or the generated text; above 0. 1 changes nothing
     frequency_penalty   a number that is subtracted from a token's logit once per generated occurrence; from -2 to 2
     presence_penalty    a number that is subtracted once from the logit of each generated token; from -2 to 2
-    logprobs        the number of likeliest tokens whose log-probabilities are returned for each generated token, in
-                    addition to that token's. They are from the model's logits, before penalties and temperature. None:
-                    no log-probabilities
+    logprobs        the number of likeliest tokens whose log-probabilities are returned with each generated token, in
+                    addition to the token's own. All are computed from the model's logits, before penalties and
+                    temperature. None: no log-probabilities
 
     Names and meanings are vLLM's. Penalties apply first, in greedy decoding too. Then temperature, min_p, top_k and
     top_p apply in this order.

@@ -103,8 +103,8 @@ class SequenceMemory:
 class PrefixPages:
     """Full pages of earlier prompts. A lookup compares all tokens of the page and all tokens before the page.
 
-    Each page has a count of the sequences that use it. An unused page stays until `make_room` returns it to the
-    allocator. `make_room` takes the least recently used page first, and never a page before the pages that follow it.
+    Each page has a count of the sequences that use it. An unused page stays until `make_room` frees it. `make_room`
+    frees the least recently used page first, and never a page before the pages that follow it.
 
     look_ahead: number of tokens after a page that must match too, because the contents of the page depend on them
     """
@@ -151,9 +151,9 @@ class PrefixPages:
                 self.unused[page] = None
 
     def add(self, before: Sequence[int], tokens: Sequence[int], page: int) -> int:
-        """Store the page that follows the pages `before` of a prompt, increment its user count and return it. If a page
-        with the same tokens is already stored, return this stored page. Otherwise store and return `page`, which then
-        belongs to this object."""
+        """Store `page`, which follows the pages `before` of a prompt, and return it. The page then belongs to this
+        object. But if a page with the same tokens is already stored, return the stored page instead. Increment the user
+        count of the returned page."""
         key = self._key(before, tokens)
         found = self._pages.setdefault(key, page)
         self._keys[found] = key
@@ -161,7 +161,7 @@ class PrefixPages:
         return found
 
     def make_room(self, count: int) -> list[int]:
-        """Return unused pages to the allocator until it has `count` free pages. Return the list of these pages."""
+        """Free unused pages until the allocator has `count` free pages. Return the list of the freed pages."""
         given = []
         while self._allocator.free < count:
             page, _ = self.unused.popitem(last=False)

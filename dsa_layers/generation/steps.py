@@ -51,7 +51,7 @@ class CapturedStep(Generic[Inputs]):
             fill(inputs)
             self._graphs[size] = (inputs, *self._capture(inputs))
         inputs, graph, results = self._graphs[size]
-        check_ranks()  # a replay does not run the Python code of sums, so it cannot raise their error
+        check_ranks()  # a replay runs no Python code, so sums over ranks cannot raise their error there
         fill(inputs)
         graph.replay()
         return results
@@ -64,7 +64,7 @@ class CapturedStep(Generic[Inputs]):
         with torch.cuda.stream(side):
             self._run(inputs)
         torch.cuda.current_stream(self._device).wait_stream(side)
-        gc.collect()  # a graph of another engine that the collector destroys during the capture would break it
+        gc.collect()  # now, because the collector could destroy another engine's graph, which would break the capture
         graph = torch.cuda.CUDAGraph()
         # All graphs share one pool: one graph runs at a time, and its results are read before the next graph runs.
         pool = next((g.pool() for _, g, _ in self._graphs.values()), None)
@@ -291,7 +291,8 @@ class Passes:
             logits = logits if len(rows) == len(work) else logits[rows]
             events = _taken(ready, logits[:, None])
         if self._draft is not None:
-            # The drafter needs the token after each token of this pass. A sequence that has just ended has 0 there.
+            # The drafter reads the token after each token of this pass. If a sequence ended without a new token, 0
+            # follows its last token.
             after = self._packed([[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work])
             states = self._model.drafter(after, states, batch, self._draft.cache)
             if ready:

@@ -8,7 +8,7 @@
 
 Parameters keep their names, so checkpoints, `state_dict`, optimisers and adapters work as before. `generate()` and
 training work as before too. Attention and indexers run the code of `dsa_layers.layers` in passes with gradients, and
-the code of `dsa_layers.engine` in other passes. They use the lengths of sequences instead of an attention mask.
+the code of `dsa_layers.engine` in other passes. Both use the lengths of sequences instead of an attention mask.
 """
 
 from types import MethodType
@@ -24,7 +24,7 @@ VERSION = "5.24"  # the tested version of transformers
 
 def accelerate(model: nn.Module, *, fp8_indexer: bool = False) -> nn.Module:
     """Make a model of transformers use dsa's ops, in place, and return the model. This function replaces the classes of
-    its attention layers, indexers, compressors and norms. Parameters, hooks and adapters do not change.
+    the model's attention layers, indexers, compressors and norms. Parameters, hooks and adapters do not change.
 
     fp8_indexer  whether the indexer computes in FP8. False: index queries and keys have the model's dtype, as in
                  transformers, and PyTorch computes the scores. True: index queries and keys are Hadamard-transformed
@@ -50,7 +50,7 @@ def accelerate(model: nn.Module, *, fp8_indexer: bool = False) -> nn.Module:
         )
     for module in found:
         module.__class__ = classes.get(type(module), type(module))
-        if "_old_forward" in vars(module):  # which the `accelerate` library calls instead of forward
+        if "_old_forward" in vars(module):  # the `accelerate` library calls this attribute instead of forward
             module._old_forward = MethodType(type(module).forward, module)
         if isinstance(module, parts.AttentionInPlace):
             module.config._attn_implementation = parts.IMPLEMENTATION

@@ -29,7 +29,11 @@ class SparseDeepseekV4RMSNorm(RMSNormInPlace, theirs.DeepseekV4RMSNorm):
 
 
 class CompressorInPlace:
-    """Base class of compressors. A subclass lists it before transformers' class and `PagedCompressor`."""
+    """Base class of compressors. It gives transformers' attributes the names that `PagedCompressor` reads.
+
+    A subclass lists this class first, then transformers' class, then `PagedCompressor`. In this order, the attributes
+    of this class override both other classes, and the attributes of transformers' class override `PagedCompressor`.
+    """
 
     dim = alias("head_dim")
     ratio = alias("compress_rate")
@@ -76,8 +80,8 @@ class SparseDeepseekV4Indexer(
 
 
 class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, PagedCompressedAttention):
-    """Replaces DeepseekV4Attention. Compressed entries contain a sequence's tokens only; in transformers' layer they
-    also contain padding."""
+    """Replaces DeepseekV4Attention. Compressed entries summarise only tokens of the sequence. In transformers' layer
+    they include padding too."""
 
     consecutive = True
     n_heads = alias("num_heads")

@@ -47,9 +47,10 @@ class TokenLengths:
         position_ids  [B or 1, S] on the layer's device
         consecutive   whether the positions of a sequence must be consecutive. This is not required if only rope reads
                       positions
-        separate      whether a new sequence begins at each position that is not the previous position + 1. It applies
-                      without a mask only. transformers splits sequences like this if there is no cache. The first layer
-                      of a pass decides for all layers, because checkpointing removes the cache from some of them
+        separate      whether a new sequence begins at each position that is not the previous position + 1. It has
+                      an effect only without a mask. transformers splits sequences like this if there is no cache. The
+                      argument of a pass's first layer applies to all layers, because checkpointing removes the cache
+                      from some of them
         """
         if self._separate is None:
             self._separate = separate and self.mask is None
@@ -59,7 +60,7 @@ class TokenLengths:
         return self._passes[key]
 
     def counts(self, layer: PagedLayer | None) -> list[int]:
-        """Return the number of new tokens in each row of the batch. It is equal for all layers."""
+        """Return the number of new tokens in each row of the batch, which is the same for all layers."""
         if self._counts is not None:
             return self._counts
         held = [0] * self.batch_size if layer is None else layer.lens
@@ -139,7 +140,7 @@ class Pass:
         return x if self.rows is None else x[self.rows]
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of x [T, D] at their places in [B, S, D], with 0 in rows of padding."""
+        """Return [B, S, D]: the rows of x [T, D] in the tokens' positions, and 0 in rows of padding."""
         if self.rows is not None:
             x = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy(0, self.rows, x)
         return x.unflatten(0, self.shape)

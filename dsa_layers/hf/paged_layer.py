@@ -65,7 +65,7 @@ class PagedLayer(CacheLayerMixin):
         self.pages_each = pages
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor in the shape that ops accept: [pages, P, 1, D] for all sequences, or [sequences, ...]."""
+        """Return a tensor in the shape that ops accept: [pages, rows, 1, D] if it is paged, else [sequences, ...]."""
         tensor = self._tensors[name]
         return tensor.flatten(0, 1) if name in self._storage.pages else tensor
 
@@ -76,7 +76,7 @@ class PagedLayer(CacheLayerMixin):
         return table if len(sequences) == len(table) else table[list(sequences)]
 
     def advance(self, new: Sequence[int], rows: int) -> None:
-        """Add the tokens of each sequence that a pass has stored to `lens`, and the rows of the pass to `seen`."""
+        """Record a pass: `new` tokens stored of each sequence, and the number of rows, including padding."""
         self.lens = [held + more for held, more in zip(self.lens, new)]
         self.seen += rows
 

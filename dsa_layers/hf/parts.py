@@ -1,5 +1,5 @@
 """Base classes of the layers that replace transformers' layers. A replacement has the attributes and parameters of
-transformers' layer. `alias` makes them available under the names that dsa's layer reads."""
+transformers' layer. `alias` makes them available under the names that dsa's layers read."""
 
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ def alias(name: str) -> property:
 
 
 class RMSNormInPlace:
-    """transformers' RMSNorm as one kernel on a GPU, which rounds the result once."""
+    """Base class of norms. It computes transformers' RMSNorm in one kernel on a GPU, and rounds the result once."""
 
     eps = alias("variance_epsilon")
 
@@ -33,8 +33,8 @@ class RMSNormInPlace:
 
 
 class HeadWeightsInPlace:
-    """Base class of indexers. `weights_proj` may have an adapter or hooks. If so, `head_weights` calls the module
-    instead of reading its weight."""
+    """Base class of indexers. If `weights_proj` has an adapter or hooks, `head_weights` calls this module instead of
+    reading its weight."""
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weights of the indexer's heads, fp32 [T, n_heads]."""

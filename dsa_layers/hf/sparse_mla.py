@@ -21,7 +21,8 @@ PAGE_SIZE = 64  # tokens per page, as the kernels of the byte layouts require
 
 
 class IndexerInPlace(HeadWeightsInPlace):
-    """Base class of indexers. A subclass lists it before transformers' class and `PagedIndexer`.
+    """Base class of indexers. A subclass lists this class before transformers' class and `PagedIndexer`, so that its
+    attributes override theirs.
 
     quantize  whether scores are computed in FP8
     rope      keyword arguments of `dsa.apply_rotary` for index queries and keys
@@ -34,7 +35,8 @@ class IndexerInPlace(HeadWeightsInPlace):
 
 
 class SparseMLAInPlace(AttentionInPlace):
-    """Base class of attention layers. A subclass lists it before transformers' class and `PagedAttention`."""
+    """Base class of attention layers. A subclass lists this class before transformers' class and `PagedAttention`, so
+    that its attributes override theirs."""
 
     indexer_stage: ClassVar[None] = None  # `IndexerStage` sets this attribute
     n_heads = alias("num_heads")

@@ -1,4 +1,4 @@
-"""Render chat templates in jinja2's sandbox: checkpoints' templates, and dsa's for models released without a template.
+"""Render chat templates in jinja2's sandbox: checkpoints' templates, and dsa's own if a release has no template.
 
 The sandbox denies a template access to files, modules and attributes of Python objects. It does not limit time and
 memory. The jinja2 environment matches that of transformers, for which templates are written.
@@ -18,16 +18,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dsa_layers.errors import TokenizerError
 
 _FOLDER = Path(__file__).parent / "chat_formats"
-# {config.json's model_type: template}. The releases of these models have an encoder in Python and no template.
+# The formats, dsa's own templates: {model_type in config.json: file}. The releases of these models have an encoder in
+# Python instead of a template.
 FORMATS = {model_type: _FOLDER / f"{model_type}.jinja" for model_type in ("deepseek_v32", "deepseek_v4")}
 # Tokens that every format needs. A format is used only if the model's tokenizer has all these tokens.
 NEEDED = ("<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
-_MAX_ERROR = 500  # characters of an error message, which a template can make arbitrarily long
+_MAX_ERROR = 500  # maximum characters of an error message, because a template can raise any message
 
 
 def format_source(path: Path) -> str:
-    """Return the template of a format, preceded by the macros that all formats share."""
+    """Return the text of a format: the macros that all formats share, followed by the file `path`."""
     return (_FOLDER / "markup.jinja").read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
 
 
@@ -35,8 +36,7 @@ def render(path: Path, source: str, variables: Mapping[str, Any], options: Mappi
     """Render the template `source` with `variables` and the caller's `options`.
 
     path: the template's file, which error messages name
-    Raises TokenizerError if the template does not compile, refuses the variables, fails, or does not read one of the
-    options.
+    Raises TokenizerError if the template does not compile, refuses the variables, fails, or ignores one of `options`.
     """
     try:
         template, read = _compiled(source)

@@ -32,7 +32,7 @@ _SHOWN_PROBLEMS = 10
 
 def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> Path:
     """Return the directory of a checkpoint. If the path `name` does not exist, treat `name` as a hub id, OWNER/NAME,
-    and return huggingface_hub's local directory of this model.
+    and return the local directory in which huggingface_hub stores this model.
 
     weights  True: download configuration, tokenizer, chat template and weights; False: omit the weights
 
@@ -68,10 +68,10 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
 class Checkpoint:
     """The tensors in a directory of safetensors files. The constructor reads only headers; `read` reads one tensor.
 
-    `tensors` maps each name to its TensorInfo, sorted by file and then by position in the file.
-    The index lists the files of the checkpoint.
-    Raises CheckpointError if the directory holds no checkpoint or two, if two files hold a tensor of the same name, or
-    if a file is missing or damaged.
+    `tensors` maps each tensor's name to its TensorInfo, sorted by file and then by position in the file.
+    The files are those that the index file INDEX_NAME lists, or the single file SINGLE_NAME.
+    Raises CheckpointError if the directory has both or neither of these two, if two files hold a tensor of the same
+    name, or if a file is missing or damaged.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
@@ -111,8 +111,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory / info.file}: cannot read {name} ({info}): {error}") from error
 
     def digest(self) -> bytes:
-        """Return the SHA-256 digest of the descriptions of all tensors, and of the files' sizes and times. Checkpoints
-        from different training runs have different digests."""
+        """Return the SHA-256 digest of all tensors' descriptions and of the files' sizes and modification times. The
+        times distinguish checkpoints that differ only in the values of tensors."""
         files = sorted({info.file for info in self.tensors.values()})
         states = [(self.directory / file).stat() for file in files]
         facts = sorted(self.tensors.items()), [(state.st_size, state.st_mtime_ns) for state in states]
@@ -123,7 +123,7 @@ class Checkpoint:
         or damaged.
 
         The safetensors library rejects a header that is too large, is not valid JSON, or does not match the file's
-        size. It also rejects tensors that overlap or leave gaps.
+        size. The library also rejects tensors that overlap or leave gaps.
         """
         path = self.directory / file
         try:

@@ -1,4 +1,4 @@
-"""The memory of GPUs: what each of several GPUs would hold of a model, and the room for caches."""
+"""Plans of GPU memory: the bytes of a model on each of several GPUs, and the room that remains for caches."""
 
 import math
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class GpuPlan:
     """Bytes on each of `gpus` GPUs, including a drafter's weights and cache. Every GPU stores the whole caches, because
     all heads share the latents and index keys.
 
-    weights  bytes of weights on one of the GPUs. This includes copies: for replicated layers a GPU stores the whole
-             layer and may store a copy of its part (`rank_part`)
+    weights  bytes of weights on one of the GPUs. Each GPU stores a replicated layer completely, and also the FP8
+             weights that `rank_part` copies for the GPU's part of this layer
     whole    bytes of weights if a single GPU holds the model
     slot     bytes of one sequence's state slot, summed over the caches
     page     bytes of one page of `page_size` tokens, summed over the caches
@@ -36,8 +36,8 @@ class GpuPlan:
     page_size: int
 
     def tokens(self, memory: int) -> int:
-        """Return the number of tokens that the cache can hold on a GPU with `memory` bytes, or 0 if the weights do not
-        fit."""
+        """Return the number of tokens that the caches can hold on a GPU with `memory` bytes. Return 0 if the weights do
+        not fit."""
         sizes = CacheSizes(self.page, self.slot, self.page_size)
         return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
@@ -95,9 +95,9 @@ SHARE = 0.9
 
 
 def room_for_caches(device: torch.device) -> int:
-    """Return how many more bytes caches may allocate on a GPU.
+    """Return the number of bytes that caches may still allocate on a GPU.
 
-    This is the free memory minus (1 - SHARE) of the total memory, which is left for passes.
+    This is the free memory minus (1 - SHARE) of the total memory. The latter is reserved for passes.
     """
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch's caching allocator holds without using it counts as free.

@@ -61,16 +61,16 @@ def load_model(
                    `dequantize`, because FP8 weights have no gradient. False: the model is in evaluation mode, and no
                    parameter requires a gradient
     drafter        True: the checkpoint's first multi-token-prediction layer becomes the model's attribute `drafter`
-                   (see `Drafter`), in the model's precision. The layer uses the model's embedding and head; the loader
-                   skips the checkpoint's copies of them. False: `drafter` is None, and the layer is not read
+                   (see `Drafter`), in the model's precision. The layer uses the model's embedding and head, so the
+                   loader skips the copies in the checkpoint. False: `drafter` is None, and the layer is not read
     progress       True: show a progress bar on a terminal; with several ranks only rank 0 shows it
     mesh           a one-dimensional device mesh or `Ranks`: return this process's part of the model, for inference
                    (`split`). All ranks must make the same calls. A rank reads only its slice of every tensor. FP8
-                   weights are cut only at the borders of their 128 x 128 blocks. An error on one rank is raised on all
+                   weights are cut only at the borders of their 128 x 128 blocks. If one rank fails, all ranks raise
 
     The model is an instance of the class that its family defines.
-    `SCORE_ACCUMULATORS` of `dsa_layers.layers.indexer` is the accumulator dtype of prompts' index scores for all
-    models. The attribute `accumulators` of an indexer changes it for one indexer.
+    All models accumulate the index scores of prompts in the dtype `SCORE_ACCUMULATORS` of `dsa_layers.layers.indexer`.
+    The attribute `accumulators` of an indexer changes this dtype for one indexer.
     Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,
     so tensors derived from weights could not be cached between passes.
     Raises ConfigError or CheckpointError, both ValueErrors that name the file, field or tensor. Raises ValueError or
@@ -125,8 +125,8 @@ def precision_of(
 ) -> Precision:
     """Return the precision that `load_model` chooses for a checkpoint.
 
-    files: the checkpoint, which determines the experts' dtype, because the config.json of the earliest FP4 checkpoints
-    does not name it; None: `config` determines it
+    files: the checkpoint, whose tensors determine whether the experts are FP4. The config.json of the earliest FP4
+    checkpoints does not say so. None: `config` determines it
     options: keyword arguments of `Precision.of`
     """
     precision = Precision.of(config, **options)
@@ -140,8 +140,8 @@ def precision_of(
 def check_values(model: nn.Module, directory: Path) -> None:
     """Raise CheckpointError if a loaded value would make a module read out of bounds.
 
-    An example is a table of experts with the number of an expert that does not exist. Modules with such tensors have a
-    method `check_values` (see `CheckpointModel`).
+    An example is a router's table that names an expert that does not exist. Modules with such tensors have a method
+    `check_values` (see `CheckpointModel`), which this function calls.
     """
     for name, module in model.named_modules():
         try:
@@ -151,8 +151,8 @@ def check_values(model: nn.Module, directory: Path) -> None:
 
 
 class RankParts:
-    """The functions `parts_of` and `stored_parts_of` of `load_weights` for one rank. Both use the checkpoint's expert
-    numbers in the names of parts.
+    """The arguments `parts_of` and `stored_parts_of` of `load_weights` for one rank: the methods `of_model` and
+    `of_checkpoint`. In the names of parts, both use the checkpoint's expert numbers.
 
     cuts: {parameter's name: its cut} of the model (`split`)
     experts: the number of experts per layer, over all ranks
@@ -171,14 +171,14 @@ class RankParts:
         """Return the parts of a checkpoint tensor that this rank reads. Experts of other ranks are omitted."""
         parts = split_experts(name, shape, experts=self._experts)
         parts = {part: index for part, index in parts.items() if self._is_read(part)}
-        if parts != {name: ()}:  # a tensor of all experts, or nothing because the expert is on another rank
+        if parts != {name: ()}:  # parts of a tensor of all experts, or none because the expert is on another rank
             return parts
         cut = self._cut(name, shape)
         return {name: () if cut is None else cut.part(self._rank)}
 
     def _is_read(self, name: str) -> bool:
-        """Return False for experts of other ranks. Return True for an expert number that is too large, so that
-        `make_plan` reports an unexpected tensor."""
+        """Return whether this rank reads a part: False for an expert of another rank. The result is True for an expert
+        number that is too large, so that `make_plan` reports an unexpected tensor."""
         match = _OF_EXPERT.fullmatch(name)
         return match is None or int(match[1]) in self._own or int(match[1]) >= self._experts
 
@@ -195,8 +195,8 @@ class RankParts:
 
 
 class _LeaveParameters(TorchFunctionMode):
-    """Turn the functions of torch.nn.init into no-ops. Parameters on the meta device need no initialisation, and
-    torch.nn.init would import Dynamo, which takes two seconds."""
+    """A mode in which the functions of torch.nn.init do nothing. Parameters on the meta device need no initialisation,
+    and torch.nn.init would import Dynamo, which takes two seconds."""
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -209,8 +209,8 @@ class _LeaveParameters(TorchFunctionMode):
 
 def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool = False) -> CheckpointModel:
     """Return the model on the meta device. Raises ConfigError if a size in `config` does not permit the quantisation
-    that `precision` asks for, and ValueError if `drafter` is True and the family or the checkpoint has no
-    multi-token-prediction layer."""
+    that `precision` asks for. Raises ValueError if `drafter` is True and the model's family supports no drafter or the
+    checkpoint has no multi-token-prediction layer."""
     of_family = family(config.model_type)
     if drafter and of_family.drafter is None:
         raise ValueError(f"drafter: is not supported for model type {config.model_type!r}")

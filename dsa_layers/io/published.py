@@ -1,4 +1,4 @@
-"""Derive the tensors of a checkpoint in a family's published format from the model, and convert values to them."""
+"""Derive, from a model's configuration, the tensors and the config.json of a checkpoint in the published format."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ STORAGES: tuple[Storage, ...] = ("bf16", "fp8", "fp4")
 _NORM = re.compile(r"norm\.(weight|bias)")
 _DRAFTER = "drafter."
 
-# {end of a tensor's name in a published multi-token-prediction layer: the main model's tensor that it copies}
+# Published multi-token-prediction layers contain copies: {end of a copy's name: the main model's tensor}.
 _COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 _COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})")
 
@@ -38,8 +38,8 @@ def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) 
     """Return {name: description} of the tensors of a checkpoint in the published format.
 
     fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization`, all weights are
-    BF16. With it, experts are FP4 unless its expert_dtype is "fp8". None means FP4, because one early published
-    configuration has FP4 experts and does not name their dtype.
+    BF16. Otherwise experts are FP4 unless the expert_dtype is "fp8". A missing expert_dtype means FP4, because one
+    early published configuration has FP4 experts and does not name their dtype.
     """
     fp8 = config.quantization is not None
     if fp4_experts is None:
@@ -78,8 +78,8 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
     """Return config.json's fields for weights in the format `storage`, and the configuration that these fields
     describe.
 
-    like: a directory with the model's config.json. For "fp8" and "fp4" its quantization_config is kept; if there is
-    none, the family's published release provides it
+    like: a directory with the model's config.json. "fp8" and "fp4" keep the quantization_config of this file, or use
+    that of the family's published release if the file has none
     drafter: whether the files contain the multi-token-prediction layers
     Raises ConfigError for fields that `load_model` would refuse.
     """
@@ -104,7 +104,8 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
 
 
 def with_scale_suffix(name: str) -> str:
-    """Return a tensor's name with the spelling x.weight_scale_inv for scales. Some families spell it x.scale."""
+    """Return a tensor's name, in which a scale is spelled x.weight_scale_inv. Some families' checkpoints spell scales
+    x.scale."""
     return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
 
 

@@ -35,7 +35,7 @@ from dsa_layers.models.protocols import CheckpointModel
 
 SHARD_BYTES = 5 * 10**9
 PART = ".part"  # suffix of a file that is still being written
-# Files that are copied from the source directory, or from the directory `like`.
+# Files that are copied to the new checkpoint: by `convert_checkpoint` from `source`, by `save_model` from `like`.
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE*")
 
 
@@ -55,13 +55,13 @@ def save_model(
     like         a directory with the model's config.json; its tokenizer files are copied
     dtype        "fp8": projections and experts in FP8 with 128 x 128 blocks, and scales in the format that the
                  config.json of `like` names; "fp4": experts in FP4, other projections in FP8; "bf16": all weights in
-                 BF16. Tensors that are never quantised keep the family's published dtype
+                 BF16. Tensors that are never quantised have the dtype of the family's published release
     shard_bytes  maximum bytes per file; a larger tensor has a separate file
     progress     True: show a progress bar on a terminal
 
     A model without a drafter is saved without multi-token-prediction layers.
-    Raises TypeError or ValueError, which names the argument or the field of config.json, also if config.json describes
-    another model. No file is written in these cases.
+    Raises TypeError or ValueError, which names the argument or the field of config.json, also if this file describes
+    another model. No file is written if an error is raised for these reasons.
     """
     directory, like = path_of("directory", directory), path_of("like", like)
     check_choice("dtype", dtype, STORAGES)
@@ -104,7 +104,7 @@ def convert_checkpoint(
                  call with the same arguments; the call then continues and keeps the finished files
     dtype        "fp8": projections and experts in FP8; "fp4": experts in FP4, other projections in FP8; "bf16": all
                  weights in BF16. A weight that already has this dtype is copied. FP4 is converted to FP8 without loss.
-                 Tensors that are never quantised keep the family's published dtype
+                 Tensors that are never quantised have the dtype of the family's published release
     shard_bytes  maximum bytes per file; a larger tensor has a separate file. The tensors of one file are in memory
     device       the device that casts weights; None: the GPU if there is one, else the CPU
     progress     True: show a progress bar on a terminal
@@ -112,7 +112,7 @@ def convert_checkpoint(
     config.json describes the new weights and is written last. Tokenizer files are copied.
     Raises ConfigError or CheckpointError if `load_model` would refuse `source`, or if tensors are missing or
     unexpected. Raises ValueError or TypeError, which names the argument, for any other wrong argument. No file is
-    written in these cases.
+    written if an error is raised for these reasons.
     """
     directory = path_of("directory", directory)
     check_choice("dtype", dtype, STORAGES)
@@ -148,13 +148,13 @@ def convert_checkpoint(
 def steps_of(
     manifest: Manifest, parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool, source: object
 ) -> dict[str, Step]:
-    """Return {weight's name: the step that makes it} for the tensors of `manifest`. Raises CheckpointError if there are
-    problems.
+    """Return {weight's name: the step that makes the weight} for the tensors of `manifest`. Raises CheckpointError if
+    there are problems.
 
-    parts: the tensors of the source by their names in the checkpoint, with the suffix of `with_scale_suffix`
+    parts: the source's tensors, by the names of the new checkpoint's tensors as `with_scale_suffix` spells them
     problems: the problems that the caller has found
     use_ue8m0: whether FP8 scales are powers of two
-    source: the source, which the error names
+    source: a directory or another description of the source, for the error message
     """
     wanted = {with_scale_suffix(name): info for name, info in manifest.items()}
     steps = make_plan(wanted, parts, problems, use_ue8m0=use_ue8m0)
@@ -200,12 +200,13 @@ def write_shards(
     files and config.json. config.json is written last, so a directory that contains it is complete.
 
     manifest     the tensors of the checkpoint
-    make         a function from a weight's name to the weight and, if it is quantised, its scale (`Step.make`)
+    make         a function that takes a weight's name and returns {name: tensor} of the weight and, if the weight is
+                 quantised, its scale (`Step.make`)
     fields       the fields of config.json
     like         the directory whose tokenizer files are copied
     shard_bytes  maximum bytes per file (`split_into_files`)
-    made_from    an identifier of the tensors' source, stored in the index; "": no identifier. If the directory already
-                 has the same index, existing files are kept, so an interrupted call can be repeated
+    made_from    an identifier of the tensors' source, stored in the index. If the directory already has an equal index,
+                 existing files are kept, so a repeated call continues an interrupted one. "": no file may exist
     progress     True: show a progress bar on a terminal
 
     Only the tensors of one file are in memory at a time.

@@ -68,12 +68,12 @@ def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None,
     any other tensor, return {name: ()}, where () is the whole tensor.
 
     `experts.gate_up_proj` [E, 2 I, H] contains, for each expert e, the rows of `experts.e.gate_proj.weight` and then
-    the rows of `experts.e.up_proj.weight`. `experts.down_proj` [E, H, I] contains `experts.e.down_proj.weight`. Tensors
-    with the suffix `_scale_inv` contain the weights' scales, for blocks of any size. Tensors with the suffix
-    `_block_scale` contain the additional block scales of a model's FP4 weights.
-    experts: the required E, or None for any E. Callers pass a known E, because a corrupt header can claim 10^9 experts
-    first: the number of the first expert in the names
-    Raises CheckpointError for another shape.
+    the rows of `experts.e.up_proj.weight`. `experts.down_proj` [E, H, I] contains `experts.e.down_proj.weight`. Scales
+    are split in the same way, for blocks of any size: the suffix `_scale_inv` marks the scales of quantised weights,
+    and `_block_scale` the additional block scales of a model's FP4 weights.
+    experts: the required E; None accepts any E. Callers pass E if they know it: a corrupt header can claim 10^9 experts
+    first: the number of the first expert in the names of parts
+    Raises CheckpointError for a tensor of all experts with any other shape.
     """
     match = _FUSED.fullmatch(name)
     if match is None:

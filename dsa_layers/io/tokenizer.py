@@ -31,8 +31,8 @@ class Tokenizer:
     special_tokens: the texts of the tokens that `decode` omits.
     has_chat_template: whether `apply_chat_template` has a template.
     The chat template is the file chat_template.jinja if it exists, else the string `chat_template` in
-    tokenizer_config.json. It is a program from the checkpoint and runs in jinja2's sandbox. It is compiled when it is
-    first used.
+    tokenizer_config.json. The template is a program from the checkpoint: it runs in jinja2's sandbox, and is compiled
+    at its first use.
     For a checkpoint without a template, dsa's template for the `model_type` in config.json ("deepseek_v32" or
     "deepseek_v4") is used if the tokenizer has all tokens of the template.
     The padding and truncation in tokenizer.json are disabled, so a prompt is encoded whole.
@@ -69,7 +69,7 @@ class Tokenizer:
         """Return the token ids of `text`. Special tokens that the text spells out are encoded as their ids.
 
         add_bos: whether to insert the BOS id at the start, if the tokenizer has one and the ids do not begin with it
-        The tokens that tokenizer.json's post-processor would add are not added, so BOS is never added twice and EOS
+        The post-processor in tokenizer.json, which could add tokens, does not run. So BOS is never added twice, and EOS
         is never added.
         Raises TokenizerError if the tokenizer cannot encode the text, and TypeError if `text` is not a string.
         """
@@ -108,9 +108,10 @@ class Tokenizer:
         add_generation_prompt: whether to end the prompt with the tokens that begin an answer of the assistant.
         tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
         variables: further variables of the template. dsa's templates for DeepSeek-V3.2 and V4 have `thinking` or
-        `enable_thinking`, and `drop_thinking`. The template for V4 also has `reasoning_effort` (`chat_formats`).
-        Raises TokenizerError if there is no template, if the template refuses the messages or fails, or if it does not
-        read a variable.
+        `enable_thinking`, and `drop_thinking`. The template for V4 also has `reasoning_effort`. The files in
+        dsa_layers/io/chat_formats describe these variables.
+        Raises TokenizerError if there is no template, if the template refuses the messages or fails, or if the template
+        ignores one of `variables`.
         """
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise TokenizerError(f"messages: must be a list, got {shown(messages)}")
@@ -133,8 +134,8 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """A decoder that takes one id at a time. The concatenation of all returned pieces, including the piece of `flush`,
-    is the text of all ids.
+    """A decoder that takes one id at a time. The pieces of text that `push` and `flush` return, concatenated, are the
+    text of all ids.
 
     A character can span several tokens, so the decoder holds back text that ends in U+FFFD until a token completes the
     character. The decoder decodes the previous piece's tokens again together with the new tokens, because some

@@ -1,6 +1,7 @@
-"""Plan how each tensor of a model is made from a checkpoint's tensors, or the other way round, and load weights.
+"""Plan how the tensors of a model or of a new checkpoint are made from the tensors of a source, and load weights.
 
-A plan depends only on names, shapes and dtypes, so no weight is read for it.
+A plan is a list of steps. Each step makes one target, a tensor of the model or of the new checkpoint. The plan depends
+only on names, shapes and dtypes, so planning reads no weight.
 """
 
 from collections.abc import Callable
@@ -31,15 +32,15 @@ from dsa_layers.io.tensors import (
 )
 from dsa_layers.layers.linear import BLOCK
 
-# A function: (tensor's name, its shape) -> {name of a part: its slice}. The slice () is the whole tensor.
+# A function that splits tensors: (tensor's name, shape) -> {name of a part: slice}. The slice () is the whole tensor.
 PartsOf = Callable[[str, tuple[int, ...]], dict[str, Index]]
 
 
 class Part(NamedTuple):
-    """A tensor from which a target is made, or a slice of a tensor.
+    """A tensor of the source, or a slice of such a tensor, from which a target is made.
 
-    name: the name of the target that is made from this part
-    stored: the name of the tensor in the checkpoint
+    name: the name of the target
+    stored: the name of the tensor in the source
     index: the slice; () for the whole tensor
     info: the description of the slice
     """
@@ -51,7 +52,7 @@ class Part(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The target's name, and the name of the checkpoint's tensor if it differs."""
+        """The target's name, followed by the name of the source's tensor if the names differ."""
         return self.name if self.stored == self.name else f"{self.name} (stored as {self.stored})"
 
 
@@ -60,14 +61,14 @@ class Step:
     """One step of a plan: make a target from a part and the part's scale. If the target is quantised, the step also
     makes the target's scales.
 
-    part          the checkpoint's tensor, or a slice of it
-    scale         the part's scale; None if the part is not quantised or if the checkpoint has no scale for it
+    part          the tensor of the source, or a slice of the tensor
+    scale         the part's scale; None if the part is not quantised or if the source has no scale for the part
     target        the description of the tensor to make
     stored        the format of the part: "FP4", "FP8" or None
     wanted        the format of the target: "FP4", "FP8" or None
     scale_dtype   the dtype of the target's scale, by its name in safetensors; None if the target is not quantised
     block_scale   whether the target has scales per 128 x 128 block in addition to FP4's scales per 32 columns
-    use_ue8m0     whether new FP8 scales are powers of two; None: a float weight is not quantised
+    use_ue8m0     whether new FP8 scales are powers of two; None: the step does not quantise float weights
     """
 
     part: Part
@@ -125,7 +126,7 @@ class Step:
         return f"{label} is {info.dtype}; expected {' or '.join(accepted)}{hint}"
 
     def _scale_problem(self, shape: tuple[int, ...]) -> str | None:
-        """Return a message about a shape, slice or scale that the part's quantised format does not allow, or None.
+        """Return a message if the part's quantised format does not allow the part's shape, slice or scale, else None.
 
         shape: the shape of the part's unpacked values
         """
@@ -160,9 +161,9 @@ def parts_of_checkpoint(
     """Return {target's name: part} for a checkpoint's `tensors`, in the order of the files.
 
     problems: receives a message for each tensor that `name_of` or `cut` refuses, and for each duplicate name
-    skip: returns True for the name of a tensor that is ignored
-    name_of: turns the name of a checkpoint's tensor into the target's
-    cut: returns the parts of a checkpoint's tensor
+    skip: a function that returns whether a tensor of the checkpoint, given by name, is ignored
+    name_of: a function that converts the name of a checkpoint's tensor to the model's name, which `cut` receives
+    cut: a function that returns the parts of a checkpoint's tensor
     """
     parts: dict[str, Part] = {}
     for stored, whole in tensors.items():
@@ -184,11 +185,11 @@ def parts_of_checkpoint(
 def make_plan(
     wanted: dict[str, TensorInfo], parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool | None = None
 ) -> list[Step]:
-    """Return the steps that make all targets, in the order of the files.
+    """Return the steps that make all targets, in the order of `parts`.
 
     wanted: the targets, by name. An e4m3 or int8 target is quantised if its scale is a target too. The step that makes
-    the target also makes its scales
-    parts: the checkpoint's parts, by target name
+    the weight then also makes its scales
+    parts: the parts of the source's tensors, by the name of the target that each part makes
     problems: receives a message for each target, part or step that is wrong
     use_ue8m0: whether the scales of float weights that become FP8 are powers of two; None: such weights are a problem
     """
@@ -200,7 +201,7 @@ def make_plan(
         if name in scales or name not in wanted:
             continue
         target, kind, scale_name = wanted[name], kinds.get(name), name + SCALE_SUFFIX
-        # I8 is also the dtype of integer tensors, so only a target that may be quantised or float makes it FP4.
+        # I8 is also the dtype of integer tensors. An I8 part is FP4 only if the target is quantised or a float tensor.
         stored = KINDS.get(part.info.dtype) if kind is not None or target.dtype in FLOATS else None
         read |= {name} if stored is None else {name, scale_name}
         scale_dtype = None if kind is None else wanted[scale_name].dtype
@@ -239,12 +240,11 @@ def load_weights(
     """Load the tensors of the checkpoint `source`, or of its directory, into `model` on `device`. The model must be on
     the meta device.
 
-    skip             returns True for the name of a checkpoint tensor that is ignored
-    name_of          turns the name of a checkpoint tensor into the model's name
-    parts_of         returns the parts of a tensor from its name and shape; it is called for tensors of the model and,
-                     without `stored_parts_of`, of the checkpoint. The loader makes each part of the model from the
-                     checkpoint's part of the same name
-    stored_parts_of  if given, returns the parts of a checkpoint tensor in place of `parts_of`
+    skip             a function that returns whether a checkpoint tensor, given by name, is ignored
+    name_of          a function that converts the name of a checkpoint tensor to the model's name
+    parts_of         a function that returns the parts of a model tensor, given by name and shape. The loader makes each
+                     part of the model from the checkpoint's part of the same name
+    stored_parts_of  a function that returns the parts of a checkpoint tensor; None: `parts_of`
     progress         True: show one progress bar for all bytes on a terminal
 
     `name_of` and the function for checkpoint tensors may raise CheckpointError, with the reason, to refuse a tensor.
@@ -261,8 +261,7 @@ def load_weights(
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint`, and for tensors that are
     missing, unexpected, refused, duplicated, or of the wrong shape or dtype. These checks precede the first read, and
     one error lists all problems. Raises CheckpointError also if a file cannot be read, or if e4m3 cannot represent a
-    block of FP4 weights. The last error also applies to weights that stay FP4, because matrix products convert them to
-    e4m3.
+    block of FP4 weights. This includes weights that stay FP4, because matrix products convert FP4 to e4m3.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems: list[str] = []

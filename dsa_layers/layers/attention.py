@@ -22,9 +22,9 @@ class DSAAttention(nn.Module):
 
     A token has the latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
-    Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents: W_UK is absorbed into the
-    queries and W_UV into the outputs, so that all heads share one key.
-    A layer without an indexer (IndexShare) attends to the keys of the last layer that has an indexer.
+    Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents, one key for all heads: it
+    absorbs W_UK and W_UV, that is, multiplies the queries by W_UK and the outputs by W_UV.
+    A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
@@ -79,7 +79,7 @@ class DSAAttention(nn.Module):
         if indexer is not None:
             _check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
         self.indexer = indexer
-        # The stage while the indexer is trained, else None.
+        # The `IndexerStage` that trains the indexer now, or None.
         self.indexer_stage: Any = None
 
     def forward(
@@ -110,7 +110,7 @@ class DSAAttention(nn.Module):
         check_batch(batch, whole=self.indexer_stage is None)
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
-        """Return the layout of the keys among which the indexer selects: the batch, because each token is a key."""
+        """Return the view of the keys among which the indexer selects: the batch, because each token is a key."""
         return batch
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
@@ -118,8 +118,8 @@ class DSAAttention(nn.Module):
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
     def _norm_and_rotate(self, kv: torch.Tensor, rope: Angles) -> torch.Tensor:
-        """Return kv [T, latent + rope] with normalised latents and rotated rope keys. kv: the output of the
-        projection."""
+        """Return kv [T, latent + rope] with normalised latents and rotated rope keys. kv: the output of
+        kv_a_proj_with_mqa."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         return self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
 
@@ -181,7 +181,7 @@ class DSAAttention(nn.Module):
 def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
     """Raise TypeError or ValueError if `indexer` does not fit an attention layer of these sizes.
 
-    reader: the attention layer's projection of x. A lightning indexer must have the same weight dtype
+    reader: the attention layer's projection of x. A lightning indexer's weights must have the dtype of reader.weight
     """
     if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
         raise TypeError(
@@ -200,13 +200,13 @@ def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Mo
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: TokenBatch, softmax_scale: float
 ) -> torch.Tensor:
-    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head. s runs over the keys of token t's sequence
-    that token t sees.
+    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head. The sum is over the keys s of token t's
+    sequence that token t sees.
 
     q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
     """
     if q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
-        # Sequences of equal length need no mask, so one call of flash attention computes all of them.
+        # Sequences of equal length need no explicit mask, so one call of flash attention computes all sequences.
         by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
         out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
         return out.transpose(1, 2).flatten(0, 1)

@@ -15,11 +15,11 @@ from dsa_layers.layers.rope import Angles, RopeAngles
 
 
 class CompressedAttention(nn.Module):
-    """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over t's keys k_j.
+    """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over the keys k_j of t.
 
     The keys of token t are the last `window` tokens up to t, and compressed entries. If the layer has an indexer, it
-    selects the entries among those that t may see; otherwise t attends to all entries that it may see. A layer without
-    a compressor has only the window. The keys are also the values.
+    selects some of the entries that t may see; otherwise t attends to all of these entries. Without a compressor, a
+    layer attends only to the window. The keys are also the values.
       qr = q_norm(wq_a x)
       q = wq_b qr per head, divided by its root mean square, with rope on the last channels
       key of a token = kv_norm(wkv x), with rope on the last channels
@@ -86,7 +86,7 @@ class CompressedAttention(nn.Module):
         q, keys = self._rotate(q, rope), self._rotate(self.kv_norm(self.wkv(x)), rope)
         rows = batch.windows(self.window, self.window).indices
         if self.compressor is not None and self.selectable(batch).max_key_len:
-            # One tensor has the keys of the tokens, then the entries. `rows` are the rows that each token attends to.
+            # `keys` has the keys of the tokens, then the entries. `rows` has the rows of `keys` for each token.
             entries = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
             of_entries = self._select(x, qr, rope, entry_rope, batch)
             rows = torch.cat((rows, torch.where(of_entries < 0, -1, of_entries + len(keys))), 1)
@@ -100,7 +100,7 @@ class CompressedAttention(nn.Module):
         check_batch(batch)
 
     def selectable(self, batch: TokenBatch) -> EntryView:
-        """Return the layout of the keys among which the indexer selects: compressed entries."""
+        """Return the view of the keys among which the indexer selects: the compressed entries."""
         return batch.entries(self.compressor.ratio)
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Compressor(nn.Module):
     and the last dim channels for block i. Rope rotates the last channels of an entry in interleaved pairs.
 
     compress(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> fp32 [N, dim]: the packed entries of complete sequences.
-    cos, sin: of the angles at the entries' positions (`EntryView.positions`).
+    cos, sin: one row per token, at the position of the entry that ends with the token (`EntryView.positions`).
     Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
     Source: `Compressor` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
@@ -46,7 +46,8 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """The shape of one sequence's state. DRAFTS extra rows let the sequence continue after any of its drafts."""
+        """The shape of one sequence's state in the cache. The state has DRAFTS extra rows, so that a rejected draft
+        overwrites no row that the sequence still needs."""
         return ((2 * self.ratio if self.overlap else self.ratio) + DRAFTS, 2, self.ape.shape[1])
 
     def compress(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -67,7 +68,7 @@ class Compressor(nn.Module):
             k, z = (x[: count * m].float().unflatten(0, (count, m)) for x in (k, z))
             z = z + self.ape
             if self.overlap and count:
-                before = k.new_zeros(1, m, d), z.new_full((1, m, d), -torch.inf)  # for the first block
+                before = k.new_zeros(1, m, d), z.new_full((1, m, d), -torch.inf)  # padding before the first block
                 k_before, z_before = (torch.cat((pad, x[:-1, :, :d])) for pad, x in zip(before, (k, z)))
                 k, z = torch.cat((k_before, k[..., d:]), 1), torch.cat((z_before, z[..., d:]), 1)
             if count:

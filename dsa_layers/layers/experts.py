@@ -19,8 +19,8 @@ class Experts(nn.Module):
     depend on other tokens.
     limit: see `SwiGLU`.
     Parameters: gate_up_proj [E, 2 inner, hidden], for each expert the rows of the gate projection, then the rows of the
-    up projection; down_proj [E, hidden, inner]. Checkpoints store them as one tensor per expert and projection,
-    `experts.e.*_proj.weight`; `split_experts` has the mapping.
+    up projection; down_proj [E, hidden, inner]. Checkpoints store one tensor per expert e and projection,
+    `experts.e.*_proj.weight`; `split_experts` maps these names to slices of the parameters.
     fp8: weights are e4m3. {gate_up_proj,down_proj}_scale_inv fp32 has one scale per 128 x 128 block, as in
     `BlockFP8Linear`.
     fp4 (requires fp8): weights are int8 [.., columns / 2] with two e2m1 columns per byte, {..}_scale_inv is e8m0
@@ -66,8 +66,8 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(weight, requires_grad=not fp8))
 
     def _make_fp4(self, name: str, count: int, rows: int, columns: int) -> None:
-        """Register FP4 parameters with random codes. The scales give them about the magnitude of other initial
-        weights."""
+        """Register FP4 parameters with random codes. The scales are such that the weights have about the same magnitude
+        as initial weights in other dtypes."""
         packed = torch.empty(count, rows, columns // 2, dtype=torch.int8)
         size = columns**-0.5 / _FP4_SIZE
         scale = torch.full((count, rows, columns // FP4_GROUP), size, dtype=torch.float32).to(torch.float8_e8m0fnu)
@@ -92,13 +92,13 @@ class Experts(nn.Module):
 
     def sort(self, experts: torch.Tensor) -> ByExpert:
         """Return (order, rows, ends) of `dsa.sort_by_expert` for this rank's experts. Entries of other ranks' experts
-        come last; their results are neither computed nor read."""
+        come last. The results of these entries are neither computed nor read."""
         return dsa.sort_by_expert(experts - self.first if self.first else experts, self.count)
 
     def outputs(self, x: torch.Tensor, by_expert: ByExpert, top_k: int) -> torch.Tensor:
         """Return the outputs of the experts, [T * top_k, hidden], sorted by expert."""
         order, rows, ends = by_expert
-        if self.fp8:  # cast each token once, and store it at its sorted rows
+        if self.fp8:  # cast each token once, and store the result at the token's sorted rows
             return self.products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
         gate_up = grouped_product(x[order // top_k], self.gate_up_proj, ends)
         h = gated(*gate_up.float().chunk(2, -1), self.limit).to(x.dtype)
@@ -111,8 +111,8 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the outputs of the experts, sorted by expert, for FP8 activations and their scales. The rows of
-        `activations` are sorted by expert; or `tokens`, int32 [N], has the row of `activations` for each sorted row."""
+        """Return the outputs of the experts, sorted by expert. activations: FP8 rows and their scales. tokens: int32
+        [N], the row of `activations` that each sorted row reads; None if `activations` are sorted by expert."""
         swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")

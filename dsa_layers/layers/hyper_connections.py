@@ -9,7 +9,7 @@ import dsa
 
 
 class StreamMixing(nn.Module):
-    """The base class of hyper-connections. It projects the flattened streams X [T, n, D] in fp32.
+    """The base class of hyper-connections. `project` projects the flattened residual streams X [T, n, D] in fp32.
 
     Parameters, fp32: fn [count, n D], base [count], scale [scales].
     """
@@ -21,7 +21,7 @@ class StreamMixing(nn.Module):
         self.scale = nn.Parameter(torch.ones(scales, dtype=torch.float32))
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute fn v, fp32 [T, count]. v is the flattened streams."""
+        """Compute fn v, fp32 [T, count]. v: the streams x [T, n, D], flattened to [T, n D]."""
         return nn.functional.linear(x.flatten(1).float(), self.fn.float())
 
 
@@ -29,7 +29,7 @@ class HyperConnection(StreamMixing):
     """The hyper-connection of one sublayer with n residual streams. It computes the sublayer's input from the streams,
     and the new streams from the sublayer's output and the old streams.
 
-    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]) computes mix = fn v, where v is the
+    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]) computes mix = fn v, where v are the
     flattened streams, and calls `dsa.hyper_collapse`. x is the sublayer's input.
     expand(y [T, D], X, post, comb) -> X' [T, n, D] is `dsa.hyper_expand`. y is the sublayer's output.
     Parameters, fp32: fn [(2 + n) n, n D], base [(2 + n) n], scale [3].
@@ -58,7 +58,7 @@ class HyperConnection(StreamMixing):
 class HyperHead(StreamMixing):
     """x = sum_k (sigmoid(scale fn v / sqrt(mean(v^2) + eps) + base)_k + hc_eps) X_k: the model's final sum of streams.
 
-    v is the flattened streams. X [T, n, D] -> [T, D], computed by `dsa.hyper_head`.
+    v are the flattened streams. X [T, n, D] -> [T, D], computed by `dsa.hyper_head`.
     Parameters, fp32: fn [n, n D], base [n], scale [1].
     """
 

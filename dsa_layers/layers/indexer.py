@@ -1,4 +1,4 @@
-"""Indexers, which select the keys that each token attends to: the protocol, selection by scores, the lightning
+"""Indexers, which select the keys that each token attends to: their protocol, selection by scores, and the lightning
 indexer."""
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ FP8_DIM = 128  # the head_dim that `quantize` requires: the Hadamard transform a
 #                  square. Fewer than one in 1000 selected keys differ from the selection with torch.float32
 #   torch.float32  the scores equal DeepGEMM's, up to the order of summation
 SCORE_ACCUMULATORS = torch.float16
-WORKSPACE = 260 << 20  # bytes: room for the fp32 scores of 64 tokens and a million keys
-# With at least FUSED_KEYS keys and FUSED_TOKENS tokens, one kernel computes fp16 scores and selects keys, which is
-# faster for these sizes (docs/explanation/kernels.md, "Fused selection"). FUSED_BYTES: workspace per token.
+WORKSPACE = 260 << 20  # default bytes for scores: enough for the fp32 scores of 64 tokens and a million keys
+# With at least FUSED_KEYS keys and FUSED_TOKENS tokens, one kernel with fp16 accumulation computes scores and selects
+# keys, because it is faster (docs/explanation/kernels.md, "Fused selection"). FUSED_BYTES: its workspace per token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 ROW_PADDING = 512  # upper bound of the padding of a row of scores, in columns
-Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Ranges = tuple[torch.Tensor, torch.Tensor, int]
+Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # float keys, or e4m3 keys and their scales
+Ranges = tuple[torch.Tensor, torch.Tensor, int]  # see `KeySelection.select_packed`
 
 
 class Indexer(Protocol):
@@ -51,22 +51,22 @@ class Indexer(Protocol):
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return int32 [T, top_k]: the selected positions in each token's sequence, ascending. If a token sees n <
-        top_k keys, the first n columns have all of them and the other columns are -1. In fused layers the caller reads
-        only the first n columns.
+        top_k keys, the first n columns have all n positions, and the other columns are -1. In fused layers the caller
+        reads only the first n columns.
 
-        Without a cache, the rows of x give the packed keys. With a cache, the caller calls `store` first; the packed
-        keys are then the cache rows at `batch.key_slots`. Token t sees `batch.visible_keys[t]` packed keys, beginning
-        at row `batch.key_starts[t]`.
+        Without a cache, the indexer computes the packed keys from the rows of x. With a cache, the caller calls `store`
+        first; the packed keys are then the cache rows at `batch.key_slots`. Token t sees `batch.visible_keys[t]` packed
+        keys, beginning at row `batch.key_starts[t]`.
         """
 
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
-        """Write the new tokens' data for later passes to `cache.index` at `batch.slots`. Only fused attention, which
-        has a cache, calls `store`: before `select`, and in a pass that attends to all keys without `select`.
-        `LightningIndexer` has this method after `dsa_layers.fuse`, as `PagedIndexer`."""
+        """Write the new tokens' data for later passes, such as index keys, to `cache.index` at `batch.slots`. Only
+        fused attention calls `store`: before `select`, and in a pass that attends to all keys without `select`.
+        `dsa_layers.fuse` converts `LightningIndexer` to `PagedIndexer`, which has this method."""
 
     def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, attention: TrainedAttention) -> torch.Tensor:
-        """Return fp32 [T]: the loss of each token, in a pass that trains the indexer. The indexer gives its scores to
-        `attention.kl` or `attention.lightning_kl`, which computes the loss. x and qr are detached."""
+        """Return fp32 [T]: the loss of each token, in a pass that trains the indexer. The indexer calls `attention.kl`
+        with its scores, or `attention.lightning_kl`, to compute the loss. x and qr are detached."""
 
 
 class KeySelection(nn.Module):
@@ -88,18 +88,18 @@ class KeySelection(nn.Module):
 
     @property
     def weight_scale(self) -> float:
-        """The factor in w."""
+        """The constant factor of the head weights w: n_heads^-0.5 * head_dim^-0.5."""
         return self.n_heads**-0.5 * self.head_dim**-0.5
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute w, fp32 [T, n_heads]."""
+        """Compute the head weights w = weights_proj(x) * weight_scale, fp32 [T, n_heads]."""
         return linear_fp32(x, self.weights_proj.weight, self.weight_scale)
 
     def rotated_queries(
         self, q: torch.Tensor, weights: torch.Tensor, rope: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (q [T, n_heads, head_dim] with rope, w) from wq_b(qr) and w. If `quantize`, q is e4m3, and its scales
-        are multiplied into w."""
+        """Return (q with rope [T, n_heads, head_dim], w). If `quantize`, q is e4m3, and the scales of q are multiplied
+        into w. q: wq_b(qr) [T, n_heads * head_dim]; weights: the head weights w."""
         q = q.unflatten(-1, (self.n_heads, self.head_dim))
         if not self.quantize:
             return dsa.apply_rotary(q, *rope, **self.rope), weights
@@ -120,9 +120,9 @@ class KeySelection(nn.Module):
 
         q            wq_b(qr)
         keys         all keys of the pass, float [N, head_dim]
-        weights      w
+        weights      the head weights w
         view         which keys each token sees
-        by_sequence  whether each sequence has equally many tokens, so that float scores are computed by sequence
+        by_sequence  whether float scores are computed per sequence; all sequences then have equally many new tokens
         """
         q, weights = self.rotated_queries(q, weights, rope)
         if self.quantize:
@@ -138,7 +138,7 @@ class KeySelection(nn.Module):
         key_lens: Sequence[int] | None = None,
         paging: dict | None = None,
     ) -> torch.Tensor:
-        """Select among packed keys. The tokens are processed in chunks whose scores fit into the workspace.
+        """Select among packed keys. Process the tokens in chunks whose scores fit into the workspace.
 
         q         [T, heads, dim], float or e4m3
         keys      float [N, dim]; if q is e4m3, e4m3 [N, dim] and fp32 scales [N]
@@ -182,8 +182,8 @@ class KeySelection(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _selects_fused(self, tokens: int, most: int) -> bool:
-        """Return whether `dsa.indexer_select` supports these sizes and is faster than separate kernels for e4m3 scores
-        and top-k."""
+        """Return whether `dsa.indexer_select`, which computes e4m3 scores and top-k in one kernel, supports these sizes
+        and is faster than separate kernels."""
         if self.accumulators != torch.float16 or self.top_k > MAX_SELECTED:
             return False
         return most >= FUSED_KEYS and min(tokens, self.workspace // FUSED_BYTES) >= FUSED_TOKENS
@@ -263,7 +263,7 @@ class LightningIndexer(KeySelection):
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) for the scores
-        sum_h w_h relu(q_h . k). They are not quantised and have gradients."""
+        sum_h w_h relu(q_h . k). The three tensors are not quantised and have gradients."""
         q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), *rope, **self.rope)
         return q, self.keys(self.wk(x), rope), self.head_weights(x)
 

@@ -34,8 +34,8 @@ class Linear(nn.Linear):
 
 
 def computes_product_alone(linear: nn.Module) -> bool:
-    """Return whether a call of the layer only multiplies by its weight. This is so for an `nn.Linear` without hooks
-    whose weight is not offloaded. Adapters and quantised layers are other classes."""
+    """Return whether a call of the layer only multiplies by its weight: the layer is an `nn.Linear` without hooks, and
+    its weight is not offloaded. Adapters and quantised layers have other classes, so the result is False for them."""
     hooks = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
 
@@ -68,8 +68,8 @@ class BlockFP8Linear(nn.Module):
     """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block. `forward` quantises the activations x.
 
     x [..., I] is bf16, fp16 or fp32, and I is a multiple of 128. y [..., O] has x's dtype. Each group of 128 channels
-    of a token has one scale, a power of two if `use_ue8m0`. Products accumulate in fp32 within 128 channels; then the
-    scales are applied.
+    of a token has one scale, a power of two if `use_ue8m0`. The sum over 128 channels is accumulated in fp32 and then
+    multiplied by the scales.
     Parameters: weight [O, I] float8_e4m3fn, weight_scale_inv [ceil(O / 128), I / 128] fp32. Despite its name,
     weight_scale_inv is multiplied with the weight.
     This layer is for inference only: FP8 weights have no gradient.
@@ -113,7 +113,7 @@ class BlockFP8Linear(nn.Module):
             whole, rows = self.part_of
             return whole.float_weight(dtype)[rows]
         parameters = self.weight, self.weight_scale_inv
-        if any(tensor.is_inference() for tensor in parameters):  # they have no version counter
+        if any(tensor.is_inference() for tensor in parameters):  # inference tensors have no version counter
             return dsa.dequantize_per_block(*parameters, dtype)
         state = dtype, *((tensor.data_ptr(), tensor.shape, tensor._version) for tensor in parameters)
         if self._dequantised is None or self._dequantised[0] != state:
@@ -126,8 +126,8 @@ class BlockFP8Linear(nn.Module):
 def make_linear(
     in_features: int, out_features: int, *, fp8: bool, dtype: torch.dtype | None = None, use_ue8m0: bool = True
 ) -> Linear | BlockFP8Linear:
-    """Return a projection that FP8 checkpoints store quantised. Its weight is in FP8 blocks if `fp8`, else in `dtype`.
-    Raise TypeError or ValueError for invalid options."""
+    """Return a linear layer: `BlockFP8Linear` if `fp8`, else `Linear` in `dtype`. For the projections that FP8
+    checkpoints quantise. Raise TypeError or ValueError for invalid options."""
     check_flag("fp8", fp8)
     check_flag("use_ue8m0", use_ue8m0)
     if dtype is not None:
@@ -138,8 +138,8 @@ def make_linear(
 
 
 def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
-    """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader` accepts. The check covers `Linear` and
-    `BlockFP8Linear` only; other modules, such as adapters, check their inputs themselves."""
+    """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader`, a layer that takes x, accepts. Check
+    this for `Linear` and `BlockFP8Linear` only; other modules, such as adapters, check their inputs themselves."""
     kind = type(reader)
     if kind is not Linear and kind is not BlockFP8Linear:
         return
@@ -150,7 +150,8 @@ def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
 
 
 def _casts(x: torch.Tensor) -> bool:
-    """Return whether autocast converts x to the weights' dtype."""
+    """Return whether autocast is enabled on x's device. Products then cast x and the weight to one dtype, so their
+    dtypes may differ here."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
@@ -215,7 +216,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def groups(self) -> int:
-        """The number of matrices. If the layer is split over ranks, each rank has complete matrices."""
+        """The number of matrices. If the layer is split over ranks, this is the number of this rank's matrices."""
         return len(self.matrices.weight) // self.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,8 @@ class SwiGLU(nn.Module):
 
 
 class GroupedSigmoidRouter(nn.Module):
-    """A router with sigmoid scores and groups of experts. It selects the experts of each token and their weights.
+    """A router with sigmoid scores and groups of experts. It selects the experts of each token and computes their
+    weights.
 
     s = sigmoid(x W^T), in fp32. The router ranks experts by s + bias. The score of a group is the sum of its two
     largest s + bias. The router keeps the best `topk_group` of `n_group` groups, and selects the best `top_k` experts
@@ -80,7 +81,7 @@ class GroupedSigmoidRouter(nn.Module):
 
 
 class SqrtSoftplusRouter(nn.Module):
-    """DeepSeek-V4's router with sqrt-softplus scores. It selects the experts of each token and their weights.
+    """DeepSeek-V4's router with sqrt-softplus scores. It selects the experts of each token and computes their weights.
 
     s = sqrt(softplus(x W^T)), in fp32. The router selects the `top_k` experts with the largest s + bias. If
     `hash_tokens` is given, a table with `hash_tokens` rows names the experts of each token id instead. The weight of an

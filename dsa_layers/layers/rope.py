@@ -14,8 +14,8 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2
 
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
-    """Return the frequencies f_i = theta^(-2i / dim), i < dim / 2: fp32 [dim / 2], in radians per position. Raise
-    TypeError or ValueError for an odd dim, or for a theta that is not finite and above 0."""
+    """Return the frequencies f_i = theta^(-2i / dim) for i < dim / 2: fp32 [dim / 2], in radians per position. Raise
+    TypeError or ValueError for an odd dim, or for a theta that is not a finite number above 0."""
     _check(dim, theta)
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
@@ -26,9 +26,11 @@ def yarn_frequencies(
     """Return YaRN's frequencies. Frequencies with many rotations within `original_length` positions stay unchanged;
     those with few rotations are divided by `factor`; those in between are interpolated.
 
-    With c(r) = dim ln(original_length / (2 pi r)) / (2 ln theta), low = floor(c(beta_fast)), high = ceil(c(beta_slow)):
-    f_i * (1 - ramp_i) + f_i / factor * ramp_i, ramp_i = clamp((i - low) / (high - low), 0, 1).
-    Returns fp32 [dim / 2]. Source: YaRN (arXiv 2309.00071) as in DeepSeek-V3's inference code.
+    c(r) = dim ln(original_length / (2 pi r)) / (2 ln theta) is the index i of the frequency that makes r rotations
+    within `original_length` positions. low = max(floor(c(beta_fast)), 0) and high = min(ceil(c(beta_slow)), dim - 1).
+    The result is f_i * (1 - ramp_i) + f_i / factor * ramp_i, fp32 [dim / 2], where f_i is frequency i of
+    `rope_frequencies`, and ramp_i = clamp((i - low) / (high - low), 0, 1).
+    Source: YaRN (arXiv 2309.00071) as in DeepSeek-V3's inference code.
     """
 
     _check(dim, theta)
@@ -52,7 +54,7 @@ def _check(dim: int, theta: float) -> None:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return 0.1 * mscale * ln(factor) + 1, or 1 if factor <= 1. The softmax scale is multiplied by its square."""
+    """Return 0.1 * mscale * ln(factor) + 1, or 1 if factor <= 1. Models multiply the softmax scale by its square."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -90,7 +92,7 @@ class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
 
     @classmethod
     def of(cls, rope: tuple[torch.Tensor, torch.Tensor]) -> Self:
-        """Return `rope` as RopeAngles. If it already is one, return the same object, which may have a cached `back`."""
+        """Return `rope` as RopeAngles. A RopeAngles is returned unchanged, because `back` may be cached with it."""
         return rope if isinstance(rope, cls) else cls(rope)
 
     @cached_property
@@ -101,13 +103,13 @@ class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
 
 
 class JointRotary(nn.Module):
-    """The angles of several embeddings with equal numbers of channels. They take as few kernels as one embedding.
+    """The angles of several embeddings with equal numbers of channels, computed with as few kernels as for one.
 
     embeddings: list of (embedding, ratio); pairs with ratio 1 come first. For ratio 1, the angles are at the tokens'
     positions. For other ratios, the angles are at the positions of compressed entries of `ratio` tokens:
     max(position + 1 - ratio, 0) is the position of the entry that ends with the token.
-    forward(positions int64 [T]) -> list of one `RopeAngles` per pair. With ratio 1, its `back` is already computed if
-    no embedding has a scale.
+    forward(positions int64 [T]) -> list of one `RopeAngles` per pair. If no embedding has a scale, `back` of the pairs
+    with ratio 1 is already computed.
     """
 
     def __init__(self, embeddings: Sequence[tuple[RotaryEmbedding, int]]) -> None:

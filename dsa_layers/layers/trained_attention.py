@@ -1,7 +1,7 @@
-"""Attention of a layer during the training of its indexer. The attention weights are the target of the indexer's loss.
+"""Attention of a layer while its indexer is trained. The attention weights are the target of the indexer's loss.
 
-The loss is KL(p || softmax(I)). p is the sum of the attention weights of all heads, normalised and detached. I is the
-indexer's scores. In the warm-up stage, p and I cover all keys. In the sparse stage, they cover the selected keys.
+The loss is KL(p || softmax(I)). p is the sum of the attention weights of all heads, normalised and detached. I has the
+indexer's scores. In the warm-up stage, p and I cover all keys; in the sparse stage, p and I cover the selected keys.
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
 
@@ -13,9 +13,9 @@ from dsa_layers.batch.token_batch import TokenBatch
 
 
 class TrainedAttention:
-    """The argument `attention` of an indexer's `loss`, and the base class of the attention of both stages. The indexer
+    """The argument `attention` of an indexer's `loss`, and the base class of the attention in both stages. The indexer
     calls `kl` or `lightning_kl` once. The called method computes the layer's attention and returns the loss of each
-    token, fp32 [T]. This loss has gradients only for the method's arguments."""
+    token, fp32 [T]. Gradients of this loss flow only to the method's arguments."""
 
     _batch: TokenBatch
     _out: torch.Tensor | None = None
@@ -28,8 +28,8 @@ class TrainedAttention:
         return self._out
 
     def gather(self, k: torch.Tensor) -> torch.Tensor:
-        """Return the rows [S, ...] of all keys that the tokens see, from the tokens' rows k [T, ...]. Return k itself
-        unless several ranks divide the tokens of a sequence."""
+        """Return the rows [S, ...] of all keys that the tokens see. k [T, ...]: the rows of the tokens. The result is k
+        itself unless several ranks divide the tokens of a sequence."""
         return self._batch.gather(k)
 
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,9 @@ class TrainedAttention:
         raise NotImplementedError
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the loss of arbitrary scores [T, S]: one score per token and key. Keys have the order of the rows of
-        `gather`. Scores of keys that a token may not see are ignored. This method is for experiments with new scores:
-        it is plain PyTorch and needs memory for [heads, T, S] numbers."""
+        """Return the loss of arbitrary scores [T, S], one score per token and key. The keys are in the order of
+        `gather`'s rows. Scores of keys that a token may not see are ignored. This method is for experiments with new
+        kinds of scores: it is plain PyTorch and needs memory for [heads, T, S] numbers."""
         raise NotImplementedError
 
 
@@ -72,9 +72,9 @@ class WarmupAttention(TrainedAttention):
 class SparseAttention(TrainedAttention):
     """Attention to the top_k keys with the largest scores. The KL divergence covers these keys.
 
-    q [T, heads, latent + rope], absorbed. kv [S, latent + rope] has the rows of `batch.gather`. d_v: channels of a
-    latent. out [T, heads, d_v] is available after the loss is computed. If no key is selected for a token, the token's
-    loss is NaN: every token sees itself, so its scores must all be NaN.
+    q [T, heads, latent + rope]: the queries, with W_UK absorbed (`DSAAttention`). kv [S, latent + rope] has the rows of
+    `batch.gather`. d_v: channels of a latent. out [T, heads, d_v] is available after the loss is computed. Every token
+    sees itself, so a token without selected keys has only NaN scores; the loss of such a token is NaN.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class SparseAttention(TrainedAttention):
         lse = self._attend(topk_indices)
         attention = self._q.detach(), self._kv.detach()
         kl = dsa.sparse_indexer_loss(*attention, q, k, weights, topk_indices, self._scale, lse)
-        # Without keys, the kernel returns loss 0, as for a perfect indexer. In a row, keys precede -1, so a row without
-        # keys has -1 in column 0.
+        # Make the loss of a token without selected keys NaN. The kernel returns 0, the loss of a perfect indexer. In a
+        # row, keys precede -1, so the row of such a token has -1 in column 0.
         return kl.masked_fill(topk_indices[:, 0, 0] < 0, torch.nan)
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ class SparseAttention(TrainedAttention):
         return kl_divergence(p / p.sum(-1, keepdim=True), scores.gather(1, rows).float(), selected)
 
     def _attend(self, topk_indices: torch.Tensor) -> torch.Tensor:
-        """Compute `out`, the attention to the keys `topk_indices` [T, 1, top_k]. Return the log-sum-exp of its softmax,
+        """Compute `out`, the attention to the keys `topk_indices` [T, 1, top_k]. Return the log-sum-exp of the softmax,
         [heads, T]."""
         self._out, lse = dsa.sparse_mla_attention(self._q, self._kv, topk_indices, self._scale, self._d_v)
         return lse.detach()

@@ -48,7 +48,7 @@ class DeepseekV32Config(ModelConfig):
     checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
         "ep_size": only(1),
         "moe_layer_freq": only(1),
-        "rope_interleave": only(True),  # rope in attention, not in the indexer; some configurations have this field
+        "rope_interleave": only(True),  # attention's rope, not the indexer's; only some configurations have this field
         "scoring_func": only("sigmoid"),
     }
 
@@ -305,7 +305,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         return layer is not None and (self.drafter is None or layer > 0 or name.startswith(tuple(_COPIES)))
 
     def _mtp_part(self, stored: str) -> tuple[int | None, str]:
-        """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and its name there.
+        """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and the name there.
 
         If no such layer has this tensor, return (None, stored).
         """

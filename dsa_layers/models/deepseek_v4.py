@@ -85,7 +85,7 @@ def _read_compress_rates(fields: Fields, known: SimpleNamespace) -> dict[str, in
 
 
 def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...]:
-    """Read which layers are hashed.
+    """Read which layers are hashed, that is, choose experts by the token id.
 
     Published configurations have num_hash_layers, the number of hashed layers at the start. transformers writes the
     type of each layer (mlp_layer_types).
@@ -305,7 +305,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
 
-    # Tokens. This is 64 entries in a layer with 4 tokens per entry, and 2 entries in a layer with 128 tokens per entry.
+    # Tokens per page. With 4 tokens per entry, a page has 64 entries; with 128 tokens per entry, it has 2.
     page_size = 256
 
     def __init__(self, config: DeepseekV4Config, precision: Precision | None = None) -> None:

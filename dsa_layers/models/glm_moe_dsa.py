@@ -92,8 +92,8 @@ class DraftedStates:
     slots   function that returns the cache slots of the keys that the first step attended to, for any rows; None
             without a cache
 
-    states[rows] returns the `DraftedStates` of these rows. `slots` computes slots only for the requested rows, which
-    are few of a prompt's rows.
+    states[rows] returns the `DraftedStates` of these rows. `slots` is a function, so that slots are computed only for
+    the requested rows. These are only a few of a prompt's rows.
     """
 
     values: torch.Tensor
@@ -106,10 +106,10 @@ class DraftedStates:
 class GlmMoeDsaDrafter(DeepseekV32Drafter):
     """DeepSeek-V3.2's drafter. With `index_share_for_mtp_iteration` (GLM-5.2), only the first step selects keys.
 
-    Let t be the last position with a state of the target, and S[t] the keys that the first step attended to there. A
-    later step attends to S[t] for any position of its token. S[t] does not contain the key of this token. The indexer
-    does not run in a later step. With this option all steps return `DraftedStates`. A later step takes one token per
-    sequence and the cache of the first step.
+    Let t be the last position with a state of the target, and S[t] the keys that the first step attended to there. All
+    later steps attend to S[t], although it does not contain the keys of their own tokens. The indexer runs only in the
+    first step. With this option all steps return `DraftedStates`. A later step takes one token per sequence and the
+    cache of the first step.
     Source: Z.ai's account of GLM-5.2, and vLLM's, SGLang's and TensorRT-LLM's code for it.
     """
 
@@ -197,7 +197,7 @@ FAMILY = Family(
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     PublishedFormat(norm_dtype="BF16"),
-    # GLM-5.2. Layers with and without an indexer follow both a layer with a dense MLP and layers with experts.
+    # GLM-5.2: one layer with a dense MLP and four layers with experts. Two of these four have no indexer.
     TinyFields(
         "glm_5_2_config.json",
         {
@@ -209,7 +209,8 @@ FAMILY = Family(
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
             "num_hidden_layers": 5,
             "pad_token_id": 1,
-            # The published file is from the BF16 release. In the FP8 release, scales are not powers of two.
+            # The published file is from the BF16 release and lacks this field. In the FP8 release, scales are not
+            # powers of two.
             "quantization_config": {
                 "activation_scheme": "dynamic",
                 "fmt": "e4m3",

@@ -55,7 +55,7 @@ class Drafter(Protocol):
             way the target's states replace the drafted states. The last DRAFTS positions of a sequence
             (`dsa_layers/cache/drafts.py`) can be rolled back
 
-    The drafter's result is only a guess. For any guess, the tokens that the target accepts are tokens of the target.
+    A draft is only a guess. The target accepts it only if the target chooses the same token.
     """
 
     page_size: int

@@ -1,4 +1,4 @@
-"""Context parallelism in training: each rank computes some tokens of packed sequences and gathers the keys of all."""
+"""Context parallelism in training: each rank computes some tokens of packed sequences and gathers the keys for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ class TokenShare:
 def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
     """Distribute the tokens of sequences of these lengths over `size` ranks, each token to one rank.
 
-    A sequence is cut into 2 size chunks, and rank r gets chunks r and 2 size - 1 - r. With causal attention a token
-    attends to all tokens before it, so the work of contiguous shares would differ by a factor of up to 2 size - 1. With
-    one early and one late chunk, all ranks have the same number of query-key pairs, except for the remainder of the
-    division. The remainder's tokens go to the ranks with the fewest tokens so far, so the ranks' numbers of tokens
+    A sequence is cut into 2 * size chunks, and rank r gets chunks r and 2 * size - 1 - r. With causal attention a token
+    attends to all tokens before it, so the work of contiguous shares would differ by a factor of up to 2 * size - 1.
+    With one early and one late chunk, all ranks have the same number of query-key pairs, except for the remainder of
+    the division. The remainder's tokens go to the ranks with the fewest tokens so far, so the ranks' numbers of tokens
     differ by at most one.
     """
     early: list[list[Piece]] = [[] for _ in range(size)]
@@ -72,7 +72,7 @@ def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows that a rank gathers. Each rank's rows are padded to `most` rows before they are joined, so row i of rank
+    """The rows that a rank gathers. Each rank's rows are padded to `most` rows and then concatenated, so row i of rank
     r has index r * most + i.
 
     rows   int64 [N], on the device: indices of the rows to gather. An index occurs at most twice
@@ -88,9 +88,9 @@ class RowPlan:
 class _GatherRows(torch.autograd.Function):
     """Gather the rows [N, ...] of this rank's plan from all ranks' x [own rows, ...].
 
-    A row's gradient is the sum of all ranks' gradients for the row. These are rounded to x's dtype and added in fp32
-    (fp64 for fp64) in the order of the ranks, so every run gives the same bits. All ranks must call this function, and
-    run backward, in the same order.
+    A row's gradient is the sum of all ranks' gradients for the row. The ranks' gradients are rounded to x's dtype and
+    added in fp32 (fp64 for fp64) in the order of the ranks, so every run gives the same bits. All ranks must call this
+    function, and run backward, in the same order.
     """
 
     @staticmethod
@@ -164,7 +164,7 @@ class ContextBatch(SequenceBatch):
         return self.keyed.positions
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of x [T, ...], in the order of the pieces. x has one sequence after another."""
+        """Return this rank's rows of x [T, ...], in the order of the pieces. x has all sequences, one after another."""
         if x.dim() == 0 or len(x) != sum(self.lens):
             raise ValueError(f"x: must have a row for each of {sum(self.lens)} tokens, got shape {list(x.shape)}")
         return x[self._tokens_of(self._share.pieces)]
@@ -201,8 +201,8 @@ class ContextBatch(SequenceBatch):
 
     @property
     def weight(self) -> float:
-        """The weight of a mean over this rank's tokens in `mean`: size / T * own tokens. It is 1 if all ranks have the
-        same number of tokens."""
+        """The factor by which to multiply a mean over this rank's tokens to get `mean`: size / T * own tokens. It is 1
+        if all ranks have the same number of tokens."""
         return self.ranks.size * sum(self.query_lens) / sum(self.lens)
 
     @property
@@ -219,7 +219,7 @@ class ContextBatch(SequenceBatch):
     @cached_property
     def _plan(self) -> RowPlan:
         most = max(share.tokens for share in self.shares)
-        row_of = torch.empty(sum(self.lens), dtype=torch.int64, device=self.device)  # tokens' rows in the joined rows
+        row_of = torch.empty(sum(self.lens), dtype=torch.int64, device=self.device)  # token -> index of `RowPlan`
         for rank, share in enumerate(self.shares):
             row_of[self._tokens_of(share.pieces)] = torch.arange(share.tokens, device=self.device) + rank * most
         keys = self._tokens_of([Piece(piece.sequence, 0, piece.end) for piece in self._share.pieces])

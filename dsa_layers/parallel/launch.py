@@ -36,8 +36,8 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
 
     If a rank fails, the launcher stops the other ranks. The exit code is the failed rank's exit code, or 1 if a signal
     killed it. This process writes the failed rank's last lines and a line that names the rank to standard error. Then
-    it calls `told` with that line and the exit code. It writes nothing if rank 0 itself exits with this code, because
-    rank 0 has printed the cause on the terminal. It always reports another rank that exits with code 1.
+    it calls `told` with that line and the exit code. It does neither if rank 0 itself exits with this code, because
+    rank 0 has printed the cause on the terminal. Exception: it always reports a rank other than 0 with exit code 1.
 
     If this process receives one of SIGNALS, it forwards the signal to the ranks, and the exit code is 128 + the
     signal's number.
@@ -132,9 +132,9 @@ def first_failed(failures: dict[int, "ProcessFailure"]) -> int:
     them.
 
     The rank that failed first is chosen. The time of a failure is the time of `note_failure`, else the time at which
-    the launcher found it. A killed rank may take up to STOP_SECONDS to end, so its time is taken to be that much
-    earlier. Two kinds of ranks are chosen last, unless they called `note_failure`: ranks that the launcher stopped by
-    SIGTERM, and ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
+    the launcher found it. A killed rank may take up to STOP_SECONDS to end, so this function subtracts STOP_SECONDS
+    from its time. Two kinds of ranks are chosen last, unless they called `note_failure`: ranks that the launcher
+    stopped by SIGTERM, and ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
     """
     found_first = next(iter(failures))
 
@@ -144,7 +144,7 @@ def first_failed(failures: dict[int, "ProcessFailure"]) -> int:
         if noted is not None:
             return False, noted
         stopped = failure.exitcode == -signal.SIGTERM and rank != found_first
-        found = failure.timestamp + 1  # torch rounds it down to seconds
+        found = failure.timestamp + 1  # torch rounds the timestamp down to seconds
         return stopped or failure.exitcode == -signal.SIGABRT, found - STOP_SECONDS * (failure.exitcode < 0)
 
     return min(failures, key=order)

@@ -1,4 +1,4 @@
-"""The placement of a pass's rows on several ranks: every rank has all rows, or a shard of them if there are many."""
+"""The distribution of a pass's rows over several ranks. Each rank has all rows, or in a pass with many rows a shard."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
 # The smallest number of new tokens for which the rows between layers are sharded.
 SHARDED_TOKENS = 256
-# The most tensors whose local rows a `Sharded` caches. One pass has fewer such tensors.
+# The largest number of tensors whose local rows a `Sharded` caches. One pass needs fewer.
 MOST_CACHED = 100
 
 
@@ -124,7 +124,10 @@ class Sharded(Placement):
         return type(x)(map(self.local_cached, x)) if isinstance(x, tuple) else self.local(x)
 
     def _cache(self, what: str, x: Any, make: Callable[[Any], Any]) -> Any:
-        """Return make(x). Compute it once per x and cache it. what: a name for `make`, part of the cache's key."""
+        """Return make(x). The first call for x computes the result, and later calls return the cached result.
+
+        what: a name for `make`, which distinguishes the results for one x
+        """
         if (what, id(x)) not in self._cached:
             if len(self._cached) >= MOST_CACHED:  # these entries are from earlier passes over the same batch
                 self._cached.clear()
@@ -141,7 +144,7 @@ class Sharded(Placement):
     def _start_all_gather(
         self, local: tuple[torch.Tensor, ...], *, at_once: bool
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Start to gather all tensors in one message, because a message has the host overhead of many kernels."""
+        """Start to gather all tensors in one message, because a message has as much host overhead as many kernels."""
         if not local:
             return lambda: ()
         check_no_gradient(*local)
@@ -176,7 +179,7 @@ class Sharded(Placement):
         return end
 
     def _in_order(self, parts: torch.Tensor, local: torch.Tensor, before: int, width: int) -> torch.Tensor:
-        """Return all rows of one tensor in order, as words.
+        """Return all rows of one tensor in order, as elements (words) of int32 or uint8.
 
         parts   the ranks' messages, which have equal lengths
         local   this rank's rows of the tensor

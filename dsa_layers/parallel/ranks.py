@@ -32,7 +32,7 @@ class Ranks:
 
     rank   the rank of this process, from 0
     size   the number of ranks
-    group  their process group, or None
+    group  the process group of these ranks, or None
 
     Raise TypeError or ValueError unless size is an integer of at least 1 and rank is in [0, size)."""
 
@@ -121,7 +121,7 @@ class Ranks:
 
     def copies(self, x: torch.Tensor) -> PeerCopies | None:
         """Return the `PeerCopies` of x's device. Return None if the device or group supports none. Also return None
-        while a CUDA graph is captured, because a graph cannot contain such messages."""
+        while a CUDA graph is captured, because a graph cannot contain these copies."""
         if self.group is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         return peer_copies(self.group, x.device)

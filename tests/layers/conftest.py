@@ -1,4 +1,4 @@
-"""What tests of layers, models and the command share."""
+"""Fixtures for the tests of layers, models and the command."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.layers.generation.families import FAMILIES
 
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenizer_per_size():
-    """Training a tokenizer takes most of the time of writing a tiny checkpoint."""
+    """Train one tokenizer per vocabulary size: training takes most of the time of writing a tiny checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "train_tokenizer", functools.cache(tiny.train_tokenizer))
         yield
@@ -22,7 +22,7 @@ def one_tokenizer_per_size():
 
 @pytest.fixture(scope="package", autouse=True)
 def no_gpu():
-    """Models would be loaded to a GPU."""
+    """Hide GPUs, so that models are loaded to the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -31,8 +31,8 @@ def no_gpu():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
-    """Return a function of (model, quantized=True) that returns a tiny checkpoint's directory, which tests must not
-    change."""
+    """Return a function from (model, quantized=True) to the directory of a tiny checkpoint. Tests share the directory
+    and must not change it."""
     made = {}
 
     def directory(model: str, quantized: bool = True) -> Path:
@@ -56,5 +56,5 @@ def model_type(request) -> str:
 
 @pytest.fixture(scope="module")
 def directory(model_type, tiny_checkpoint) -> Path:
-    """The tiny checkpoint of each family."""
+    """The directory of a tiny checkpoint, for each family in turn."""
     return tiny_checkpoint(model_type)

@@ -1,4 +1,4 @@
-"""The tiny checkpoints of all families: what they hold, that everything runs on them."""
+"""Tests of the tiny checkpoints of all families: their files and tensors, generation, and tokenizers."""
 
 import json
 
@@ -19,7 +19,7 @@ from dsa_layers.models.registry import FAMILIES
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import read_tensors
 
-# More tokens than one token selects, and more than two entries of 128.
+# 290 tokens: more than index_topk, and more than two of DeepSeek-V4's entries of 128 tokens.
 PROMPT = [2 + i * i % 2000 for i in range(290)]
 QUESTION = [{"role": "user", "content": "Q"}]
 
@@ -68,7 +68,8 @@ def test_unquantised_weights_are_the_same(tiny_checkpoint, model):
         assert weight.isfinite().all() and weight.float().square().mean() > 1e-4, name
         q, scale = quantized[name], quantized.get(scale_name(model, name))
         if q.dtype == torch.int8:
-            # FP4's values lie up to 2 scales of at most amax / 3 apart; BF16 rounds the other side.
+            # FP4 values are up to 2 scales apart, so rounding errs by at most 1 scale, which is at most amax / 3. BF16
+            # rounding of `weight` adds less than 1%.
             step = weight.float().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1) / 3
             assert ((dequantize_fp4(q, scale) - weight.float()).abs() <= step * 1.01).all(), name
         elif q.dtype == torch.float8_e4m3fn:
@@ -105,9 +106,9 @@ def test_generates(tiny_checkpoint, model, quantized, dequantize):
     generator = Generator(loaded, cache_tokens=512, prefill_chunk=150)
     (done,) = generator.generate([PROMPT], SamplingParams(max_tokens=3))
     assert all(step.shape == (1, 2048) and step.isfinite().all() for step in logits)
-    # The last chunk of the prompt gives the first token.
+    # The prompt takes two chunks. The second chunk gives the first token, and two decoding passes the others.
     assert len(logits) == 2 + 2 and [step.argmax().item() for step in logits[1:]] == done.tokens
-    # Logits that spread: the text is noise, but not of one token.
+    # Logits spread, but not so much that sampling would always give one token.
     assert all(1 < step.std() < 4 for step in logits[1:])
 
 
@@ -119,7 +120,7 @@ def test_the_tokenizer_takes_any_text_and_has_the_family_s_chat_format(tiny_chec
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
     fields = json.loads((directory / "tokenizer_config.json").read_text())
     assert fields["model_max_length"] == config.max_position_embeddings
-    assert ("chat_template" in fields) == (model == "glm_moe_dsa")  # as in the releases
+    assert ("chat_template" in fields) == (model == "glm_moe_dsa")  # the other families are published without one
     text = "The lightning indexer scores 128 heads — naïve 😀\n\tdef f(x): return x"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) < len(text.encode()) * 0.7

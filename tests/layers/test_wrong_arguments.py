@@ -1,4 +1,4 @@
-"""What the functions that users call first refuse: by the argument's name, with what it got."""
+"""Functions that users call refuse wrong arguments. The message names the argument and what it got."""
 
 import re
 from functools import partial

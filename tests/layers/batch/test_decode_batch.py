@@ -1,4 +1,4 @@
-"""Passes over the last few tokens of sequences give what passes over one token give."""
+"""Decoding passes over several tokens per sequence give the same logits as passes over one token per sequence."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.io.loading import load_model
 
 PAGE, SLOW = 64, pytest.mark.slow
-# More tokens than are selected, and fewer; pages in any order.
+# V3.2 and GLM select 128 keys: two sequences have more keys, and one has fewer. Pages are not in order.
 LENGTHS, PAGES = [200, 40, 131], [[5, 2, 8, 1], [7], [3, 9, 4]]
 SAME = ("positions", "sequences", "visible_keys", "slots", "cu_query_lens", "last_tokens", "earlier_lens_tensor")
 
 
 def batches(next_n):
-    """The same new tokens in a batch whose lengths are on the device, and in one whose lengths are on the host."""
+    """Return a DecodeBatch (lengths on the device) and a SequenceBatch (lengths on the host) of the same new tokens."""
     table = torch.tensor([[*own, *[-1] * (4 - len(own))] for own in PAGES], dtype=torch.int32)
     slots = torch.arange(3, dtype=torch.int32)
     device = DecodeBatch(table, PAGE, torch.tensor(LENGTHS, dtype=torch.int32), 256, slots, next_n)
@@ -31,7 +31,7 @@ def test_a_decode_batch_equals_a_sequence_batch_of_the_same_lengths(next_n):
     assert device.is_decode and device.next_n == next_n
     for name in SAME:
         assert torch.equal(getattr(device, name), getattr(host, name)), name
-    assert device.most_selected(128).tolist() == LENGTHS  # which attention compares with its columns
+    assert device.most_selected(128).tolist() == LENGTHS  # not limited to 128, because attention limits them
     assert torch.equal(device.selected_counts(128), host.visible_keys.clamp(max=128))
 
 
@@ -49,14 +49,14 @@ TOKENS = [torch.randint(2, 2000, (n,), generator=torch.Generator().manual_seed(n
     ids=str,
 )
 def model(request, tiny_checkpoint):
-    """Models with FP8 pages, which round index keys too, and with pages of floats."""
+    """An fp32 model with cached latents in FP8 (kv_cache "fp8") or in fp32 (kv_cache "model")."""
     name, kv_cache = request.param
     return load_model(tiny_checkpoint(name, quantized=False), dtype=torch.float32, progress=False, kv_cache=kv_cache)
 
 
 @pytest.fixture(scope="module")
 def one_by_one(model):
-    """Logits [3, COUNT, vocabulary] after each of the last tokens, in passes over one."""
+    """Logits [3, COUNT, vocabulary] of the last COUNT tokens, from passes over one token per sequence."""
     cache, found = filled(model), []
     for done in range(COUNT):
         found.append(step(model, cache, [done] * 3, last_tokens(done, 1)))
@@ -64,7 +64,7 @@ def one_by_one(model):
 
 
 def last_tokens(done, count):
-    """[3, count]: the tokens of each sequence after `done` of its last COUNT ones."""
+    """Return [3, count]: `count` tokens from index `done` on, among the last COUNT tokens of each sequence."""
     return torch.stack([own[len(own) - COUNT + done :][:count] for own in TOKENS])
 
 
@@ -74,7 +74,7 @@ def page_of(model):
 
 @torch.inference_mode()
 def filled(model):
-    """A cache with all tokens before the last COUNT ones."""
+    """Return a cache with the tokens of each sequence before its last COUNT tokens."""
     cache, lens = model.make_cache(10, page_of(model), state_slots=4), [n - COUNT for n in LENGTHS]
     batch = SequenceBatch.paged(lens, lens, PAGES, page_of(model), state_slots=[0, 1, 2])
     model(torch.cat([own[:-COUNT] for own in TOKENS]), batch, cache)
@@ -83,7 +83,8 @@ def filled(model):
 
 @torch.inference_mode()
 def step(model, cache, done, new):
-    """Logits [3, n, vocabulary] of a pass over new [3, n], after done[i] of sequence i's last COUNT tokens."""
+    """Return the logits [3, n, vocabulary] of a pass over the tokens `new` [3, n]. Before the pass, the cache has the
+    first done[i] of sequence i's last COUNT tokens."""
     table, slots = batches(1)[0].block_table, torch.arange(3, dtype=torch.int32)
     next_n = new.shape[1]
     lens = torch.tensor([n - COUNT + before + next_n for n, before in zip(LENGTHS, done)], dtype=torch.int32)
@@ -92,19 +93,19 @@ def step(model, cache, done, new):
 
 
 def assert_same(model, got, expected):
-    if model.precision.kv_cache == "fp8":  # what differs in the last bit of fp32 may round to another number of e4m3
+    if model.precision.kv_cache == "fp8":  # a difference in the last fp32 bit may round to another e4m3 number
         assert calc_diff(got, expected) < 1e-5
     else:
         assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
-    """Each pass has one right token and three drafts, of which a random number is right. Wrong ones have written to
-    pages, rings and states of blocks."""
+    """Per sequence, each pass has one right token and three drafts, of which a random number is wrong. Wrong drafts are
+    written to pages, window rings and compressor states, but must not change the logits of later passes."""
     cache, done, drafts = filled(model), [0] * 3, 3
     generator = torch.Generator().manual_seed(drafts)
     while min(done) < COUNT:
-        done = [min(before, COUNT - 1) for before in done]  # one that has ended waits for the others
+        done = [min(before, COUNT - 1) for before in done]  # a finished sequence repeats its last token
         new, after = torch.randint(2, 2000, (3, 1 + drafts), generator=generator), []
         for i, before in enumerate(done):
             right = min(1 + int(torch.randint(1 + drafts, (), generator=generator)), COUNT - before)
@@ -117,7 +118,7 @@ def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
 
 
 def test_more_drafts_than_rings_have_room_for_are_refused(model):
-    """They would overwrite keys that V4's first token still sees. Pages have no such bound."""
+    """More drafts would overwrite keys that the pass still reads in DeepSeek-V4's rings. Pages have no such limit."""
     next_n = DRAFTS + 2
     cache, new = filled(model), last_tokens(COUNT - next_n, next_n)
     if isinstance(cache, CompressedKVCache):
@@ -129,7 +130,7 @@ def test_more_drafts_than_rings_have_room_for_are_refused(model):
 
 @torch.no_grad()
 def test_a_pass_without_a_token_gives_no_logits(model):
-    """Ranks of an engine have such passes, with a cache and without one."""
+    """A rank without work runs such passes, with and without a cache."""
     cache, none = model.make_cache(2), torch.zeros(0, dtype=torch.int64)
     decoding = DecodeBatch(torch.zeros(0, 2, dtype=torch.int32), cache.page_size, none.int(), 1, none.int())
     paged = SequenceBatch.paged([], [], [], cache.page_size, state_slots=[])

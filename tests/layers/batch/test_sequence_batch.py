@@ -20,7 +20,7 @@ def test_packed_tensors_are_what_is_computed_by_hand():
 
 
 def test_a_sequence_batch_cannot_be_made_while_a_graph_is_captured(monkeypatch):
-    """A replay would have the capture's lengths."""
+    """A SequenceBatch has its lengths on the host, so replays of the graph would use the lengths of the capture."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot be captured as a CUDA graph"):
         SequenceBatch.paged([1], [2], [[1]], 4, "cuda")
@@ -35,8 +35,9 @@ def test_selected_positions_become_rows_and_slots():
 
 
 def test_windows_are_what_is_computed_by_hand():
-    """Rings of 3 tokens: the first sequence has two new tokens after three, the second one after one. Of five tokens
-    the ring keeps the last ones; no token sees one before position 0."""
+    """Windows and rings have 3 tokens. In the first batch, one sequence has two new tokens after three earlier tokens,
+    and the other has one after one. In the second batch, five new tokens exceed the ring, which keeps the last three;
+    the other sequence has no earlier tokens."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
     assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1
@@ -58,7 +59,8 @@ def test_windows_need_state_slots():
 
 
 def test_entries_are_what_is_computed_by_hand():
-    """Entries of 2 tokens: the first sequence's new tokens are at 3, which ends its second entry, and at 4."""
+    """An entry has 2 tokens. The first sequence has new tokens at positions 3 and 4. The token at position 3 completes
+    the second entry."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
     entries = batch.entries(2)
     assert entries.page_size == 2 and entries.key_lens == (2, 1) and entries.key_lens_tensor.tolist() == [2, 1]

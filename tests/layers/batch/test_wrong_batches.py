@@ -71,7 +71,7 @@ def test_lists_and_a_devices_name_make_the_same_batch_as_paged():
 
 
 def test_inputs_of_a_step_make_the_batch_that_the_constructor_makes():
-    """All batches share the tensors that depend on the size only."""
+    """All batches of one DecodeInputs share the tensors that depend only on its size."""
     inputs = DecodeInputs(2, 3, 64, torch.device("meta"), 2)
     got, again = inputs.batch(), inputs.batch()
     made = DecodeBatch(inputs.block_table, 64, inputs.key_lens, 192, inputs.state_slots, 2)

@@ -1,4 +1,4 @@
-"""Caches, and which pages are in use."""
+"""Tests of paged caches and of the allocation of pages."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What tests of the `dsa` command share."""
+"""Fixtures for the tests of the `dsa` command."""
 
 import shutil
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from dsa_layers import Generator
 
 @pytest.fixture
 def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """Return the one line of a wrong call, which has no standard output."""
+    """Return a function that returns the error message of a failed call. The call must have written this one line to
+    standard error, and nothing to standard output."""
 
     def line() -> str:
         captured = capsys.readouterr()
@@ -24,8 +25,9 @@ def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
-    """Make the generator give each list of events in turn, then none, and raise the exceptions among them. Return the
-    list of (prompts, parameters) that reach it."""
+    """Return a function that replaces `Generator.stream`. Call i of `stream` yields the events of runs[i] and raises an
+    exception that it finds among them; calls after the last run yield nothing. The function returns a list that
+    collects the (prompts, params) of the calls."""
     calls = []
 
     def install(*runs: list) -> list:
@@ -46,5 +48,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
 
 @pytest.fixture
 def damaged(checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint to damage."""
+    """A copy of the checkpoint that a test may damage."""
     return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))

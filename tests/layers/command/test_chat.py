@@ -10,7 +10,8 @@ from tests.layers.io.chat_examples import ASSISTANT, BOS, EOS, USER
 
 @pytest.fixture
 def chat(monkeypatch):
-    """Call the command with these lines; KeyboardInterrupt among them is a Ctrl-C at the prompt."""
+    """Return a function that runs `dsa chat` with these input lines. An exception among the lines is raised at the
+    prompt: KeyboardInterrupt stands for Ctrl-C."""
 
     def call(checkpoint, lines, *given):
         waiting = iter(lines)

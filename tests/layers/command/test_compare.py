@@ -1,4 +1,4 @@
-"""`dsa compare`: what it measures, on which text, and what wrong calls are told."""
+"""Tests of `dsa compare`: its figures, the sequences that it makes of a text, and its error messages."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`dsa compile`: what it asks for is in tests/layers/compilation; here are its options, output and errors."""
+"""Tests of `dsa compile`: options, output and errors. tests/layers/compilation tests which kernels it compiles."""
 
 import importlib.util
 import json
@@ -18,7 +18,8 @@ FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """(configuration, precision, drafts, GPUs) that the command looks for the kernels of; one compiles in a second."""
+    """Make the command compile one kernel, which takes a second, instead of the model's kernels. Return a list that
+    collects the (configuration, precision, drafts, GPUs) for which the command requests kernels."""
     found = []
 
     def model_variants(config, precision, *, drafts, gpus):

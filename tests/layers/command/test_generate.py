@@ -1,4 +1,4 @@
-"""`dsa generate`, run in this process: what it shows of one prompt and of several, as text and as events."""
+"""`dsa generate`, run in this process: its output for one prompt and for several, as text and as JSON events."""
 
 import io
 import json
@@ -17,8 +17,8 @@ SPEED = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ token
 
 
 def texts(checkpoint, *prompts, draft_tokens=0):
-    """What the library generates for these prompts together. Rounding may decide otherwise for each prompt alone, and
-    without drafts."""
+    """Return the texts that the library generates for these prompts in one call. Separate calls, or calls without
+    drafts, may give other texts, because they round differently."""
     model = load_model(checkpoint, dequantize=True, drafter=draft_tokens > 0, progress=False)
     generator = Generator(model, Tokenizer(checkpoint), cache_tokens=1024, draft_tokens=draft_tokens)
     return [one.text for one in generator.generate(list(prompts), SamplingParams(max_tokens=TOKENS))]
@@ -40,7 +40,7 @@ def test_one_prompt_is_streamed_and_followed_by_the_throughput(checkpoint, monke
         patch.setattr(sys, "stdout", output := Output())
         assert generate(checkpoint, "--raw") == 0
     assert output.getvalue() == f"{PROMPT}{texts(checkpoint, PROMPT)[0]}\n"
-    assert len(set(pieces)) > 3  # seen as it came, not at the end
+    assert len(set(pieces)) > 3  # flushed piece by piece, not only at the end
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(SPEED + r" \(cpu, backend reference, dequantised, greedy\)", line)
 
@@ -102,7 +102,7 @@ def test_events_in_json(checkpoint, capsys):
         assert completion["tokens"] == [event["token"] for event in tokens]
         assert completion["text"] == "".join(event["text"] for event in tokens)
         assert completion["finish_reason"] in ("length", "eos") and completion["error"] is None
-        # The last of its tokens, some of which may be equal, comes right before the completion.
+        # The last token comes right before the completion. Only the completion is unique, so find it first.
         assert between[between.index(completion) - 1] == tokens[-1]
     assert [completions[i]["text"] for i in range(2)] == texts(checkpoint, *prompts)
     assert completions[0]["prompt_tokens"] == len(Tokenizer(checkpoint).encode(PROMPT))
@@ -179,5 +179,5 @@ def test_prompts_come_from_arguments_files_and_the_standard_input(stand_in, chec
     options = ["--prompt", "first", *files[0], "--prompt", "-", "--prompt", "x\n", *files[1]]
     assert generate(checkpoint, "--raw", *options, prompts=()) == 0
     tokenizer = Tokenizer(checkpoint)
-    read = [tokenizer.decode(ids[1:]) for ids in given[0][0]]  # without the token that begins a text
+    read = [tokenizer.decode(ids[1:]) for ids in given[0][0]]  # ids[0] is BOS
     assert read == ["first", "né\n", "piped\nlines", "x\n", "last"]

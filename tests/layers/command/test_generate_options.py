@@ -1,4 +1,4 @@
-"""What `dsa generate` loads by its options, and what wrong options and damaged checkpoints are told."""
+"""Options of `dsa generate`: how it loads the model, and its errors for wrong options and damaged checkpoints."""
 
 import io
 import os
@@ -17,7 +17,7 @@ EOS = "<｜end▁of▁sentence｜>"
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The options that reach `load_model`, which then refuses."""
+    """Replace `load_model` by a function that raises ValueError. Return a list that collects its keyword arguments."""
     calls = []
 
     def load(directory, **options):

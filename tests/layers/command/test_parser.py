@@ -1,4 +1,4 @@
-"""Help, versions, wrong calls, and the tables of options in docs/reference/python.md."""
+"""Help and version of the commands, wrong calls, and the tables of options in docs/reference/python.md."""
 
 import argparse
 import inspect
@@ -77,7 +77,7 @@ def test_wrong_calls_are_told_in_one_line(error, arguments, shown):
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of a section's table, without its head."""
+    """Return the rows of the table in this section of docs/reference/python.md, as lists of cells, without the head."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\|(.*)\|$", section, re.M)
     return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]

@@ -1,4 +1,4 @@
-"""The `dsa` command as a process of its own: pipes, terminals, full disks and encodings."""
+"""The `dsa` command in a separate process: pipes, terminals, full disks and encodings."""
 
 import fcntl
 import os
@@ -13,8 +13,8 @@ import pytest
 
 from tests.default_signals import reset_signals
 
-SECONDS = 300  # for what takes few
-# The tests' own terminal and locale may differ.
+SECONDS = 300  # timeout of each command; normally it takes a few seconds
+# Fixed terminal and encoding, because those of the process that runs the tests may differ.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "NO_COLOR": "", "PYTHONIOENCODING": "utf-8"}
 GENERATE = ["generate", "--device", "cpu", "--cache-tokens", "512"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -48,7 +48,7 @@ def test_any_encoding_takes_the_output(options, prompt):
 
 
 def on_a_terminal(*options):
-    """(exit code, what a terminal shows)"""
+    """Run `dsa generate` on a pseudo-terminal of 80 columns. Return (exit code, bytes that the terminal shows)."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     call = [*GENERATE, "--max-tokens", "2", *options]
@@ -58,7 +58,7 @@ def on_a_terminal(*options):
         while True:
             try:
                 part = os.read(ours, 4096)
-            except OSError:  # Linux's way to say that the other side is closed
+            except OSError:  # Linux raises EIO after the process has closed its side
                 break
             shown += part
     os.close(ours)

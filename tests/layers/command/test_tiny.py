@@ -1,4 +1,4 @@
-"""`dsa tiny`: what it writes, and what it replaces."""
+"""Errors of `dsa tiny`: a full disk, and a directory that is not new or empty."""
 
 from unittest.mock import Mock
 

@@ -1,4 +1,4 @@
-"""Configurations of the published models and of tiny ones."""
+"""Configurations of published and tiny models."""
 
 import json
 import tempfile
@@ -15,7 +15,7 @@ def config_of(fields: dict) -> ModelConfig:
 
 
 def published(name: str) -> ModelConfig:
-    """Quantised as V3.2 is, where the pinned configuration says nothing."""
+    """Return a configuration from dsa_layers/vendored. If it has no quantization_config, it gets DeepSeek-V3.2's."""
     quantised = published_config("deepseek_v32_config.json")["quantization_config"]
     return config_of({"quantization_config": quantised} | published_config(f"{name}_config.json"))
 

@@ -1,4 +1,4 @@
-"""What batch-invariant decoding passes ask for, of models of the published sizes, without a GPU."""
+"""The kernels that batch-invariant decoding passes of published models request. The passes run without a GPU."""
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from dsa_layers.parallel.ranks import Ranks
 from tests.layers.compilation.configs import published
 
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
-# PyTorch's, whose order of sums may follow from the number of rows.
+# PyTorch's products, which a batch-invariant pass must not use: their order of sums may depend on the number of rows.
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm", "_scaled_mm", "addmv", "mv", "dot"}
-# Kernels of ours of which the bits of a row would depend on the others, or that few rows alone have.
+# Our kernels that a batch-invariant pass must not use: either a row's bits depend on the other rows, or only passes
+# with few rows use the kernel.
 OF_FEW_ROWS = {"compile_route_to_experts", "compile_route_by_table", "compile_sparse_mla_combine"}
 
 
@@ -32,8 +33,8 @@ class Products(TorchDispatchMode):
 
 
 def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
-    """(kernels' compile functions, attention's with their arguments, PyTorch's products) of a pass, or of the first of
-    several ranks' part of it, which says nothing to others."""
+    """Run a decoding pass on the meta device. Return (compile functions of the requested kernels, those of attention
+    with their arguments, PyTorch's products). With several ranks, run rank 0's part without communication."""
     model, cache = without_memory(config, Precision.of(config, kv_cache=kv_cache))
     if ranks > 1:
         split(model, Ranks(0, ranks), blocks=True)
@@ -67,7 +68,7 @@ def test_passes_of_any_size_take_one_way(name, ranks, kv_cache):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_other_passes_do_not(name):
-    """So that the test above can fail."""
+    """Passes that are not batch-invariant break every rule of the test above, which shows that it can fail."""
     few, attention, _ = asked(published(name), "fp8", 1, 8192, 0, invariant=False)
     many, own, products = asked(published(name), "fp8", 200, 8192, 0, invariant=False)
     assert few & OF_FEW_ROWS and products and (few ^ many) and own != attention

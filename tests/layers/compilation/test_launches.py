@@ -1,5 +1,5 @@
-"""What a decoding step launches, layer by layer: kernels of dsa, and operators of PyTorch between them. A GPU runs a
-short step no faster than its launches follow each other, so there is an upper bound, and the list when it is broken."""
+"""Upper bounds of the number of launches in a decoding step, per layer: dsa's kernels and PyTorch's operators. The
+time between launches limits the speed of a short step. A test that fails prints the list of launches."""
 
 import functools
 from collections import Counter
@@ -16,9 +16,10 @@ from dsa_layers.generation.steps import DraftInputs, DraftStep
 from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published
 
-# (Sequences, tokens of each) of a pass: with one token what decoding has without drafts, else a token and its drafts.
+# (sequences, tokens per sequence) of a pass: one token without drafts, else a token and its drafts.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
-# Most launches of a layer of each kind, in the order of the model, by the tokens of all sequences.
+# Upper bounds of a layer's launches: a row per kind of layer, in the model's order, and a column per total number of
+# tokens. V4's first layer also projects its input streams; other layers get this from the layer before.
 TOKENS = 1, 16, 32, 64, 128, 256, 512
 MOST = {
     "deepseek_v32": {"dense": (21, 21, 22, 22, 23, 23, 24), "experts": (26, 26, 27, 27, 30, 30, 30)},
@@ -28,15 +29,15 @@ MOST = {
         "experts": (26, 26, 28, 27, 30, 30, 29),
     },
     "deepseek_v4_flash": {
-        "window, hashed": (25, 26, 26, 26, 36, 36, 36),  # with its own projection of the streams, and the next layer's
+        "window, hashed": (25, 26, 26, 26, 36, 36, 36),
         "ratio 4, hashed": (32, 33, 33, 33, 43, 43, 43),
         "ratio 128": (26, 27, 27, 27, 30, 30, 30),
         "ratio 4": (32, 33, 33, 33, 36, 36, 36),
     },
 }
-# Most launches of a step outside its layers (embedding, angles, slots, counts, logits): without drafts, with drafts.
+# Upper bounds outside the layers (embedding, angles, slots, counts, logits): (without drafts, with drafts).
 MOST_BESIDE = {"deepseek_v32": (9, 11), "glm_5_2": (9, 11), "deepseek_v4_flash": (21, 28)}
-# Most launches that make 1, 2 and 3 drafts, by the number of sequences.
+# Upper bounds of a drafting pass: a row each for 1, 2 and 3 drafts, and a column per number of sequences.
 DRAFTING = 1, 16, 64, 128
 MOST_OF_DRAFTS = {
     "deepseek_v32": ((52, 53, 56, 56), (94, 96, 99, 102), (136, 137, 142, 148)),
@@ -46,7 +47,8 @@ MOST_OF_DRAFTS = {
 
 
 class Launches(TorchDispatchMode):
-    """The names of what is launched, in its order."""
+    """Records the names of launches in order: PyTorch operators here, and kernels in the fixture `launches`. Views and
+    allocations launch nothing."""
 
     def __init__(self):
         super().__init__()
@@ -60,8 +62,8 @@ class Launches(TorchDispatchMode):
 
 
 class Twice(nn.Module):
-    """Runs a layer twice: what it makes for all layers of a pass is there the second time, which counts. What it
-    launched for all layers the first time stays in the list of launches, and nothing else."""
+    """Runs a layer twice. The first run also computes tensors that all layers of the pass share. `found` gets the
+    launches of the second run. `launches` keeps the launches of the first run that the second run does not repeat."""
 
     def __init__(self, layer, launches):
         super().__init__()
@@ -97,7 +99,8 @@ def launches(monkeypatch):
 
 @functools.cache
 def made(name):
-    """(model, cache, layers) of the published sizes; made once, which takes as long as a pass."""
+    """Return (model, cache, the model's ModuleList of layers, a list of its original layers). Cached, because this
+    takes as long as a pass."""
     config = published(name)
     model, cache = without_memory(config, precision_of(config), drafter=True)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
@@ -106,7 +109,7 @@ def made(name):
 
 @pytest.fixture
 def published_model(launches):
-    """(model, cache, layers), each layer one that runs `Twice`."""
+    """Return a function from a name to (model, cache, layers), with each layer wrapped in `Twice`."""
 
     def make(name):
         model, cache, layers, plain = made(name)
@@ -128,8 +131,8 @@ def check(names, allowed, kind="pass"):
 @pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_a_pass(name, count, next_n, published_model, launches):
-    """Of each layer, where an op counts as one, though some have two kernels; and beside the layers of a step that is
-    captured: one of its size has run before, with the same inputs."""
+    """Count the launches in each layer and outside the layers. A compiled variant counts once, even if it launches two
+    kernels. A pass with the same input tensors has run before, as before the capture of a CUDA graph."""
     model, cache, layers = published_model(name)
     inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
@@ -145,8 +148,8 @@ def test_launches_of_a_pass(name, count, next_n, published_model, launches):
 @pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_drafts(name, count, drafts, published_model, launches):
-    """All that is captured of them after a verifying pass: the drafter over its tokens, and a step for each draft but
-    the first."""
+    """Count the launches of the captured pass that drafts tokens after a verifying pass: the drafter's pass over the
+    verified tokens, and one step for each draft after the first."""
     model, cache, _ = published_model(name)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         inputs = inputs_of(cache, 1, 1)

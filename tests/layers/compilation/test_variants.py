@@ -1,4 +1,4 @@
-"""Which kernels a model's passes ask for, against passes of other sizes and against a generator's."""
+"""`model_variants` lists all kernels that a model's passes of any size, a generator and ranks request."""
 
 import functools
 import random
@@ -21,7 +21,7 @@ from tests.layers.parallel.processes import in_ranks
 
 @functools.cache
 def variants_of(model_type, *, drafts=0, gpus=1, **options):
-    """Of the tiny model; listed once a process, which takes seconds."""
+    """Return `model_variants` of the tiny model. Cached, because it takes seconds."""
     config = tiny(model_type)
     return set(model_variants(config, precision_of(config, **options), drafts=drafts, gpus=gpus))
 
@@ -60,7 +60,7 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v4_flash", "glm_5_2"])
 def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(name):
-    """It has so many keys that they are selected as their scores are computed."""
+    """With so many keys, one op computes scores and selects keys. Its kernels include candidate_scores."""
     config = published(name)
     precision = precision_of(config)
     model, cache = without_memory(config, precision)
@@ -74,14 +74,15 @@ ZEROS = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Ten
 
 
 class Zeroed(TorchFunctionMode):
-    """Memory that nobody has written to holds zeros: indices that kernels would write are in bounds."""
+    """Fills uninitialised memory with zeros. Kernels write nothing here, and 0 is in bounds as an index."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return ZEROS.get(function, function)(*args, **(kwargs or {}))
 
 
 def generated(ranks, directory, drafts, chunk, calls):
-    """The kernels that a generator asks for, on the CPU with kernels that do nothing. calls: lengths of prompts"""
+    """Return the kernels that a generator requests. It runs on the CPU with kernels that do nothing. calls: for each
+    call of the generator, the lengths of its prompts"""
     model = load_model(directory, mesh=ranks, drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=16384, prefill_chunk=chunk, draft_tokens=drafts)
     draw = random.Random(1)  # the same prompts on all ranks
@@ -119,17 +120,18 @@ SUMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
 def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
-    """For prompts in chunks of which ranks share the rows, and in short passes. Sums go through NCCL."""
+    """The passes include chunks of at least 256 tokens, whose rows are sharded over the ranks, and shorter ones. On a
+    CPU, sums over ranks request no kernels."""
     expected, alone = variants_of(model_type, drafts=2, gpus=2), variants_of(model_type, drafts=2)
     of_ranks = in_ranks(2, generated, tiny_checkpoint(model_type), 2, 400, [[500], [3, 300, 40]])
     assert all(len(asked) > 20 and asked <= expected for asked in of_ranks)
-    assert not of_ranks[0] <= alone  # one GPU's alone would not do
+    assert not of_ranks[0] <= alone  # the kernels of one GPU do not suffice
     assert sums(expected) == SUMS and not sums(alone)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_products_of_split_experts_expect_their_share_of_the_rows(gpus, monkeypatch):
-    """Kernels are compiled for these; a GPU that has all experts leaves it to the products."""
+    """The expected number of rows chooses the kernel that is compiled. It is None on a GPU that has all experts."""
     products = "grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"
     found = record(monkeypatch, *products, seen=lambda *_, expected_rows, **__: expected_rows)
     config = tiny("deepseek_v4")

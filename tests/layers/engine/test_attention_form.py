@@ -1,4 +1,4 @@
-"""Which form attention over selected keys takes. Both forms give the same result."""
+"""Tests of the choice between the multi-head and the absorbed form of sparse attention, and of their results."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ V32 = HeadSizes(128, 128, 64, 128, 512)
         ([2048], [4096], True),
         ([4096], [32768], False),
         ([1], [2049], False),
-        # All heads' keys and values of these would take 8 GB.
+        # The keys and values of all heads would take 8 GB, more than EXPANDED_BYTES.
         ([150] * 54, [2300] * 54, False),
     ],
 )
@@ -64,7 +64,7 @@ def test_both_forms_give_the_same_result(pages, monkeypatch):
 
 @torch.no_grad()
 def test_passes_without_a_kernel_take_pytorchs_attention(monkeypatch):
-    """The reference of the kernel would need a matrix of all queries and keys."""
+    """No pass may call `dsa.mha_varlen_fwd`, which has no kernel on a CPU, even if the multi-head form is faster."""
     monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
     monkeypatch.setattr(dsa, "mha_varlen_fwd", None)
     layer = PagedAttention(128, 4, PagedIndexer(128, 128, n_heads=64, top_k=4, quantize=False), q_lora_rank=128)

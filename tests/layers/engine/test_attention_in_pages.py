@@ -1,4 +1,5 @@
-"""A prefill reads FP8 pages before attention, unless the latents would take too much memory."""
+"""Tests of sparse prefills over FP8 pages. A prefill converts all latents before attention. If they would take too much
+memory, attention reads the pages."""
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 
 def logits(model, monkeypatch, most):
-    """(logits of the second chunks of two prompts, reads of latent pages, passes of attention in the pages). most: the
-    bytes that may be read."""
+    """Return (logits of the second chunks of two prompts, number of conversions of latent pages, number of calls of
+    attention in the pages). most: the limit for the bytes of converted latents."""
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(paged_attention, "most_read", lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)
@@ -31,7 +32,7 @@ def test_attention_in_pages_is_attention_to_what_is_read_from_them(tiny_checkpoi
     model = load_model(tiny_checkpoint("glm_moe_dsa"), **FLOAT, kv_cache="fp8")
     layers = model.config.num_hidden_layers
     expected, *used = logits(model, monkeypatch, 10**9)
-    assert used == [layers, 0]  # the first chunks' latents are not read back
+    assert used == [layers, 0]  # one per layer: the first chunks' latents are not read back
     in_pages, *used = logits(model, monkeypatch, 0)
     assert used == [0, 2 * layers]
     assert (expected - in_pages).abs().max() < 1e-4 * expected.abs().max()

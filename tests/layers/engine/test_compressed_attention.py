@@ -28,7 +28,7 @@ def surroundings(length):
 
 @pytest.fixture
 def products(monkeypatch):
-    """(columns of all products in fp32, weak references to the memory of their results)."""
+    """Return two growing lists: the columns of each fp32 product, and a weak reference to its result's memory."""
     columns, results, product = [], [], joint_linear.fp32_product
 
     def recorded(x, weight, *scale, **options):
@@ -44,9 +44,9 @@ def products(monkeypatch):
 @pytest.mark.parametrize(
     ("length", "heads", "expected"),
     [
-        (12, 4, [4 * DIM]),  # every entry is read, so there are no index keys
+        (12, 4, [4 * DIM]),  # attention reads all 3 entries, so the indexer does not run
         (40, 4, [4 * DIM + 512 + 4]),
-        (40, 6, [4 * DIM + 512]),  # with 6 more columns rows would not lie at multiples of 16 bytes
+        (40, 6, [4 * DIM + 512]),  # with 6 more columns, rows would not begin at multiples of 16 bytes
     ],
 )
 def test_products_of_both_compressors_are_one_and_freed_before_attention(

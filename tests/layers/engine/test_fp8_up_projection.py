@@ -1,4 +1,5 @@
-"""Decoding multiplies with kv_b's stored FP8 weight if kernels take it. Results are those of W_UK and W_UV."""
+"""Tests of decoding that multiplies by kv_b's stored FP8 weight, which the kernels accept for some layers. Results must
+agree with those of the dequantised projections W_UK and W_UV."""
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ OPS = ("mla_absorb_queries", "mla_values_cast_to_fp8")
 
 @pytest.fixture
 def called(monkeypatch):
-    """Names of the called ops, as on a GPU with their kernels. Their references run."""
+    """Make layers call OPS as on a GPU with kernels; the references run. Return the growing list of called ops."""
     monkeypatch.setattr(attention_form, "has_kernels", lambda _: True)
     return record(monkeypatch, *OPS)
 
@@ -33,7 +34,7 @@ def make_layer(nope=128, value=128, top_k=16, **options):
 
 
 def decode(layer, x, latent):
-    """Prefill two sequences with 20 tokens each, then decode the others. Returns the decoded results."""
+    """Prefill 20 tokens of each of two sequences, then decode their other tokens. Return the decoded results."""
     cache = PagedKVCache(1, 4, 16, latent=latent, index="fp8").layer(0)
     for part in (cache.latent, cache.index):
         part.zero_()
@@ -50,11 +51,11 @@ def test_decoding_equals_that_with_dequantised_weights(sizes, latent, called, mo
     torch.manual_seed(3)
     layer, x = make_layer(*sizes), torch.randn(2, 24, HIDDEN).bfloat16()
     got = decode(layer, x, latent)
-    assert called == [*OPS] * 4  # in the steps of one token, not in the prompts
+    assert called == [*OPS] * 4  # in each of the 4 decoding steps, not in the prefill
     monkeypatch.setattr(attention_form, "has_kernels", lambda _: False)
     expected = decode(layer, x, latent)
     assert len(called) == 8
-    # Products are summed in another order, so single numbers in bf16 or in the FP8 cast differ.
+    # The two runs sum products in different orders, so they round some bf16 and FP8 values differently.
     assert (got.double() - expected.double()).norm() < 0.01 * expected.double().norm()
 
 
@@ -91,4 +92,4 @@ def test_a_part_of_the_heads_uses_views_of_whole_blocks(called):
         torch.testing.assert_close(got, whole[:, heads])
         for one, all_heads in zip(dsa.mla_values_cast_to_fp8(latents[:, heads], kv_b, 256), values, strict=True):
             torch.testing.assert_close(one.float(), all_heads.float().chunk(2, 1)[number], rtol=2**-3, atol=2**-9)
-    assert stored(rank_part(layer, 1, 4)) is None  # its 448 rows begin within a block
+    assert stored(rank_part(layer, 1, 4)) is None  # a rank's 448 rows are not a multiple of the 128 rows of a block

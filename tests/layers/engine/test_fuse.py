@@ -1,4 +1,4 @@
-"""Fused layers give what plain layers give, and layers of other classes stay plain."""
+"""Tests of `fuse`: fused layers agree with the plain layers that they replace, and unknown classes stay plain."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from dsa_layers.models.deepseek_v32 import DecoderBlock
 from tests.layers.layers import small_layers
 from tests.layers.layers.small_layers import BATCH, CASES, HIDDEN, INDEXERS, ROPE, rows
 
-WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model, which the parity tests hold
+WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model; test_deepseek_parity.py tests it
 
 
 def assert_agree(got, expected):
@@ -89,7 +89,7 @@ def hyper_block_of(ffn):
 
 
 OTHER_INDEXER = OtherIndexer(HIDDEN, 128, n_heads=4, top_k=4, quantize=False)
-# {test: (the layer's class, the layer, the module that stays plain)}
+# {name: (class of the layer, function that makes it, submodule that `fuse` must not replace; "" is the layer itself)}
 FOREIGN = {
     "router": (DecoderBlock, lambda: small_layers.decoder_block(other_mixture), "mlp"),
     "lightning indexer": (DSAAttention, lambda: small_layers.attention(OTHER_INDEXER), "indexer"),

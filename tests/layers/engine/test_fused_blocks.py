@@ -1,4 +1,4 @@
-"""Fused blocks, norms with casts and hyper-connections: the bits of their formulas, in few kernels."""
+"""Tests of fused blocks, norms with FP8 casts, and hyper-connections: results have the same bits as separate ops."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the called ops."""
+    """Record calls of these ops. Return a list of the ops' names, which grows with each call."""
     hyper = ("hyper_collapse", "hyper_collapse_norm_cast_to_fp8", "hyper_expand", "hyper_expand_mix", "hyper_mix")
     return record(monkeypatch, *hyper, "rms_norm", "rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8")
 
@@ -76,7 +76,7 @@ def test_a_decoder_block_has_the_bits_of_its_formula(mlp, calls):
     block, x = fuse(small_layers.decoder_block(mlp, fp8=True, dtype=BF16)), small_layers.rows(BF16)
     found, _ = block(x, *ROPE, BATCH)
     assert type(block) is FusedDecoderBlock
-    # One for the block's input and one for the queries' latents. The norm of keys makes no cast.
+    # In order: the block's input, the queries' latents, the keys (no cast), and the sum after attention.
     assert calls == ["rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8", "rms_norm", "add_rms_norm_cast_to_fp8"]
     y, _ = block.self_attn(block.input_layernorm(x), *ROPE, BATCH)
     h = x + y
@@ -85,7 +85,7 @@ def test_a_decoder_block_has_the_bits_of_its_formula(mlp, calls):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Projections are `dsa.hyper_mix` of bf16 parts, as on a GPU."""
+    """Make projections of bf16 streams call `dsa.hyper_mix` on a CPU too, as they do on a GPU."""
 
     def parts_for(self, x):
         return self.fn_parts if x.dtype == BF16 else None
@@ -106,7 +106,7 @@ def formula(block, x):
 
 @torch.no_grad()
 def test_a_hyper_block_has_the_bits_of_its_formula(calls):
-    """Collapse, norm and cast are one op. The queries' latents are normed and cast at once."""
+    """The collapse, norm and cast of each sublayer are one op. So are the norm and cast of the queries' latents."""
     (block,), x = hyper_blocks(1), streams(BF16)
     found, seen = run_hyper_block(block, x), Counter(calls)
     assert torch.equal(found, formula(block, x))

@@ -1,4 +1,4 @@
-"""Selections against scores in float64, and attention over pages against plain attention."""
+"""Tests that selected keys have the largest scores in float64, and that attention over pages equals plain attention."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def make_attention(dtype=None):
 
 
 def rotate(x, interleaved, first):
-    """Rope on 64 of the 128 dimensions of x [T, ..., 128] by complex numbers, in float64."""
+    """Apply rope to the first or last 64 of the 128 channels of x [T, ..., 128], with complex numbers in float64."""
     x = x.double()
     part, rest = (x[..., :64], x[..., 64:]) if first else (x[..., 64:], x[..., :64])
     a, b = (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :32], part[..., 32:])
@@ -40,7 +40,7 @@ def rotate(x, interleaved, first):
 
 
 def scores(indexer, x, qr, fp8):
-    """I[t, s] of one sequence in float64, with the model's quantisation if fp8."""
+    """Return the scores I[t, s] of one sequence in float64. fp8: whether to quantise q and k as the model does."""
     rope = indexer.rope["interleaved"], indexer.rope["dims"] == "first"
     q = rotate((qr.double() @ indexer.wq_b.weight.double().T).view(len(x), 64, 128), *rope)
     k = x.double() @ indexer.wk.weight.double().T
@@ -73,7 +73,7 @@ def test_selected_keys_have_the_largest_scores(kind, fp8, interleaved, dims):
         chosen = [s for s in row if s >= 0]
         assert len(chosen) == min(TOP_K, t + 1) and chosen == sorted(set(chosen)) and max(chosen) <= t
         threshold = exact[t, : t + 1].topk(len(chosen)).values[-1]
-        # fp32 and float64 may round one of 8192 products to different e4m3 numbers, 2^-4 of it apart.
+        # fp32 and float64 may round a number of q or k to adjacent e4m3 values, which changes a score slightly.
         assert (exact[t, chosen] >= threshold - 5e-3).all()
 
 
@@ -81,8 +81,8 @@ def test_selected_keys_have_the_largest_scores(kind, fp8, interleaved, dims):
 @pytest.mark.parametrize("length", [10, N])
 @torch.no_grad()
 def test_attention_over_pages_equals_plain_attention(length, pages):
-    """A layer with an indexer, and one without, which attends to the keys that the first one selected; in prefill, in
-    chunks and in decoding. FP8 pages round the latents and nothing else."""
+    """Run a layer with an indexer, and a layer that attends to the keys that the first layer selected. The tokens are
+    prefilled, decoded, or both. Only FP8 pages change the results, because they round the latents."""
     torch.manual_seed(7)
     indexer = make_indexer(LightningIndexer)
     full = DSAAttention(HIDDEN, HEADS, indexer, q_lora_rank=RANK, softmax_scale=0.11)
@@ -114,7 +114,7 @@ def test_attention_over_pages_equals_plain_attention(length, pages):
         for of_layer, of_prefill, exact in zip(got, outputs[0], expected):
             error = (of_layer - exact).norm() / exact.norm()
             assert 1e-3 < error < 0.05 if pages == "fp8" else error < 1e-5
-            # Prefill and decoding read the same bytes. Noise of fp32 changes single roundings to e4m3.
+            # Prefill and decoding write equal pages, except for e4m3 values that fp32 noise rounds differently.
             assert (of_layer - of_prefill).norm() / exact.norm() < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Layers that read the same input as one product: the same bits, and each layer keeps its parameters."""
+"""Tests of joint products (`join`, `multiply`): layers that read the same input share one product."""
 
 import copy
 
@@ -19,7 +19,7 @@ X = torch.randn(5, 256).bfloat16()
 
 
 class Several(nn.Module):
-    """FP8 layers of these numbers of rows, which `join` lays side by side."""
+    """A module with FP8 layers that `join` can join. rows: the number of output channels of each layer."""
 
     def __init__(self, *rows):
         super().__init__()
@@ -31,13 +31,13 @@ class Several(nn.Module):
 
 @pytest.fixture
 def products(monkeypatch):
-    """(columns of every FP8 product, casts)."""
+    """Return two lists that grow: the number of columns of each FP8 product, and an item per FP8 cast."""
     columns = record(monkeypatch, "fp8_gemm_nt", seen=lambda a, b, *_: len(b[0]))
     return columns, record(monkeypatch, "per_token_cast_to_fp8")
 
 
 def check(layers, x, products, joined):
-    """The joint product has the bits of the separate ones."""
+    """Check that `multiply` has the bits of separate products and needs one cast, and one product if `joined`."""
     expected = [layer(x) for layer in layers]
     for found in products:
         found.clear()
@@ -60,11 +60,11 @@ def test_one_product_has_the_bits_of_the_layers(products):
     for x in (X, X[:0], torch.randn(2, 3, 256)):
         check(model.layers, x, products, joined=True)
     check(model.layers[1:], X, products, joined=True)
-    check([model.layers[0], model.layers[2]], X, products, joined=False)  # not neighbours
+    check([model.layers[0], model.layers[2]], X, products, joined=False)  # layer 1 lies between them
     assert same(model.state_dict(), before)
     assert all(a is b and not a.requires_grad for a, b in zip(model.parameters(), parameters, strict=True))
     places = [parameter.data_ptr() for parameter in parameters]
-    join(model)  # nothing moves: CUDA graphs may hold the addresses
+    join(model)  # must not move the weights, because CUDA graphs may hold their addresses
     assert [parameter.data_ptr() for parameter in parameters] == places
 
 
@@ -76,7 +76,7 @@ def test_changed_weights_are_multiplied_as_they_are(products):
     first.weight.copy_(second.weight)
     second.weight_scale_inv.mul_(2)
     check(model.layers, X, products, joined=True)
-    second.weight.data = second.weight.flip(0)  # in other memory
+    second.weight.data = second.weight.flip(0)  # no longer adjacent to the first weight
     check(model.layers, X, products, joined=False)
     model.layers[0] = BlockFP8Linear(256, 384)
     join(model)
@@ -120,7 +120,7 @@ def test_other_layers_are_multiplied_one_by_one(first, second):
 
 @pytest.fixture
 def fp32_products(monkeypatch):
-    """Columns of every product in fp32."""
+    """Return a list of the number of columns of each fp32 product, which grows with each product."""
     return record(monkeypatch, "fp32_product", seen=lambda x, weight, *_, **__: len(weight), owner=joint_linear)
 
 
@@ -137,7 +137,7 @@ def test_only_the_last_fp32_layer_may_have_a_scale(scales, joined, fp32_products
 
 
 def test_the_projections_of_a_compressor_are_one_product(fp32_products):
-    """Also of 48 rows, which are no whole blocks."""
+    """Each projection has 48 rows. Only FP8 layers need a multiple of 128 rows to be joined."""
     model = fuse(small_layers.compressor(24, dtype=torch.bfloat16))
     layers = model.joint_layers()
     expected = [layer(X) for layer in layers]

@@ -1,4 +1,4 @@
-"""Kernels on a second stream of a CUDA graph: neither stream touches what the other one writes."""
+"""Test on a CPU that the two streams of a CUDA graph are independent: neither accesses memory that the other writes."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def memory(values):
 
 
 class Accesses(TorchDispatchMode):
-    """Records in `into` which memory PyTorch's operators read and write."""
+    """A dispatch mode that adds the memory that PyTorch's operators read and write to `into.read` and `into.write`."""
 
     into = None
 
@@ -41,8 +41,12 @@ class Accesses(TorchDispatchMode):
 
 
 class Watched(SideStream):
-    """open: the side streams without a join so far, including this one. inside: what the side stream accesses; after:
-    what the main stream accesses from its end to the join."""
+    """A side stream that records accesses to memory and checks them when it is joined.
+
+    open    the side streams that are not joined yet, including this one
+    inside  the memory that this side stream accesses
+    after   the memory that the main stream accesses between this side stream's block and the next block or the join
+    """
 
     joined = False
 
@@ -51,14 +55,14 @@ class Watched(SideStream):
         self.inside, self.after = (SimpleNamespace(read=set(), write=set()) for _ in range(2))
 
     def join(self):
-        assert self is self.open[-1]  # joins the earlier ones, too
+        assert self is self.open[-1]  # a join of the last side stream also joins the earlier ones
         self.accesses.into = None
         made = set().union(*(one.inside.write for one in self.open))
         for number, one in enumerate(self.open):
             inside = one.inside
             for after in (later.after for later in self.open[number:]):
                 assert not inside.write & (after.read | after.write) and not after.write & inside.read
-            # The allocator must not reuse memory that the side stream reads.
+            # Memory that the side stream reads must not be freed before the join, unless a side stream allocated it.
             assert not [x for x in inside.read if x.expired() and x not in made]
         for one in self.open:
             one.joined, one.reads = True, ()
@@ -67,13 +71,13 @@ class Watched(SideStream):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """The side streams of all passes, in order."""
+    """Record the accesses of all side streams. Return the list of these streams, which grows with each block."""
     found, open_, accesses = [], [], Accesses()
 
     @contextmanager
     def watch(*reads):
         for earlier in open_:
-            earlier.reads = ()  # the later side stream is joined instead of this one
+            earlier.reads = ()  # callers keep only the last `SideStream`, so earlier ones hold no tensors
         open_.append(made := Watched(accesses, open_, reads))
         found.append(made)
         accesses.into = made.inside
@@ -97,6 +101,6 @@ def test_a_side_stream_and_the_kernels_before_its_join_are_independent(
     generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
     assert starts and all(side.joined for side in watched)
     for start, end in zip(starts, [*starts[1:], len(watched)]):
-        # Attention and experts have kernels in both chains, except in layers without an indexer.
+        # Experts, and attention with an indexer, run kernels on both streams: on average more than one block per layer.
         both = [side for side in watched[start:end] if side.inside.write and side.after.write]
         assert len(both) > model.config.num_hidden_layers

@@ -17,7 +17,7 @@ from dsa_layers.parallel.ranks import Ranks
 @torch.inference_mode()
 def test_the_ranks_embeddings_add_up(shape, dtype, one_kernel, monkeypatch):
     monkeypatch.setattr(split, "backends", SimpleNamespace(runs_kernel=lambda *_: one_kernel))
-    monkeypatch.setattr(Ranks, "sum", lambda self, x: x)  # each rank's part by itself
+    monkeypatch.setattr(Ranks, "sum", lambda self, x: x)  # no sum, so that `part` returns one rank's result
     whole = torch.nn.Embedding(12, 8, dtype=dtype)
     tokens = torch.randint(12, shape)
     total = torch.zeros_like(whole(tokens))

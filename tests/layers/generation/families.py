@@ -1,5 +1,5 @@
-"""Families of models for tests that run once for each: GLM is DeepSeek-V3.2 with a selection that layers share, so most
-of what it does differently shows in another family's test."""
+"""The families of models, as parameters of tests. GLM is marked slow: it is DeepSeek-V3.2 with selections that layers
+share, so other families' tests find most errors."""
 
 import pytest
 

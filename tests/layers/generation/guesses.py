@@ -1,4 +1,4 @@
-"""Drafts that are often right, as those of a trained drafter are. Random drafters are almost never right."""
+"""Drafts that are often right, like those of a trained drafter. With random weights, drafts are almost never right."""
 
 import torch
 
@@ -6,7 +6,7 @@ from dsa_layers.generation.steps import DraftStep
 
 
 class Guesses:
-    """Replace drafts by the tokens that come, `truth`, of which about 30% are changed."""
+    """A function that drafts the next tokens of sequences: those of `truth`, with about 30% of them made wrong."""
 
     def __init__(self, truth, drafts):
         self.truth, self.drafts, self.generator = truth, drafts, torch.Generator().manual_seed(drafts)
@@ -22,8 +22,8 @@ class Guesses:
 
 
 def guess(monkeypatch, guesses=None):
-    """Let sequences get these drafts, or else the drafter's. Return [(a sequence's tokens, the drafter's drafts after
-    them)], a list that grows."""
+    """Replace the drafter's drafts by guesses(sequences), unless `guesses` is None. Return a list that grows with each
+    drafting pass, by (tokens, the drafter's drafts after these tokens) of each sequence."""
     seen = []
     for name in ("__call__", "after_prompts"):
         made = getattr(DraftStep, name)

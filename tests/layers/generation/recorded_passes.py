@@ -1,8 +1,8 @@
-"""Whether a decoding pass that comes again and again, whose ops' calls are recorded by then, launches what the first
-one did: kernels that compute nothing, on a CPU, with memory that is told apart.
+"""Check that repeated decoding passes, whose calls of ops are recorded, launch the same kernels with the same arguments
+as the first pass. The check runs on a CPU, with kernels that compute nothing.
 
-python -m tests.layers.generation.recorded_passes CHECKPOINT: prints a line a difference, and how many kernels a pass of
-each number of drafts launched. It replaces the compiler for the whole process, so tests run it in one of its own.
+python -m tests.layers.generation.recorded_passes CHECKPOINT prints a line per difference, and the number of launches of
+a pass with 0, 1, 2 and 3 drafts. It replaces the compiler in its process, so tests run it in a subprocess.
 """
 
 import contextlib

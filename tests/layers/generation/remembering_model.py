@@ -1,5 +1,5 @@
-"""A model whose next token depends on all tokens of the sequence as they are in its cache. If a sequence reads another
-sequence's page or state, its tokens are wrong."""
+"""A model that computes a sequence's next token from all of the sequence's tokens in the cache. If a sequence reads
+another sequence's page or state, its tokens are wrong."""
 
 from types import SimpleNamespace
 
@@ -9,22 +9,22 @@ from dsa_layers.cache.kv_cache import Cache
 from dsa_layers.generation.engine import Engine
 
 VOCABULARY = 7
-RING = 4  # states of the last tokens, so that drafts can be rejected
+RING = 4  # number of latest tokens whose states the cache keeps, so that drafts can be rejected
 
 
 def next_token(tokens, stateful=False):
-    """The token that RememberingModel says after these tokens."""
+    """Return the token that RememberingModel generates after these tokens."""
     return (mixed(tokens) + (sum_of(tokens) if stateful else 0)) % VOCABULARY
 
 
 def next_draft(tokens, stateful):
-    """The token that the drafter says after these tokens."""
+    """Return the token that RememberingDrafter drafts after these tokens."""
     entries = [entry(next_token(tokens[: i + 1], stateful), token) for i, token in enumerate(tokens[1:])]
     return next_token(entries, stateful)
 
 
 def continued(prompt, count, stateful=False):
-    """The new tokens of a prompt."""
+    """Return the first `count` tokens that RememberingModel generates after a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, stateful))
@@ -32,7 +32,7 @@ def continued(prompt, count, stateful=False):
 
 
 def mixed(values):
-    """A number that depends on every value and its position."""
+    """Return a number that depends on every value and its position."""
     found = 0
     for value in values:
         found = (found * 31 + value + 1) % 10007
@@ -44,13 +44,16 @@ def sum_of(values):
 
 
 def entry(state, token):
-    """What the drafter stores for a position with this state and this next token."""
+    """Return the value that the drafter stores for a position with this model state and this next token."""
     return state * 11 + token
 
 
 class ValuesCache(Cache):
-    """values [pages, page_size]; states [state slots, RING]: sums of all values up to a token, if there is a state per
-    sequence."""
+    """A cache with a value per token, and with states if `stateful`.
+
+    values  [pages, page_size]
+    states  [state slots, RING]: `sum_of` the values up to each of a sequence's latest RING tokens; None without states
+    """
 
     def __init__(self, pages, page_size, state_slots, stateful, device):
         super().__init__(pages, page_size, state_slots)
@@ -64,7 +67,7 @@ class ValuesCache(Cache):
         return [] if self.states is None else [self.states]
 
     def extended(self, values, batch):
-        """Write a value for each row. Return the next token after each row."""
+        """Write the value of each new token. Return the token that follows each new token."""
         values, found = values.tolist(), []
         for b, total in enumerate(batch.key_lens_tensor.tolist()):
             pages, slot = batch.block_table[b].tolist(), int(batch.state_slots_tensor[b])
@@ -82,8 +85,12 @@ class ValuesCache(Cache):
 
 
 class RememberingModel(torch.nn.Module):
-    """stateful: whether its cache has a state per sequence. `passes` has the query lengths of each pass; the pass with
-    the number `fail_at` raises ZeroDivisionError."""
+    """The model of this file.
+
+    stateful  whether the cache has states
+    passes    the query lengths of each pass
+    fail_at   the number of the pass, counted from 1, that raises ZeroDivisionError; None: no pass fails
+    """
 
     page_size = 4
     captures_decode = False
@@ -113,20 +120,20 @@ class RememberingModel(torch.nn.Module):
 
 
 class RememberingDrafter(RememberingModel):
-    """A drafter with a cache of its own. Its first draft is `next_draft`."""
+    """The drafter of a RememberingModel. It has its own cache. Its first draft is `next_draft`."""
 
     def forward(self, tokens, states, batch, cache):
         return cache.extended(entry(states, tokens), batch)
 
 
 def engine_of(kind=Engine, *, stateful=False, **options):
-    """A small Engine or Generator of a RememberingModel."""
+    """Return an Engine or Generator (`kind`) that runs a RememberingModel with a small cache."""
     options = {"page_size": 4, "cache_tokens": 64, "max_sequences": 3, "prefill_chunk": 5} | options
     return kind(RememberingModel(stateful=stateful, with_drafter=options.get("draft_tokens", 0) > 0), **options)
 
 
 def is_free(engine):
-    """Whether no sequence has any memory."""
+    """Return whether no sequence runs or waits, and none holds pages or a state slot."""
     engine._release_ended()
     slots = engine.cache.state_slots.free == engine.capacity.sequences
     pages = engine.cache.allocator.free + len(engine.memory._prefixes.unused)

@@ -1,10 +1,10 @@
-"""Captured passes on a CPU: sizes are rounded up, tensors stay, and instead of a graph the pass runs again on them."""
+"""A stand-in for CUDA graphs on a CPU. Sizes are rounded up, tensors are reused, and a replay runs the pass again."""
 
 from dsa_layers.generation.steps import CapturedStep
 
 
 class Replay:
-    """A graph of `run`: its results are written to the tensors of the first results."""
+    """A stand-in for the CUDA graph of `run`. `replay` writes new results to the tensors of the first results."""
 
     def __init__(self, run):
         self.run, self.results = run, run()
@@ -19,7 +19,7 @@ def tensors(results):
 
 
 def capture_passes(monkeypatch):
-    """Let passes be captured as on a GPU. Return [(the step's class, inputs)] of the captures, a list that grows."""
+    """Capture passes on a CPU too. Return a list that grows with each capture, by (class of the step, inputs)."""
     captured, make = [], CapturedStep.__init__
 
     def init(self, *arguments, **options):

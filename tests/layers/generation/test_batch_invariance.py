@@ -1,5 +1,5 @@
-"""Generation in which a sequence's tokens depend on no other sequence: the models that it takes, and its passes.
-tests/gpu/test_generation.py compares bits on a GPU."""
+"""Tests of batch_invariant=True, which makes a sequence's tokens independent of other sequences: accepted models, and
+the sequences of each pass. tests/gpu/test_generation.py compares bits on a GPU."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.layers.generation.remembering_model import RememberingModel, continue
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """As if there were kernels for a CPU."""
+    """Pretend that a CPU runs the kernels."""
     monkeypatch.setattr(backends, "runs_kernel", lambda *_: True)
 
 

@@ -1,4 +1,4 @@
-"""The size of a cache, and of the CUDA graphs of decoding passes."""
+"""Tests of the size of an engine's cache."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ GB = 2**30
 @pytest.mark.parametrize(
     ("device", "on_cpu", "room", "pages"),
     [
-        ("cpu", 40, 0, 1024),  # the whole context of a sequence
-        ("cpu", 8000, 0, 2000),  # CPU_CACHE_TOKENS
+        ("cpu", 40, 0, 1024),  # the whole context of a sequence, because CPU_CACHE_TOKENS is less
+        ("cpu", 8000, 0, 2000),  # CPU_CACHE_TOKENS / 4
         ("cpu", 10**6, 0, 8 * 1024),  # the whole context of all sequences
         ("cuda", 40, 10**12, 8 * 1024),
-        ("cuda", 40, 102 * 4 * 8, 101),  # what the memory has room for: 8 bytes per token, and a page for padding
+        ("cuda", 40, 102 * 4 * 8, 101),  # 102 pages of 4 tokens of 8 bytes fit; one is for padding
     ],
 )
 def test_a_cache_follows_from_the_device_and_a_gpu_without_room_is_refused(device, on_cpu, room, pages, monkeypatch):

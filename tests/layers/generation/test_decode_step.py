@@ -1,4 +1,4 @@
-"""Decoding as a captured pass does it: sizes rounded up, tensors that stay. Graphs themselves need a GPU."""
+"""Tests of decoding passes that are captured, with a stand-in for CUDA graphs, and of passes with recorded calls."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ PROMPTS = [list(range(40, 145)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
 
 @pytest.fixture(scope="module", params=["v32", "v4"])
 def model(request, checkpoint, tmp_path_factory):
-    """Activations in fp32: were they rounded to FP8, a row's tokens would depend on how many rows a product has."""
+    """Return a model with fp32 activations. With FP8 activations, tokens would depend on the size of the batch."""
     if request.param == "v32":
         torch.manual_seed(0)
         precision = Precision(torch.float32, False, True, "model")
@@ -40,14 +40,14 @@ def generate(model, limits, **options):
     generator = Generator(model, cache_tokens=1024, page_size=64, **options)
     params = [SamplingParams(max_tokens=n) for n in limits]
     completions = generator.generate(PROMPTS, params)
-    assert generator.cache.allocator.free == 16  # whatever was padded with is no sequence's
+    assert generator.cache.allocator.free == 16  # all 1024 / 64 pages; padding has an additional page
     return [c.tokens for c in completions]
 
 
 def test_captured_steps_give_the_same_tokens(model, monkeypatch):
     limits, captured = [30, 5, 12, 3, 16], capture_passes(monkeypatch)
     got = generate(model, limits)
-    # Five sequences, fewer and fewer; the last one comes to three pages.
+    # (sequences, pages), rounded up to powers of two. Five sequences end one by one; the last one needs three pages.
     assert [(inputs.count, inputs.pages) for _, inputs in captured] == [(8, 2), (4, 2), (2, 2), (1, 2), (1, 4)]
     few = generate(model, limits, max_sequences=2)
     with monkeypatch.context() as patch:
@@ -58,7 +58,7 @@ def test_captured_steps_give_the_same_tokens(model, monkeypatch):
 
 
 def eager(self, sequences):
-    """Each sequence by itself, through a batch of host lengths."""
+    """A replacement of `DecodeStep.__call__` that runs each sequence alone, as a `SequenceBatch`."""
     rows = []
     for s in sequences:
         pages = [list(s.pages)]

@@ -1,4 +1,5 @@
-"""Generation with drafts and over shared pages: tokens are those of a sequence by itself, drafts are the drafter's."""
+"""Tests of generation with drafts and shared pages. Tokens must equal those of a run without drafts or shared pages,
+and drafts those that the drafter computes for one sequence."""
 
 import functools
 
@@ -14,7 +15,7 @@ from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import is_free
 from tests.layers.generation.replay import capture_passes
 
-# Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
+# The first prompt has more than the 128 tokens that V3.2's indexer selects. Two take several chunks of 60 tokens.
 TEXT = [2 + i * i % 2000 for i in range(400)]
 PROMPTS = [TEXT[:170], [7, 8, 9], list(range(5, 80)), [3]]
 LIMITS = [18, 13, 6, 15]
@@ -28,7 +29,7 @@ def model(request, tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def without_drafts(model):
-    """Call it with a temperature: (tokens, throughput), which tests with other numbers of drafts are compared with."""
+    """Return a function of (temperature, number of prompts) that generates without drafts and caches its results."""
     return functools.cache(lambda temperature=0.0, prompts=None: generate(model, temperature, PROMPTS[:prompts]))
 
 
@@ -51,7 +52,7 @@ def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperat
     got, throughput = generate(model, temperature, draft_tokens=drafts)
     assert got == expected
     assert throughput.decode_tokens == without.decode_tokens and without.drafted == 0
-    assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # some of each are right
+    assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # `Guesses` makes some right and some wrong
 
 
 @pytest.mark.slow
@@ -87,12 +88,12 @@ def drafted(model, tokens, drafts):
 
 
 def page_size(model):
-    """Small, but of V4, whose entries stand for up to 128 tokens."""
+    """Return a small page size. V4 needs at least 128 tokens per page: an entry compresses up to 128 tokens."""
     return 128 if model.config.model_type == "deepseek_v4" else 16
 
 
 def calls(size):
-    """Prompts that share one page, two or none, end with a page or in the middle of one, and come again."""
+    """Return the prompts of two calls. They share up to two pages, and end within or at the end of a page."""
     first, second = TEXT[: 2 * size + 9], [*TEXT[: size + 1], *TEXT[300 : 300 + size // 2]]
     return [[first, second, TEXT[: 2 * size + 1]], [TEXT[: 2 * size], [*TEXT[:size], 7, 8, 9], second]]
 
@@ -101,7 +102,7 @@ def calls(size):
 @pytest.mark.parametrize("drafts", [2, 0])
 def test_tokens_and_drafts_of_shared_pages(model, drafts, monkeypatch):
     size, seen = page_size(model), guess(monkeypatch)
-    pages = 6  # fewer than the prompts have: some are taken from earlier ones
+    pages = 6  # fewer than all prompts need, so sequences must wait or evict pages of earlier prompts
     options = {"page_size": size, "prefill_chunk": size + 7, "draft_tokens": drafts}
     shared = Generator(model, cache_tokens=pages * size, prefix_cache=True, **options)
     alone = Generator(model, cache_tokens=4 * size, max_sequences=1, **options)

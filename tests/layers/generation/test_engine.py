@@ -1,4 +1,4 @@
-"""An engine whose requests come and go while others run. Each must get the tokens that it gets alone."""
+"""Tests of Engine: requests start and end while others run. Each request must get the tokens that it gets alone."""
 
 import gc
 import random
@@ -17,7 +17,7 @@ def stream_of(engine, prompt, params):
 
 
 def run(engine, tokens=None):
-    """Step until nothing is unfinished. Return {sequence: its tokens}."""
+    """Run passes until all requests have ended. Return {sequence: its tokens}, added to `tokens` if it is given."""
     tokens = {} if tokens is None else tokens
     while engine.unfinished:
         for event in engine.step():
@@ -26,7 +26,7 @@ def run(engine, tokens=None):
 
 
 def fail(engine, monkeypatch, name):
-    """Let the next pass of this kind raise."""
+    """Make the next pass of a kind raise RuntimeError. name: 'prefill' or 'extend'."""
 
     def fails(*arguments):
         monkeypatch.undo()
@@ -66,7 +66,8 @@ def test_requests_that_join_and_leave_at_any_time(stateful, options, seed):
 
 
 def test_prompts_start_while_nothing_can_be_extended():
-    """All requests end with their prompts' passes, so no pass may wait for one that extends."""
+    """Each request asks for one token, so its prefill ends it and no sequence is left to decode. Prefill passes must
+    then follow one another: 64 * 6 / 8 = 48 passes."""
     engine, steps = engine_of(prefill_chunk=8), 0
     for _ in range(64):
         engine.add_request([1] * 6, SamplingParams(1))
@@ -108,7 +109,7 @@ def test_requests_that_have_ended_lately_have_streams():
 
 
 def test_a_stream_that_is_dropped_ends_its_request():
-    """Also one in a cycle, which the garbage collector drops while a thread holds the engine's lock."""
+    """Each stream is in a cycle. The garbage collector may drop it while a thread holds the engine's lock."""
     engine = engine_of()
     for i in range(30):
         stream = stream_of(engine, [i % 5, 1], SamplingParams(9))
@@ -147,7 +148,7 @@ def test_threads_share_an_engine():
 
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_an_abort_by_another_thread_during_a_pass(by_stream):
-    """The pass's event is dropped. Another pass within the pass is refused."""
+    """The event that the pass computes for the request is dropped. A call of `step` within the pass is refused."""
     engine = engine_of()
     stream, other = stream_of(engine, [1], SamplingParams(4)), engine.add_request([2], SamplingParams(4))
     engine.step()
@@ -169,16 +170,17 @@ def test_an_abort_by_another_thread_during_a_pass(by_stream):
 
 @pytest.mark.parametrize("kind", ["prefill", "extend"])
 def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch, caplog):
-    """`step` raises the error, and so do their streams. Streams of other requests that run the pass go on."""
+    """`step` raises the error, and so do the streams of these requests. If the stream of another request runs the pass,
+    that stream continues."""
     engine = engine_of(prefill_chunk=3)
     first, second = (stream_of(engine, prompt, SamplingParams(4)) for prompt in ([1, 2], [2] * 6))
     found = [next(first).token]
     fail(engine, monkeypatch, kind)
-    if kind == "extend":  # the first request's second token
+    if kind == "extend":  # the pass computes the first request's second token
         with pytest.raises(RuntimeError, match="out of memory"):
             next(first)
         assert list(first) == [] and [event.token for event in second] == continued([2] * 6, 4) and not caplog.records
-    else:  # the second request's prompt, in a pass that the first stream runs
+    else:  # the pass computes the second request's prompt; the first stream runs it
         found += [event.token for event in first]
         assert found == continued([1, 2], 4) and "other requests failed" in caplog.text
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -206,11 +208,11 @@ def test_requests_that_are_refused(prompt, params, error, message):
     with pytest.raises(error, match=f"^{message}"):
         engine.add_request(prompt, params)
     assert engine.unfinished == 0 and engine.step() == []
-    assert engine.add_request([1], SamplingParams(1)) == 0  # a refused one has no number
+    assert engine.add_request([1], SamplingParams(1)) == 0  # the first number: refused requests get none
 
 
 class Robbed:
-    """An engine's lock. When a stream takes it for the first time, another reader has just taken the stream's event."""
+    """A wrapper of an engine's lock. When it is first acquired, it removes the request's next event, like a reader."""
 
     def __init__(self, lock, request):
         self.lock, self.request, self.taken = lock, request, []

@@ -1,4 +1,4 @@
-"""What a generator and the loader of its models refuse before any work, and what they accept."""
+"""Tests of the arguments that Generator and load_model refuse before any work, and of some that they accept."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""A generator: its client calls, stopping, streaming and failures, on the tiny FP8 checkpoint."""
+"""Tests of Generator: batches, streams, ends and failures, with a tiny checkpoint or a RememberingModel."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    """Nothing is quantised, and in fp32 rounding cannot decide which token is the best one."""
+    """Return a model without quantisation, in fp32. Otherwise rounding could decide which token is the best."""
     return load_model(checkpoint, dtype=torch.float32, dequantize=True, progress=False)
 
 
@@ -27,7 +27,7 @@ def tokenizer(checkpoint):
 
 @pytest.fixture(scope="module")
 def greedy(model, tokenizer):
-    """What each prompt gives alone."""
+    """Return the completion of each prompt, generated alone at temperature 0."""
     generator = Generator(model, tokenizer, cache_tokens=256)
     return [generator.generate([p], SamplingParams(max_tokens=10))[0] for p in PROMPTS]
 
@@ -61,7 +61,7 @@ def test_events_come_before_the_next_pass():
     stream = generator.stream([[1, 2], [3]], SamplingParams(max_tokens=3))
     told = [(next(stream).sequence, len(generator.model.passes)) for _ in range(6)]
     assert told == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
-    assert is_free(generator)  # before the stream is asked for another event
+    assert is_free(generator)  # although the stream has not raised StopIteration yet
 
 
 def test_calls_while_a_stream_is_open():
@@ -86,7 +86,7 @@ def test_calls_that_end_early_make_room():
     next(stream)
     stream.close()
     assert list(stream) == [] and is_free(generator)
-    with pytest.raises(KeyboardInterrupt) as kept:  # the traceback refers to the frames
+    with pytest.raises(KeyboardInterrupt) as kept:  # the kept traceback refers to the frames of `generate`
         generator.generate([[1], [2]], SamplingParams(10), on_event=stop)
     assert kept.tb is not None and is_free(generator)
     assert generator.generate([[1]], SamplingParams(10))[0].tokens == continued([1], 10)
@@ -110,10 +110,10 @@ def test_the_context_ends_generation(model, monkeypatch):
 
 
 def test_seeds(model, tokenizer):
-    """A seed gives the same tokens alone and in a batch, and another seed gives others. One seed for all prompts is the
-    first prompt's, and the others have the seeds that follow. No seed is too large."""
+    """A prompt gets the same tokens from the same seed, alone and in a batch, and other tokens from another seed. If
+    all prompts share one SamplingParams, prompt i uses seed + i, modulo 2^63."""
     generator = Generator(model, tokenizer, cache_tokens=512)
-    # Few candidates: among 2048 the batch's last bits decide now and then.
+    # top_k=8: with all 2048 candidates, rounding, which depends on the batch, would sometimes decide.
     first, second, third = [SamplingParams(8, temperature=1.0, top_k=8, seed=s) for s in (2**63 - 2, 2**63 - 1, 0)]
     a, b, c = (completion.tokens for completion in generator.generate([PROMPTS[0]] * 3, [first, second, first]))
     (alone,) = generator.generate([PROMPTS[0]], second)
@@ -127,7 +127,7 @@ def test_seeds(model, tokenizer):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
     token = 77
-    # Ids, since the tiny tokenizer follows from the project's text, and the model must not say the token by itself.
+    # Ids do not change with the tiny tokenizer, which is trained on dsa's source. No sequence may generate `token`.
     prompts = [[5, 6, 7], [8, token, 9], [20, 21, 22, 23, 24, 25, 26], [token], [10, 11]]
     params = [SamplingParams(12, temperature=temperature, seed=i, top_k=8) for i in range(5)]
     generator = Generator(model, tokenizer, cache_tokens=64, page_size=16, max_sequences=2)
@@ -178,6 +178,6 @@ def test_a_long_prompt_among_sequences_that_decode(drafts):
     passes = generator.model.passes
     assert passes[0] == [1, 2, 2]  # the short prompts fill the first chunk
     assert passes[2:26:2] == [[5]] * 12 and passes[1:25:2] == [[1 + drafts] * 3] * 12
-    assert passes[26] == [1] and passes[27] == [1 + drafts] * 4  # the last chunk, and all of them
+    assert passes[26] == [1] and passes[27] == [1 + drafts] * 4  # the last chunk, then all four decode
     counted = generator.throughput
     assert counted.prefill_tokens == sum(map(len, prompts)) and counted.decode_tokens == 59 * 3 + 3

@@ -1,4 +1,4 @@
-"""The prefix cache: what is shared, what is computed, who has which page; with a model that remembers its tokens."""
+"""Tests of the prefix cache with a RememberingModel: how many prompt tokens are computed, and which pages are kept."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def make(**options):
 
 
 def computed(generator, prompts, count=2):
-    """Prompt tokens that were computed; the tokens are the model's."""
+    """Generate and check `count` tokens per prompt. Return the number of prompt tokens that were not reused."""
     stateful = generator.model.stateful
     got = generator.generate(prompts, SamplingParams(max_tokens=count))
     assert [c.tokens for c in got] == [continued(prompt, count, stateful) for prompt in prompts]
@@ -35,13 +35,13 @@ def text(length, seed=0):
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_full_pages_of_earlier_calls(stateful, drafts):
-    """The last token is computed in any case, and with drafts the token behind a page is part of what it is of."""
+    """The last token of a prompt is always computed. With drafts, a page also depends on the token after it."""
     generator = make(stateful=stateful, draft_tokens=drafts)
     prompt = text(42)
     assert computed(generator, [prompt]) == 42
     assert computed(generator, [prompt]) == 2
     assert computed(generator, [prompt[:40]]) == (4 if not stateful else 40)
-    assert computed(generator, [prompt[:40]]) == 4  # of 40 tokens the tenth page's last is computed
+    assert computed(generator, [prompt[:40]]) == 4  # the last token must be computed, so the tenth page is not reused
     assert computed(generator, [[*prompt[:40], (prompt[40] + 1) % VOCABULARY]]) == (5 if drafts else 1)
     assert computed(generator, [[*prompt, *text(9, 1)]]) == 11
 
@@ -55,8 +55,8 @@ def test_prompts_of_one_call():
 
 
 def test_states_are_kept_where_prompts_part():
-    """A prompt that waits has the state kept at the end of the pages that both have. One that comes after the first
-    is done finds none there, and keeps it for the next."""
+    """If a prompt waits while another computes their common pages, the state at the end of these pages is copied. A
+    prompt that comes after the first has ended finds no copy there, and makes one for the next prompt."""
     generator = make(stateful=True)
     common = text(24)
     prompts = [common + text(14, seed) for seed in range(1, 6)]
@@ -81,20 +81,20 @@ def test_copies_of_states_are_overwritten_the_oldest_first():
 
 
 def test_pages_go_the_least_recently_used_first_and_from_the_end():
-    """Six pages, of which each sequence needs three, and leaves two."""
+    """The cache has six pages. Each sequence needs three, and leaves the two full pages of its prompt."""
     generator = make(cache_tokens=6 * PAGE)
     first, second = text(11, 1), text(11, 2)
     assert computed(generator, [first], 1) == 11 and computed(generator, [second], 1) == 11
     assert computed(generator, [first], 1) == 3
-    assert computed(generator, [text(9, 3)], 1) == 9  # three pages, of which two are free: one of `second` goes
+    assert computed(generator, [text(9, 3)], 1) == 9  # three pages: two are free, and one of `second` is evicted
     assert computed(generator, [first], 1) == 3
-    assert computed(generator, [second], 1) == 7  # its first page is there
+    assert computed(generator, [second], 1) == 7  # its first page is still cached
     with pytest.raises(OutOfPages, match=r"prompts\[0\]: 24 prompt tokens and 1 new ones need 7 pages"):
         generator.generate([text(24)], SamplingParams(max_tokens=1))
 
 
 def check_drafts(generator):
-    """Check after every pass that drafts follow from the tokens alone."""
+    """After every pass, check that the first draft of each sequence is `next_draft` of its tokens."""
     passes, model = generator.passes, generator.model
 
     def checked(run):
@@ -113,7 +113,7 @@ def check_drafts(generator):
 
 PROMPTS = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 1), min_size=0, max_size=2),  # few begin otherwise than others
+        st.lists(st.integers(0, 1), min_size=0, max_size=2),  # so few choices that many prompts begin alike
         st.integers(0, 14),
         st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6),
         st.integers(1, 6),

@@ -1,5 +1,5 @@
-"""Sampling parameters, the choice of tokens, and strings that end a text. Penalties, min_p and log-probabilities follow
-vLLM's formulas, which are written out here."""
+"""Tests of sampling parameters, sampled tokens, log-probabilities and stop strings. Penalties, min_p and
+log-probabilities follow vLLM's formulas, which this file repeats."""
 
 import json
 from collections import Counter
@@ -35,14 +35,14 @@ def sequences(params, drafts=(), tokens=(1,), prompt_len=1):
 
 
 def arguments(logits, temperature, top_k, top_p, min_p):
-    """The arguments of `draw_of_likeliest`, of which `draw` takes the first four."""
+    """Return arguments of `draw_of_likeliest` for COUNT equal rows. The first four are the arguments of `draw`."""
     each = [torch.full((COUNT, 1), value, dtype=torch.float64) for value in (temperature, top_k, top_p, min_p)]
     rows = logits.repeat(COUNT, 1)
     return rows, rows.amax(-1, keepdim=True), each[0], NUMBERS, each[1].long(), *each[2:], top_k
 
 
 def probabilities(logits, temperature, top_k, top_p, min_p):
-    """By the definition: of equals the lowest token id comes first."""
+    """Return each token's probability by definition. Of tokens with equal logits, the lowest id ranks first."""
     order = sorted(range(len(logits)), key=lambda token: -logits[token])[:top_k]
     likely = torch.softmax(logits[order].double() / temperature, 0)
     order = [token for token, p in zip(order, likely) if p >= min_p * likely[0]]
@@ -88,7 +88,7 @@ def test_a_row_depends_on_no_other():
 
 
 def test_the_largest_number_draws_a_token():
-    """Of a large vocabulary, whose sums have more bits than the number."""
+    """Sums of weights have 62 bits in this large vocabulary, more than the 53 of the number 1 - 2^-53."""
     logits = torch.zeros(1, 129280)
     one = torch.ones(1, 1, dtype=torch.float64)
     rows = logits, logits.amax(-1, keepdim=True), one, one - 2**-53
@@ -117,7 +117,7 @@ def test_greedy_tokens_are_the_lowest_of_equals_and_end_after_the_first_wrong_dr
 
 
 def vllms(row, prompt, generated, p):
-    """Penalties of one row of logits."""
+    """Return one row of logits after vLLM's penalties. p: the SamplingParams."""
     row, counts = row.clone(), Counter(generated)
     for token in {*prompt, *generated}:
         row[token] = row[token] / p.repetition_penalty if row[token] > 0 else row[token] * p.repetition_penalty

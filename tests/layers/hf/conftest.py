@@ -6,7 +6,7 @@ from tests.layers.hf.pairs import KINDS, Pair, pair
 
 @pytest.fixture(scope="session", params=KINDS)
 def models(request, tmp_path_factory) -> Pair:
-    """Both models of a kind, to be left as they are."""
+    """The pair of models of each kind. Tests must not change it."""
     return pair(request.param, tmp_path_factory.mktemp("model"))
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family by transformers, eager, and the same ones on dsa's ops."""
+"""Pairs of tiny models of every family: transformers' model with eager attention, and its copy on dsa's ops."""
 
 import copy
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 from dsa_layers.hf import accelerate
 from tests.layers.models import hf_models
 
-# name -> (function of hf_models, changes of its configuration). Selections are of 8 tokens, in V4 of 4 entries.
+# name -> (function of hf_models, changes of its configuration). Indexers select 8 tokens, or in V4 4 entries.
 KINDS = {
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
@@ -28,7 +28,7 @@ class Pair:
 
     @torch.no_grad()
     def alone(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of one sequence [S] by transformers, [S, vocabulary]."""
+        """Return the logits [S, vocabulary] of transformers' model for one sequence [S]."""
         return self.theirs(tokens[None]).logits[0]
 
 
@@ -39,14 +39,14 @@ def pair(kind: str, directory: Path, **changes: Any) -> Pair:
 
 
 def assert_close_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Compare by the largest gradient of a parameter: fp32 sums, in an order that the CPU's instructions decide."""
+    """Compare each parameter's gradient, relative to its largest element. The order of fp32 sums depends on the CPU."""
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (got[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-9, name
 
 
 class Adapter(nn.Module):
-    """y = x W^T + x A^T B^T, as adapters of low rank have it; its weight is W."""
+    """A linear layer `base` with a low-rank adapter: y = x W^T + x A^T B^T. `weight` is W, the weight of `base`."""
 
     def __init__(self, base: nn.Linear, scale: float = 0.05) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class Adapter(nn.Module):
 
 
 def padded(tokens: torch.Tensor, lens: list[int], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens [B, longest], attention_mask): the first `lens` of each row of `tokens`, padded on a side with what no
-    token of a sequence may see."""
+    """Return (ids, attention_mask), both [B, max(lens)]: the first lens[b] tokens of each row b, padded on `side`.
+    Padding has the id 255, which no sequence contains."""
     ids, mask = torch.full((len(lens), max(lens)), 255), torch.zeros(len(lens), max(lens), dtype=torch.int64)
     for b, n in enumerate(lens):
         own = slice(max(lens) - n, None) if side == "left" else slice(n)

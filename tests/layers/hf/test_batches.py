@@ -1,4 +1,4 @@
-"""Batches with padding, by attention_mask, and packed sequences, by position_ids: each sequence as if it were alone."""
+"""Sequences in padded batches (attention_mask) and packed rows (position_ids) get the same logits as alone."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Arguments and caches that these layers do not accept are refused in one line that names the argument."""
+"""The layers of dsa_layers.hf refuse wrong arguments and caches with a one-line error that names the argument."""
 
 import copy
 
@@ -44,7 +44,7 @@ def test_masks_that_contradict_the_cache_are_refused(models, tokens):
 
 
 def test_caches_that_are_not_dynamic_or_hold_other_layers_tokens_are_refused(models, tokens):
-    if models.ours.config.model_type != "deepseek_v4":  # for which transformers has no static cache
+    if models.ours.config.model_type != "deepseek_v4":  # transformers has no static cache for V4
         static = StaticCache(config=models.ours.config, max_cache_len=80)
         refused("cache: must be a DynamicCache.*got StaticCache", models.ours, tokens, cache=static)
         generate = {"max_new_tokens": 2, "cache_implementation": "static"}

@@ -1,4 +1,4 @@
-"""No tensor of queries and keys: not for a mask, and not for scores beyond a workspace."""
+"""No pass makes a tensor of queries x keys: neither a mask nor the scores of all queries at once."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def models(request, tmp_path_factory):
     models = pair(request.param, tmp_path_factory.mktemp("model"), **SMALL)
     for module in models.ours.modules():
         if hasattr(module, "workspace"):
-            module.workspace = 4 * LENGTH * 20  # bytes: 20 queries of 32 heads
+            module.workspace = 4 * LENGTH * 20  # bytes of fp32 scores of 20 queries
     return models
 
 
@@ -47,4 +47,4 @@ def models(request, tmp_path_factory):
 def test_no_tensor_has_a_row_and_a_column_for_each_token(models, gradients):
     assert squares(models.ours, gradients) == 0
     assert squares(models.ours, gradients, attention_mask=torch.ones(1, LENGTH)) == 0
-    assert gradients or squares(models.theirs, gradients) > 0  # what this test rests on
+    assert gradients or squares(models.theirs, gradients) > 0  # `Squares` counts those of transformers' model

@@ -1,4 +1,4 @@
-"""Models on dsa's ops against transformers' own, eager, in fp32: logits and greedy tokens."""
+"""Models on dsa's ops have the logits and greedy tokens of transformers' models with eager attention, in fp32."""
 
 import copy
 
@@ -42,9 +42,9 @@ def test_a_pass_over_whole_sequences_has_the_same_logits(models, tokens, length,
 @pytest.mark.parametrize(
     ("chunks", "config"),
     [
-        ([1] * 20 + [44] + [1] * 5, True),  # the last ones are on another page, of 64 tokens
+        ([1] * 20 + [44] + [1] * 5, True),  # the last 5 tokens are on a second page (64 tokens; in V4, 256)
         ([5, 7, 13, 1, 1, 21, 22], False),
-        ([55] * 6, True),  # pages are added three times, each time by moving what is there
+        ([55] * 6, True),  # pages are allocated three times (in V4, once); old ones are copied
     ],
 )
 def test_chunks_over_a_cache_have_the_same_logits(models, chunks, config):
@@ -56,9 +56,10 @@ def test_chunks_over_a_cache_have_the_same_logits(models, chunks, config):
 
 @torch.no_grad()
 def test_the_form_of_attention_that_a_gpu_takes_has_the_same_logits(models, tokens, monkeypatch):
-    """Prompts over every head's keys and values, with a bit for each selected key, by the op's reference."""
+    """Prefills use the multi-head form: keys and values per head, and a bit per key that tells whether it is selected.
+    The first chunk has no bits, because its 6 tokens attend to all keys. The 1-token chunk uses another form."""
     if models.ours.config.model_type == "deepseek_v4":
-        return  # which has one form
+        return  # V4 has only one form of attention
     selected, attend = [], dsa.mha_varlen_fwd
 
     def noted(*arguments, **options):
@@ -84,7 +85,7 @@ def test_greedy_tokens_are_the_same(models, tokens, options):
 
 
 def linear_layers(model):
-    """{name in attention: [(attention, linear layer)] of every layer}"""
+    """Return {name of a linear layer in attention: [(attention, linear layer) for each decoder layer]}."""
     found = {}
     for layer in model.model.layers:
         for name, module in layer.self_attn.named_modules():
@@ -121,7 +122,7 @@ def test_adapters_and_hooks_of_linear_layers_take_effect(models, tokens, changed
 
 
 def test_an_adapter_of_fp32_weights_takes_inputs_of_another_dtype(models):
-    """transformers keeps V3.2's weights_proj in fp32."""
+    """The indexer's weights_proj is an example: transformers keeps it in fp32 in models of other dtypes too."""
     torch.manual_seed(0)
     indexers = [module for module in models.ours.modules() if hasattr(module, "index_topk")]
     indexer, x = copy.deepcopy(indexers[0]), torch.randn(9, 64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Which classes `accelerate` replaces, and what stays."""
+"""Which classes `dsa_layers.hf.accelerate` replaces, and what it leaves unchanged."""
 
 import copy
 import functools
@@ -26,7 +26,8 @@ def kinds(model):
 
 
 def with_fp8_indexer(family, directory):
-    """(models on transformers, our own model of the same checkpoint)"""
+    """Return (a `Pair`, the model that `load_model` makes of its checkpoint). This model and the pair's `ours` compute
+    index scores in FP8."""
     models = pair(family, directory, index_head_dim=128)
     own = load_model(directory, dtype=torch.float32, progress=False)
     own.precision = replace(own.precision, fp8_indexer=True)
@@ -93,7 +94,7 @@ def test_prompts_are_scored_with_the_same_accumulators_either_way(family, tmp_pa
 
 @torch.no_grad()
 def test_a_model_with_hooks_of_the_accelerate_library_has_the_same_logits(models, tokens):
-    """They call the forward that a module had before them."""
+    """The library replaces a module's `forward` by a hook, which calls the old `forward` as `_old_forward`."""
 
     def hooked(module, *arguments, **options):
         return module._old_forward(*arguments, **options)
@@ -129,7 +130,7 @@ def test_fp8_index_scores_select_the_keys_of_our_own_model(family, tmp_path, tok
     models, own = with_fp8_indexer(family, tmp_path)
     expected = torch.stack([own(row, SequenceBatch.without_cache([70]), all_tokens=True) for row in tokens])
     assert_same(models.ours(tokens).logits, expected)
-    assert (expected - models.theirs(tokens).logits).abs().max() > 1e-3  # other keys are selected now and then
+    assert (expected - models.theirs(tokens).logits).abs().max() > 1e-3  # FP8 scores select other keys for some tokens
     out, cache = [], None
     for part in tokens.split([40, 1, 7, *[1] * 22], dim=1):
         done = models.ours(part, cache=cache, use_cache=True)

@@ -1,4 +1,6 @@
-"""Layers that share an indexer's selection and read keys from other places than the layer that selected."""
+"""Layers without an indexer reuse an earlier layer's selection, even if both layers read keys from different sources.
+
+A layer reads keys from its cache, or, with gradients or checkpointing, from the tokens of the pass."""
 
 import copy
 from functools import partial
@@ -25,7 +27,7 @@ def models(tmp_path_factory):
 
 
 def copies(models, learns):
-    """Both models with gradients for the parameters whose names begin with `learns`."""
+    """Return copies of both models. Only parameters whose names begin with `learns` require gradients."""
     found = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     for model in found:
         for name, parameter in model.named_parameters():
@@ -34,7 +36,7 @@ def copies(models, learns):
 
 
 def checkpoint(model, layers, use_reentrant=False):
-    """Checkpoint these layers alone; transformers makes no cache for a model that is checkpointed as a whole."""
+    """Checkpoint only `layers`. transformers makes no cache for a model whose layers are all checkpointed."""
     model.train()
     function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
     for i in layers:
@@ -81,7 +83,7 @@ def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, c
     ours, theirs = copies(models, f"model.layers.{first}.")
     for model in (ours, theirs):
         checkpoint(model, checkpointed, use_reentrant)
-    # A reentrant checkpoint gives layers gradients only where its input has some.
+    # A reentrant checkpoint computes gradients of its layer only if its input requires a gradient.
     if use_reentrant and first in checkpointed:
         for model in (ours, theirs):
             model.model.embed_tokens.requires_grad_(True)
@@ -91,8 +93,9 @@ def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, c
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens, tmp_path):
-    """A cache keeps positions that begin again in one sequence; a layer that has none, as it is checkpointed, would
-    separate them. No parameter learns, so the other layers keep tokens."""
+    """The positions begin again after 12 tokens. With a cache they belong to one sequence; without one, to two. Layer
+    0 decides for all layers. Checkpointing removes a layer's cache. The other layers fill theirs, because no parameter
+    requires gradients."""
     model = pair(kind, tmp_path).ours.requires_grad_(False)
     positions = torch.cat([torch.arange(12), torch.arange(9)])[None]
     arguments = {"position_ids": positions, "use_cache": True}
@@ -107,7 +110,8 @@ def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens,
 
 @pytest.fixture
 def multi_head(monkeypatch):
-    """Let frozen layers take the multi-head form, which has a kernel on a GPU alone; return the layers that took it."""
+    """Make layers without gradients use the multi-head form (engine/attention_form.py) on a CPU, although only GPUs
+    have a kernel for it. Return a list that collects the layers that use it."""
     used, multi_head = [], PagedAttention._multi_head
     monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
     monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
@@ -124,7 +128,8 @@ def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, fi
 
 
 def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, multi_head):
-    """The layers that share that selection compute the pass again with gradients."""
+    """Each layer runs first without gradients, here in the multi-head form, and again with gradients in the backward
+    pass. In the second run, layers without an indexer read the selection of the first run."""
     ours, theirs = copies(models, "")
     for model in (ours, theirs):
         checkpoint(model, LAYERS, use_reentrant=True)

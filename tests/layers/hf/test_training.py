@@ -1,4 +1,4 @@
-"""Gradients of models on dsa's ops against transformers' own, eager, and what may go with a pass that has gradients."""
+"""Gradients of models on dsa's ops equal those of transformers' models with eager attention."""
 
 import copy
 
@@ -16,7 +16,7 @@ from tests.layers.hf.pairs import KINDS, Adapter, assert_close_gradients, padded
 
 @pytest.fixture(scope="module", params=KINDS)
 def models(request, tmp_path_factory):
-    # Without the step of a clamp's gradient, which the last bit of an activation would take or not.
+    # Too large for any activation. The gradient of a clamp jumps at its limit, so rounding could change the gradient.
     changes = {"swiglu_limit": 100.0} if request.param == "deepseek_v4" else {}
     return pair(request.param, tmp_path_factory.mktemp("model"), **changes)
 
@@ -66,7 +66,7 @@ def test_gradients_with_checkpointed_activations_are_the_same(models, tokens):
 
 
 def test_gradients_of_adapters_are_the_same(models, tokens):
-    """Also where the weight is needed, and not the layer's result: in kv_b_proj."""
+    """kv_b_proj has an adapter too. Attention multiplies by parts of kv_b_proj's weight and does not call it."""
     ours, theirs = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     torch.manual_seed(0)
     for layer, other in zip(ours.model.layers, theirs.model.layers):

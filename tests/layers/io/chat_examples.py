@@ -1,4 +1,4 @@
-"""Conversations and the prompts that DeepSeek's formats make of them, written by hand."""
+"""Conversations and their prompts in DeepSeek's formats. The prompts are written by hand."""
 
 import re
 
@@ -88,7 +88,7 @@ V4 = [
     (QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
     (EARLIER, {}, f"S{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
     (EARLIER, KEEP, f"S{USER}Q1{ASSISTANT}<think>R1</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
-    # tools keep earlier reasoning
+    # with tools, the prompt keeps the reasoning of earlier answers
     (
         EARLIER,
         {"tools": TOOLS},
@@ -97,7 +97,7 @@ V4 = [
     (FORMATTED_DEVELOPERS, {}, f"A1{EOS}{USER}D2{FORMAT}{ASSISTANT}<think>"),
     (DEVELOPERS, {}, f"{USER}D1{ASSISTANT}<think></think>A1{EOS}{USER}D2\n\n{V4_TOOLS}{ASSISTANT}<think>"),
     (REMINDED, {}, f"S<｜latest_reminder｜>today{USER}Q{ASSISTANT}<think>"),
-    # results are in the order of calls
+    # results of tools follow the order of the calls
     (
         [*CALLED, says("user", "N")],
         {},

@@ -1,4 +1,4 @@
-"""Models and files that stand in for those of a checkpoint."""
+"""Modules that only hold tensors, and small checkpoint files, for tests of reading and writing."""
 
 import json
 import shutil
@@ -21,7 +21,8 @@ def powers(exponents):
 
 
 def stand_in(tensors, buffers=()):
-    """A module tree on the meta device with a tensor of the given (shape, dtype) under each name."""
+    """Return a tree of modules on the meta device with the tensors {name: (shape, dtype)}. Names in `buffers` are
+    buffers, and all others are parameters."""
     root = torch.nn.Module()
     for name, (shape, dtype) in tensors.items():
         *path, leaf = name.split(".")
@@ -49,7 +50,7 @@ def loaded(tensors, directory, **options):
 
 
 def failure(tensors, directory, **options):
-    """The message with which loading a stand-in fails, after which the model is as it was."""
+    """Return the error message of loading a stand-in, and check that the model is still on the meta device."""
     model = stand_in(tensors)
     with pytest.raises(CheckpointError) as error:
         load_weights(model, directory, progress=False, **options)
@@ -58,7 +59,7 @@ def failure(tensors, directory, **options):
 
 
 def write(directory, *shards, index=None):
-    """Write the shards as 1.st, 2.st, ... and their index, or the given one."""
+    """Write the shards as 1.st, 2.st, ..., and their index. index: content to write in place of the right index."""
     weight_map = {}
     for number, tensors in enumerate(shards, start=1):
         save_file(tensors, directory / f"{number}.st")
@@ -76,8 +77,8 @@ def fields_of(directory):
 
 
 def changed(directory, target, change=lambda tensors: None, **fields):
-    """Write to `target` the checkpoint with `change` made to the dictionary of its tensors, in a single file, and
-    with these fields of config.json."""
+    """Copy the checkpoint in `directory` to `target`, with all tensors in one file. `change` modifies the dictionary of
+    tensors; `fields` replace fields of config.json."""
     tensors = read_tensors(directory)
     change(tensors)
     shutil.copytree(directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", INDEX_NAME))

@@ -105,8 +105,8 @@ V4_FILE = "vllm/tokenizers/deepseek_v4_encoding.py"
 
 
 def encoder(path, thinking, drop, **options):
-    """encode_messages of SGLang's or vLLM's module with these options. Skips the test unless DSA_SGLANG_FILES
-    (docs/reference/engines.md) or the path has a folder with the file."""
+    """Return `encode_messages` of the file `path` of SGLang or vLLM, with these options. Skip the test if neither
+    DSA_SGLANG_FILES (docs/reference/engines.md) nor sys.path has a folder with the file."""
     folders = [*os.environ.get("DSA_SGLANG_FILES", "").split(os.pathsep), *sys.path]
     file = next((file for folder in folders if (file := Path(folder, path)).is_file()), None)
     if file is None:
@@ -134,7 +134,8 @@ def conversations(draw, *, reminders: bool):
 
 
 def compare(name, encode, messages, **options):
-    """Encoders take arguments as text, and raise in cases that a format accepts."""
+    """Check that a format's prompt equals the encoder's. Skip messages for which the encoder raises. An encoder may
+    accept fewer messages than the format, for example only calls whose arguments are text."""
     try:
         expected = encode(copy.deepcopy(messages))
     except Exception:
@@ -152,7 +153,7 @@ def test_deepseek_v32_equals_its_encoder(messages, thinking, drop):
 @settings(max_examples=300, deadline=None)
 @given(messages=conversations(reminders=True), thinking=st.booleans(), drop=st.booleans(), most=st.booleans())
 def test_deepseek_v4_equals_its_encoder(messages, thinking, drop, most):
-    """vLLM's "high" is what the release calls "max", and its "low" what the release calls "high"."""
+    """For reasoning_effort, vLLM's "high" is the release's "max", and vLLM's "low" is the release's "high"."""
     encode = encoder(V4_FILE, thinking, drop, reasoning_effort="high" if most else "low")
     options = {"thinking": thinking, "drop_thinking": drop, "reasoning_effort": "max" if most else "high"}
     compare("deepseek_v4", encode, messages, **options)

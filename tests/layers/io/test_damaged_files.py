@@ -25,7 +25,7 @@ def replaced_by_link(path):
     path.symlink_to("nowhere")
 
 
-def replaced_by_pipe(path):  # to open it would block
+def replaced_by_pipe(path):  # opening a pipe would block
     path.unlink()
     os.mkfifo(path)
 

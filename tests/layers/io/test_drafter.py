@@ -1,4 +1,4 @@
-"""Checkpoints whose multi-token-prediction layer is loaded: in which precision, what is shared, and what stops it."""
+"""Loading of a checkpoint's multi-token-prediction layer as a drafter: precisions, shared tensors and refusals."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ def load(directory, **options):
 
 @torch.no_grad()
 def draft(model, states=None):
-    """(states of the target, those of the drafter)"""
+    """Return (states, the drafter's states for them). states: given, or by default those of the target model."""
     states = model.states(TOKENS[:-1], BATCH) if states is None else states
     return states, values(model.drafter(TOKENS[1:], states, BATCH))
 
@@ -76,7 +76,7 @@ def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, 
     assert 1e-6 < calc_diff(got, expected) < 0.02
     logits = [m.drafter.logits(s) for m, s in ((exact, expected), (model, got))]
     assert (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean() > 0.7
-    # In bf16, for all of generation's passes: bytes in the cache, a prompt in two chunks, and a token.
+    # In bf16, with the passes of generation: a prompt in two chunks and one more token, over an FP8 cache.
     model = load(directory)
     states, expected = draft(model, states.bfloat16())
     cache, done = model.drafter.make_cache(2, 256, state_slots=1), 0
@@ -91,7 +91,7 @@ def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, 
 
 
 def with_layers(directory, layers):
-    """What config.json says of so many multi-token-prediction layers."""
+    """Return the fields of config.json for a checkpoint with `layers` multi-token-prediction layers."""
     fields, found = fields_of(directory), {"num_nextn_predict_layers": layers}
     if "compress_ratios" in fields:
         found["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]] + [0] * layers
@@ -128,7 +128,7 @@ def test_a_checkpoint_without_the_layer_has_no_drafter(directory, model_type, tm
 def of_another_kind(tensors):
     del tensors["mtp.0.enorm.weight"]
     tensors["mtp.0.hnorm.weight"] = tensors["mtp.0.hnorm.weight"][:256].clone()
-    # Of a drafter that compresses its keys the tensors would go unread.
+    # A drafter does not compress keys, so it has no such tensor.
     tensors["mtp.0.attn.compressor.ape"] = torch.zeros(4, 1024)
     tensors["mtp.0.main_proj.weight"] = torch.zeros(4, 4)
 

@@ -1,4 +1,4 @@
-"""What each GPU would hold, beside what ranks do hold, and `dsa plan`."""
+"""The planned weights and caches of each GPU have the size that ranks store. `dsa plan` prints such plans."""
 
 import json
 from dataclasses import replace

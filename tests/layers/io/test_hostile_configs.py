@@ -1,4 +1,4 @@
-"""Every number of a configuration, and random damage: each is right, or refused in one clear error."""
+"""Wrong values in config.json or in a table of experts are refused with one clear error."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from dsa_layers.models.family import VENDORED, read_config
 from dsa_layers.models.precision import Precision
 from tests.layers.io.stand_ins import changed as changed_checkpoint
 
-# What a number, or any other value, can be in JSON.
+# Each field of config.json is set to each of these values.
 HUGE = 10**400
 VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 0.5, 1e-320, True, "8", None]
 VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
 FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2")
 PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}
-# The field that a refusal names if another one is left out.
+# changed field -> another field that the error may name instead
 SAID_ELSEWHERE = {
     "dtype": "torch_dtype",
     "num_nextn_predict_layers": "compress_ratios",

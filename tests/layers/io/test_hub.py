@@ -1,4 +1,4 @@
-"""Hub ids in the place of directories, with a cache folder that is made here and no network."""
+"""Hub ids in place of directories. The tests fill the cache folder themselves and use no network."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def fill(cache: Path, checkpoint: Path) -> Path:
-    """Link the checkpoint's files as huggingface_hub does; return the folder with the links."""
+    """Link the checkpoint's files into `cache` as huggingface_hub does. Return the folder with the links."""
     model = cache / f"models--{ID.replace('/', '--')}"
     snapshot = model / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
@@ -32,7 +32,7 @@ def fill(cache: Path, checkpoint: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """The hub's cache, empty, and no hub."""
+    """Return the empty folder of the hub's cache. huggingface_hub is offline."""
     directory = tmp_path / "hub"
     directory.mkdir()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory))

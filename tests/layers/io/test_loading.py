@@ -1,4 +1,4 @@
-"""Models loaded to be trained: which parameters learn, and what a step makes of them."""
+"""Models that `load_model` returns: which parameters learn, and on which device."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_all_but_the_routers_biases_learn(directory):
     for logits in (model(tokens[:-1], batch, all_tokens=True), drafted):
         torch.nn.functional.cross_entropy(logits, tokens[1:]).backward()
     for name, parameter in model.named_parameters():
-        # What an indexer selects has no gradient: a loss of its own trains it.
+        # Selected indices have no gradient, so this loss does not train indexers. A separate loss does.
         learns = parameter.requires_grad and ".indexer." not in name
         assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
 
@@ -38,7 +38,7 @@ def test_tensors_loaded_in_inference_mode_are_no_inference_tensors(checkpoint):
 
 
 def test_loading_imports_no_dynamo(directory):
-    """torch imports it, in two seconds, wherever a tensor without memory is computed."""
+    """Some ops on meta tensors, such as torch.stack, make torch import Dynamo, which takes two seconds."""
     script = f"""
 import sys
 from dsa_layers.io.loading import load_model

@@ -1,4 +1,4 @@
-"""Models and checkpoints, written as checkpoints that `load_model` reads."""
+"""Saved models and converted checkpoints are checkpoints that `load_model` reads."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fie
 from tests.reference.common import assert_refused
 
 FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
-SMALL = 2**21  # bytes of a file
+SMALL = 2**21  # maximum bytes per file
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_bf16_and_back_changes_no_value(directory, model_type, storage, tmp_path
     assert not {"quantization_config", "expert_dtype"} & fields_of(floats).keys()
     assert not load_model(floats, progress=False).precision.fp8_linear
     if model_type == "glm_moe_dsa":
-        return  # its scales are no powers of two, so that BF16 rounds
+        return  # GLM's scales are not powers of two, so BF16 rounds its values
     assert_same_model(directory, floats, drafter=True)
     convert_checkpoint(floats, again, storage, progress=False)
     assert fields_of(again) == fields_of(directory)
@@ -174,7 +174,7 @@ def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
     most = None
     convert(whole)
     largest = max(info.size for info in Checkpoint(whole).tensors.values())
-    assert len(held) > 4 and max(held) <= max(SMALL, largest)  # bytes in memory at a time
+    assert len(held) > 4 and max(held) <= max(SMALL, largest)  # only one file's tensors at a time
     held.clear()
     most = 3
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Checkpoints whose experts are in one tensor a layer, under the names of transformers' modules."""
+"""Checkpoints with the names of transformers' modules. One tensor holds all experts of a layer."""
 
 import re
 

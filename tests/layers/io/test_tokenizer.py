@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of checkpoints, and those that a stranger could have written."""
+"""Tokenizers and chat templates of checkpoints, including damaged and malicious ones."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_a_chat_template_is_rendered_as_transformers_does(tmp_path):
         "{{ {'é': '<'} | tojson }}{{ strftime_now('%Y') }}{{ pad_token }}{% if add_generation_prompt %}<A>{% endif %}"
     )
     tokenizer = make(tmp_path, chat_template=template, pad_token=None)
-    # trim_blocks and lstrip_blocks: the template's own line breaks and indents are not in the prompt.
+    # trim_blocks and lstrip_blocks remove the line breaks after block tags and the indents before them.
     expected = f"{BOS}<U>a < b & 'c'<A>oui, à 😀{EOS}" + '{"é": "<"}' + str(datetime.now().year)
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
     assert tokenizer.apply_chat_template(MESSAGES) == expected + "<A>"
@@ -89,7 +89,7 @@ def test_the_chat_template_s_file_goes_before_the_configuration(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("by file")
     assert make(tmp_path, chat_template="by config").apply_chat_template([]) == "by file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    broken = Tokenizer(tmp_path)  # for whom uses no template
+    broken = Tokenizer(tmp_path)  # no error, because the template is not used yet
     assert_refused(r"chat_template\.jinja: chat template: ", broken.apply_chat_template, [])
 
 
@@ -112,7 +112,8 @@ DECODERS = {
     "Metaspace": decoders.Metaspace(),
     "each token stripped": decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
 }
-# Half of the ids make words and characters together. The last two are a special token and no token.
+# About half of the ids are tokens of PARTS, which join to words and characters. Of the two ids after TOKENS, one is a
+# special token and one is no token.
 ID = st.sampled_from([*range(len(PARTS))]) | st.integers(0, len(TOKENS) + 1)
 
 

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint in a model: as they are, cast, dequantised, cut, and tensors that do not fit."""
+"""Loading of weights: tensors are copied, cast, dequantised or cut, and refused if they do not fit the model."""
 
 from unittest.mock import MagicMock
 
@@ -41,7 +41,7 @@ def test_tensors_are_loaded_as_they_are(tmp_path, shards):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_ragged_blocks_are_dequantised(tmp_path, dtype):
-    """The last of 5 rows of blocks has 64 rows. Scales are far apart, so that a shifted one shows."""
+    """The last blocks have 64 rows or 72 columns. No two scales are equal, so a shifted scale changes the result."""
     scale = torch.tensor([[2.0**i, -(2.0**i)] for i in range(5)])
     write(tmp_path, {"w": torch.full((576, 200), 2.0).to(FP8)}, {"w_scale_inv": scale})
     model = loaded({"w": ((576, 200), dtype)}, tmp_path)
@@ -54,7 +54,7 @@ def test_a_loaded_tensor_outlives_the_file(tmp_path):
     save_file({"a": torch.ones(1000)}, path)
     model = loaded({"a": ((1000,), F32)}, tmp_path)
     size = path.stat().st_size
-    with path.open("r+b") as stream:  # in place: the same inode
+    with path.open("r+b") as stream:  # overwrite the same inode, which the loader may have mapped
         stream.write(bytes(size))
     assert model.a.eq(1).all()
 
@@ -72,7 +72,7 @@ def test_progress_counts_every_byte_that_is_read_once(tmp_path, shards, monkeypa
     options = tqdm.call_args.kwargs
     updates = tqdm.return_value.__enter__.return_value.update.call_args_list
     assert sum(call.args[0] for call in updates) == options["total"] == sum(tensor.nbytes for tensor in stored.values())
-    assert options["disable"] is None  # off except on a terminal
+    assert options["disable"] is None  # None: tqdm shows a bar only on a terminal
 
 
 def test_a_failing_read_names_the_tensor_and_leaves_the_model_on_meta(tmp_path, shards):
@@ -129,7 +129,7 @@ def test_all_problems_come_at_once_and_before_reading(tmp_path, never_read):
 
 
 def rows_of(name, shape):
-    """Each half of the rows is a part, and such a half is whole. Halves of scales go with halves of weights."""
+    """Split the rows of a weight, and of its scale, into `.top` and `.bottom`. A name with a dot is such a half."""
     if "." in name:
         return {name: ()}
     base, suffix = name.removesuffix("_scale_inv"), "_scale_inv" if name.endswith("_scale_inv") else ""

@@ -1,4 +1,4 @@
-"""Records calls of functions and their arguments."""
+"""A recorder of function calls for tests."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -9,8 +9,8 @@ import dsa
 
 
 def record(monkeypatch: pytest.MonkeyPatch, *names: str, seen: Callable | None = None, owner: ModuleType = dsa) -> list:
-    """Records calls of functions of `owner` until the test ends. The returned list grows with each call, by the
-    function's name, or by what `seen` returns for the call's arguments."""
+    """Record calls of the functions `names` of `owner` until the test ends. Return a list. Each call appends the
+    function's name or, with `seen`, the result of `seen` for the call's arguments."""
     calls = []
 
     def recording(name, function):

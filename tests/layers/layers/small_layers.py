@@ -1,4 +1,4 @@
-"""A small layer of every class that `dsa_layers.fuse` replaces, and a pass of each."""
+"""A small layer of every layer class that `dsa_layers.fuse` replaces, with inputs and a function that runs it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def run_hyper_block(block: HyperDecoderBlock, x: torch.Tensor) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """make() gives the layer, inputs() its x, and run(layer, x) the result."""
+    """make() returns the layer, inputs() returns its input x, and run(layer, x) returns the result."""
 
     make: Callable[[], nn.Module]
     run: Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -129,4 +129,4 @@ CASES = {
     MoE: Case(moe, _call),
     SwiGLU: Case(swiglu, _call),
 }
-INDEXERS = (CompressedIndexer, LightningIndexer)  # whose result is indices
+INDEXERS = (CompressedIndexer, LightningIndexer)  # their results are indices

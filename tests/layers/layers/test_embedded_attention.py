@@ -12,7 +12,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "how-to" / "embed-attention.md").re
 
 @pytest.fixture
 def engine():
-    """The names that the example defines."""
+    """Run the example and return {name: value} for its functions and variables."""
     torch.manual_seed(0)
     names = {}
     exec(EXAMPLE, names)

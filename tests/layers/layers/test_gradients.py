@@ -1,4 +1,4 @@
-"""Plain layers have gradients, for their input and for every parameter that is not the indexer's."""
+"""Layers before `dsa_layers.fuse` have gradients for their input and for every parameter outside the indexer."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TRAINED = [kind for kind in CASES if kind not in INDEXERS]
 
 @pytest.mark.parametrize("kind", TRAINED, ids=lambda kind: kind.__name__)
 def test_gradients_are_the_slope_of_the_loss(kind):
-    """Along a random direction of the input and all parameters, the loss changes by gradient times step."""
+    """The loss is a sum of results with random weights. Steps along its gradient change it as predicted."""
     case = CASES[kind]
     layer, x = case.make(), case.inputs().requires_grad_()
     for name, parameter in layer.named_parameters():
@@ -23,7 +23,7 @@ def test_gradients_are_the_slope_of_the_loss(kind):
     weights = torch.randn_like(case.run(layer, x))
     (weights * case.run(layer, x)).sum().backward()
     assert all(tensor.grad is not None and tensor.grad.any() for tensor in learned)
-    # The gradient itself as the direction: then the slope is the squared norm, far above rounding.
+    # The direction of a step is the gradient, so the slope is the gradient's squared norm, far above rounding.
     slope = sum(tensor.grad.double().square().sum() for tensor in learned)
     step = 1e-3 * slope**-0.5
     losses = []
@@ -46,7 +46,7 @@ def test_selection_takes_no_gradient(kind):
     ("kind", "of_inference"), [(DSAAttention, "flash_mla_sparse_fwd"), (CompressedAttention, "window_sparse_attention")]
 )
 def test_plain_attention_takes_the_op_that_has_gradients(kind, of_inference, monkeypatch):
-    """The op of inference would lose them on a GPU."""
+    """The fused layer calls an inference op, which has no gradients on a GPU."""
     asked, case = record(monkeypatch, "sparse_mla_attention", of_inference), CASES[kind]
     layer = case.make()
     case.run(layer, case.inputs())

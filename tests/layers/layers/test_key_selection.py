@@ -1,4 +1,4 @@
-"""Selection among packed keys and pages equals selection from the scores of all tokens at once."""
+"""Selection in chunks of tokens, by sequence or in one fused kernel equals selection from all scores at once."""
 
 import weakref
 
@@ -70,7 +70,8 @@ def test_scores_take_no_more_than_the_workspace(tokens, sizes, monkeypatch):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The numbers of tokens of each fused selection, which small inputs reach here."""
+    """Lower the limits of fused selection so that small inputs use it. Return a list that collects the number of tokens
+    of each fused call."""
     monkeypatch.setattr(indexer, "FUSED_KEYS", MOST)
     monkeypatch.setattr(indexer, "FUSED_TOKENS", 10)
     return record(monkeypatch, "indexer_select", seen=lambda q, *_, **__: len(q))
@@ -85,7 +86,7 @@ def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, pag
         expected = select_packed(*given, **options)
     assert not fused
     assert torch.equal(select_packed(*given, workspace=workspace, **options), expected) and fused == sizes
-    # A list entry has 8 bytes. Counts, the bound and the end of the list take 16.
+    # A token's list has CAPACITY entries of 8 bytes. Its counts, its bound and its end take 16 bytes.
     assert 8 * CAPACITY + 16 <= FUSED_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Every layer finds needles among the keys of long contexts."""
+"""In long contexts, every layer's indexer selects planted keys, the needles."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.bench.small_stacks import FEWER, SMALL
 from tests.needles import Haystack, planted
 
 SHARES = (0.0, 0.1, 0.3333, 0.5, 0.77, 0.99)
-# Layers with an indexer in each stack.
+# stack -> number of its layers with an indexer
 SELECT = {"V4-Flash": 2, "GLM-5.2": 1, "V3.2": 4}
 
 

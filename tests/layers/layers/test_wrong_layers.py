@@ -1,4 +1,4 @@
-"""Layers refuse wrong arguments when they are made and in a pass, plain and fused. The message names the argument."""
+"""Layers refuse wrong arguments of constructors and passes, before and after `fuse`. Messages name the argument."""
 
 import re
 
@@ -72,7 +72,7 @@ def test_attention_has_an_indexer_of_its_dtype_or_none():
 
 
 def test_quantised_selection_needs_128_channels():
-    """Training does not quantise, so it takes other numbers."""
+    """Training calls `project`, which does not quantise, so it accepts other numbers of channels."""
     layer, given = indexer(head_dim=100, quantize=True), (torch.zeros(5, HIDDEN), torch.zeros(5, RANK))
     assert layer.project(*given, ROTARY(BATCH.positions))[0].shape == (5, 4, 100)
     message = "head_dim: must be 128 for selection with quantize=True, got 100"
@@ -88,7 +88,7 @@ NO_GRADIENTS = (
 
 
 def pages(index=PAGE, page_size=PAGE):
-    """The memory of an inference engine. index: tokens of a page of index keys; None without such pages."""
+    """Return a layer's cache in an engine's pages. index: tokens per page of index keys, or None for no such pages."""
     latent = torch.zeros(16, page_size, 1, 656, dtype=torch.uint8)
     return LayerCache(latent, None if index is None else torch.zeros(16, index, 1, 132, dtype=torch.uint8))
 
@@ -98,7 +98,7 @@ def paged(page_size=PAGE, total=5):
 
 
 def run(layer, x, batch, cache=None):
-    """A pass of attention or compressed attention."""
+    """Run a pass of 5 tokens through a layer of attention or compressed attention."""
     rope = ROTARY(torch.arange(5))
     return layer(x, *((rope, rope) if hasattr(layer, "compressor") else rope), batch, cache)
 

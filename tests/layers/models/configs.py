@@ -11,7 +11,8 @@ ABSENT = object()
 
 
 def write(directory: Path, name: str, **changes: Any) -> None:
-    """Write the configuration; a dotted name is a field of a nested object."""
+    """Write the published configuration `name` to config.json in `directory`, with some fields changed. A dotted name
+    changes a field of a nested object. The value ABSENT deletes the field."""
     fields = published_config(f"{name}_config.json")
     for changed, value in changes.items():
         owner, _, field = changed.rpartition(".")

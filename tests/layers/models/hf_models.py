@@ -1,11 +1,12 @@
-"""Tiny random models by transformers, the independent truth of the parity tests."""
+"""Tiny random models built by transformers, which the parity tests use as the reference."""
 
 from pathlib import Path
 
 import torch
 
-# Index heads are 32: with few, whole stretches of keys score exactly 0 and top-k is decided by tie order. The norms of
-# the latents have another eps.
+# An index score is a weighted sum of ReLUs over the index heads. With few heads instead of 32, many keys would score
+# exactly 0, and top-k would depend on the order of ties. rms_norm_eps is not 1e-6, the eps of the latents' norms, so a
+# model that uses one eps for the other fails.
 _MLA = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,
@@ -17,12 +18,12 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-# GLM-5's layers 2 and 3 share the selection of layer 1, and layer 5 that of layer 4.
+# Changes for `glm_moe_dsa`: layers 2 and 3 attend to the keys that layer 1 selects, and layer 5 to those of layer 4.
 SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
 
 
 def deepseek_v32(directory: Path, **changes):
-    """A random DeepseekV32ForCausalLM, saved to `directory`, in fp32."""
+    """Save a random DeepseekV32ForCausalLM in fp32 to `directory` and return it. changes: fields of its config."""
     fields = _MLA | {
         "num_hidden_layers": 3, "n_group": 2, "qk_nope_head_dim": 16, "v_head_dim": 16, "bos_token_id": 0,
         "rope_parameters": YARN,
@@ -31,8 +32,8 @@ def deepseek_v32(directory: Path, **changes):
 
 
 def glm_moe_dsa(directory: Path, **changes):
-    """A random GlmMoeDsaForCausalLM, saved to `directory`, in fp32. As published: one group, plain rope, values wider
-    than keys' part without rope."""
+    """Save a random GlmMoeDsaForCausalLM in fp32 to `directory` and return it. As in the published model, there is one
+    routing group, rope has no YaRN, and v_head_dim is larger than qk_nope_head_dim."""
     fields = _MLA | {
         "num_hidden_layers": 4, "n_group": 1, "qk_nope_head_dim": 24, "v_head_dim": 40, "bos_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -41,7 +42,8 @@ def glm_moe_dsa(directory: Path, **changes):
 
 
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
-    """A random DeepseekV4ForCausalLM, saved to `directory`, in fp32: every kind of layer, and experts by hash."""
+    """Save a random DeepseekV4ForCausalLM in fp32 to `directory` and return it. It has every kind of layer, and the
+    first two layers choose experts by token id (tid2eid). original_format: save under the published tensor names."""
     fields = {
         "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5,
         "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2,

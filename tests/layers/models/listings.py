@@ -1,4 +1,5 @@
-"""The pinned listings of published checkpoints' tensors."""
+"""Readers of the listings (name, shape and dtype of every tensor) of published checkpoints, which are stored under
+VENDORED."""
 
 import json
 import math
@@ -9,7 +10,7 @@ from dsa_layers.models.family import VENDORED
 
 
 def expand(name: str) -> list[str]:
-    """Every name that a pattern stands for: {a-b} is each integer from a to b, {a-b:2} every second one."""
+    """Return all names of a pattern. {a-b} stands for each integer from a to b, {a-b:2} for every second integer."""
     match = re.search(r"\{(\d+)-(\d+)(?::(\d+))?\}", name)
     if match is None:
         return [name]
@@ -18,7 +19,8 @@ def expand(name: str) -> list[str]:
 
 
 def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """name -> (shape, dtype) of every tensor, which must add up to the totals that were counted over the files."""
+    """Return {name: (shape, dtype)} of every tensor. Check the counts of tensors and elements against the
+    listing's totals, which were counted over the published files."""
     listing = json.loads((VENDORED / file).read_text())
     tensors = {
         full: (tuple(shape), dtype) for name, (shape, dtype) in listing["by_name"].items() for full in expand(name)
@@ -29,7 +31,7 @@ def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def parts(model):
-    """The model's tensors, those that hold all experts' cut as checkpoints have them."""
+    """Return {name: tensor} of a model. A tensor of all experts is cut into a tensor per expert, as in checkpoints."""
     state = model.state_dict().items()
     pieces = ((tensor, split_experts(name, tuple(tensor.shape))) for name, tensor in state)
     return {piece: tensor[index] if index else tensor for tensor, of in pieces for piece, index in of.items()}

@@ -1,6 +1,7 @@
-"""The parity tests of every family: a whole model against transformers' own on a tiny checkpoint, in fp32.
+"""Parity tests for every family: our model and transformers' model of the same tiny checkpoint, in fp32.
 
-transformers quantises nothing and attends with a mask. Sequences are longer than the number of selected keys.
+transformers does not quantise, and its sparse attention is dense attention with a mask. The long sequences have more
+tokens than a token selects.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def poisoned_cache(model, pages, page_size=16):
 
 
 def paged_run(model, tokens, chunks, page_size=16):
-    """Logits of all tokens, computed chunk by chunk over a poisoned cache."""
+    """Return the logits of all tokens, computed chunk by chunk over a cache that was filled with NaNs."""
     cache, out, done = poisoned_cache(model, 8, page_size), [], 0
     for n in chunks:
         batch = SequenceBatch.paged([n], [done + n], [[5, 0, 3]], page_size, state_slots=[2])
@@ -49,9 +50,9 @@ def assert_parity(build, directory, **changes):
 
 
 class ParityTests:
-    build: Callable  # static: saves transformers' model to a directory and returns it
+    build: Callable  # static method: save transformers' model to a directory and return it
     page_size = 16
-    lengths: ClassVar = [1, 7, 8, 9, 48]  # of sequences; the last one is the longest
+    lengths: ClassVar = [1, 7, 8, 9, 48]  # tokens per sequence; the last sequence is the longest
     chunks: ClassVar = [[1] * 48, [5, 7, 13, 1, 1, 21], [16, 16, 16]]
 
     @pytest.fixture(scope="class")
@@ -97,7 +98,7 @@ class ParityTests:
             assert_same(got, torch.cat([expected[i, part] for i, part in enumerate(parts)]))
 
     def test_greedy_tokens_are_the_same(self, models, text):
-        """There are more sequences than run at a time, so sequences reuse pages of others."""
+        """Three prompts run, at most two at a time (max_sequences), so the third reuses pages of an ended sequence."""
         theirs, ours = models
         prompts = [text[0][i, :n].tolist() for i, n in ((0, 20), (1, 3), (2, 41))]
         generator = Generator(ours, cache_tokens=256, page_size=self.page_size, max_sequences=2, prefill_chunk=7)

@@ -1,6 +1,7 @@
-"""Multi-token-prediction layers as their formulas say, around a plain block.
+"""Reference implementations of multi-token-prediction layers.
 
-The parity tests hold the plain block against transformers'. Weights around it go by the checkpoint's names.
+The decoder block is the model's block without fused layers. Everything around it is written from the formulas, with
+weights that are read from the checkpoint by their stored names.
 """
 
 import copy
@@ -15,10 +16,10 @@ from tests.layers.io.stand_ins import read_tensors
 
 
 class _Drafter:
-    """The parts that both kinds of drafters have. prefix: of the layer's tensors in the checkpoint."""
+    """Common parts of both drafters. prefix: prefix of the names of the layer's tensors in the checkpoint."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
-        # Trainable models are plain.
+        # Layers of trainable models are not fused.
         self.model = load_model(directory, dtype=torch.float32, trainable=True, drafter=True, progress=False)
         self.config, self.block, self.prefix = self.model.config, self.model.drafter.block, prefix
         self.tensors = {name: tensor.float() for name, tensor in read_tensors(directory).items()}
@@ -36,7 +37,7 @@ class PlainMLADrafter(_Drafter):
         super().__init__(directory, f"model.layers.{read_config(directory).num_hidden_layers}.")
 
     def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The block's inputs, from the next tokens and the states."""
+        """Return the block's inputs. For each row of `states`, `tokens` has the token at the next position."""
         e = self.tensors["model.embed_tokens.weight"][tokens]
         return torch.cat((self.norm(e, "enorm"), self.norm(states, "hnorm")), -1) @ self.weight("eh_proj.weight").T
 
@@ -44,8 +45,8 @@ class PlainMLADrafter(_Drafter):
         return self.norm(self._run(self.block, joined)[0], "shared_head.norm")
 
     def further(self, joined: torch.Tensor, row: torch.Tensor, position: int) -> torch.Tensor:
-        """The state of a further step with the input `row` [1, hidden] at a position after the first step's `joined`.
-        It attends to the keys that the last position of `joined` attends to."""
+        """Return the state of a later step at `position` with the block's input `row` [1, hidden]. joined: the block's
+        inputs in the first step. The later step attends to the keys that the last row of `joined` attends to."""
         _, selected = self._run(self.block, joined)
         keys = torch.arange(len(joined), dtype=torch.int32) if selected is None else selected[-1]
         block = copy.copy(self.block)

@@ -28,10 +28,10 @@ def test_transformers_spelling_reads_the_same(tmp_path, name):
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "rewritten")
     fields = json.loads((tmp_path / "rewritten" / "config.json").read_text())
     assert "rope_parameters" in fields and "rope_scaling" not in fields and "torch_dtype" not in fields
-    # Other tools write the earlier spelling's null beside it.
+    # Other tools add fields: names of the earlier spelling with null, and flags such as unsloth_fixed.
     left = {"rope_scaling": None, "compress_ratios": None, "unsloth_fixed": True}
     (tmp_path / "rewritten" / "config.json").write_text(json.dumps(fields | left))
-    # transformers fills in a beginning-of-sequence id of its own for GLM-5.
+    # GLM-5's published config has no bos_token_id; transformers writes its default.
     assert replace(read_config(tmp_path / "rewritten"), bos_token_id=expected.bos_token_id) == expected
 
 
@@ -70,7 +70,7 @@ def test_eos_token_ids_of_generation_config_go_first(tmp_path, config_eos, gener
     assert read(tmp_path, NAME, eos_token_id=config_eos).eos_token_ids == expected
 
 
-# What tools leave in a config.json without a change of its model.
+# {test id: fields that tools add to a config.json and that do not change the model}
 LEFT_BY_TOOLS = {
     "indexed": {"layer_types": ["indexed_attention"] * 61},
     "sparse": {"layer_types": ["deepseek_sparse_attention"] * 61},
@@ -187,14 +187,14 @@ DEEPSEEK_V32 = [
     ({"quantization_config.foo": 1}, "'quantization_config.foo' is 1; accepted: null"),
     ({"model_type": "llama"}, "'model_type' is 'llama'; accepted: 'deepseek_v32', 'deepseek_v4', 'glm_moe_dsa'"),
     ({"model_type": ABSENT}, "'model_type' is missing; accepted: 'deepseek_v32', 'deepseek_v4', 'glm_moe_dsa'"),
-    # values that would need other code
+    # values that are not supported
     ({"attention_bias": 0}, "'attention_bias' is 0; accepted: false"),
     ({"quantization_config": "fp8"}, "'quantization_config' is 'fp8'; accepted: an object or null"),
     ({"rope_scaling.type": ABSENT}, "'rope_scaling.rope_type' and field 'type' hold {'rope_type': null, 'type': null}"),
     ({"rope_scaling.rope_type": "default"}, "hold {'rope_type': 'default', 'type': 'yarn'}; accepted: one of "),
     ({"rope_scaling.factor": 0.5}, "'rope_scaling.factor' is 0.5; accepted: a finite number above 0, from 1 to 1e+06"),
     ({"rope_scaling.beta_fast": 1}, "'rope_scaling.beta_fast' is 1; accepted: a number above beta_slow=1.0"),
-    # types
+    # missing fields, wrong types and values out of range
     ({"hidden_size": ABSENT}, "'hidden_size' is missing; accepted: an integer of at least 1, up to 1048576"),
     ({"hidden_size": 7168.0}, "'hidden_size' is 7168.0; accepted: an integer of at least 1, up to 1048576"),
     ({"norm_topk_prob": 1}, "'norm_topk_prob' is 1; accepted: true, false"),

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and DeepSeek-V4 against transformers' own."""
+"""Parity of DeepSeek-V3.2 and DeepSeek-V4 with transformers' models."""
 
 from typing import ClassVar
 

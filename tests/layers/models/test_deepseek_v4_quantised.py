@@ -41,7 +41,7 @@ def directory(request, tiny_checkpoint, tmp_path_factory):
 
 
 def dequantised(tensor, scale):
-    """The values by the formats' definitions."""
+    """Return the values of a stored tensor by the definition of its format. scale: its scales, or None."""
     if scale is None:
         return tensor
     if tensor.dtype == torch.int8:
@@ -51,7 +51,7 @@ def dequantised(tensor, scale):
 
 @pytest.fixture(scope="module")
 def worth(directory):
-    """The values of the stored weights under the model's names."""
+    """Return {the model's name: the dequantised values} of every stored tensor that the model reads."""
     config, stored = read_config(directory), read_tensors(directory)
     model = DeepseekV4ForCausalLM(config, Precision(torch.float32, False, False, "model"))
     values = {}
@@ -92,7 +92,7 @@ def test_a_quantised_model_has_the_same_weights_in_fp8(directory, worth):
         for name, scale in tensors.items():
             if name.endswith("weight_scale_inv"):
                 assert torch.frexp(scale.float()).mantissa.eq(0.5).all(), name
-    # Activations are rounded to e4m3, so only close.
+    # The model with FP8 weights rounds activations to e4m3, so the logits are only close.
     rounded, exact = (
         logits(load_model(directory, dtype=torch.float32, dequantize=dequantize, progress=False))
         for dequantize in (False, True)
@@ -110,7 +110,7 @@ def test_widened_experts_give_the_same_logits(directory):
 
 @pytest.mark.parametrize("dequantize", [True, False])
 def test_experts_and_their_scales_may_be_in_one_tensor(directory, tmp_path, dequantize):
-    """As transformers saves quantised experts."""
+    """transformers saves quantised experts in this form: each tensor has the weights or scales of all experts."""
 
     def fuse_experts(tensors):
         for layer, (kind, suffix) in product(range(4), (("weight", ""), ("scale", "_scale_inv"))):

@@ -1,4 +1,4 @@
-"""The family of docs/how-to/add-a-family.md works in a copy of the package with the page's edits."""
+"""The example family of docs/how-to/add-a-family.md works in a copy of the package with the page's edits."""
 
 import os
 import re
@@ -17,7 +17,7 @@ TEXT = (ROOT / "docs" / "how-to" / "add-a-family.md").read_text()
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """dsa_layers with the page's edits, and its tests; everything else comes from this checkout."""
+    """Return a folder with the edited dsa_layers and its tests. Everything else is imported from this checkout."""
     copy = tmp_path_factory.mktemp("project")
     for folder in ("dsa_layers", "tests"):
         leave = shutil.ignore_patterns("__pycache__", "model.safetensors", "gpu", "kernels")

@@ -1,4 +1,5 @@
-"""The keys that a drafter's further steps share are at the same places in the cache after every form of the first."""
+"""Later steps of GLM-5.2's drafter attend to the keys that its first step selected. Every form of the first step must
+return the same cache slots for these keys."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dsa_layers.engine import paged_attention
 from dsa_layers.io.loading import load_model
 from dsa_layers.models.glm_moe_dsa import slots_of
 
-# Of two sequences, which have more keys than are selected; their pages have other numbers than their order.
+# Two sequences with more keys than the drafter selects (TOP_K). Their pages are not in the order of their numbers.
 LENS, PAGES, PAGE = [150, 200], [[3, 0, 5, 1], [6, 2, 7, 4]], 64
 TOKENS = torch.tensor([2 + i * i % 2000 for i in range(sum(LENS) + 1)])
 TOP_K = 128
@@ -26,7 +27,7 @@ def paged(new, total):
 
 
 def positions(slots, pages):
-    """The set of positions of a row of slots in a sequence with these pages."""
+    """Return the set of positions of a row of cache slots, in a sequence with these pages."""
     slots = [slot for slot in slots.tolist() if slot >= 0]
     found = {pages.index(slot // PAGE) * PAGE + slot % PAGE for slot in slots}
     assert len(found) == len(slots)
@@ -39,7 +40,7 @@ def positions(slots, pages):
 )
 @torch.inference_mode()
 def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
-    """Passes over whole prompts, over their last tokens, and over their last three tokens."""
+    """The forms are passes over whole prompts, over each prompt's last token, and over its last three tokens."""
     monkeypatch.setattr(paged_attention, "MOST_READ", most_read)
     model = load_model(directory, kv_cache=kv_cache, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
@@ -58,12 +59,12 @@ def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypa
         for states_of_form in (whole, several):
             got = states_of_form.slots(slice(None))
             assert got.dtype == torch.int32 and got.shape == (2, TOP_K)
-            # Activations in FP8 and BF16 are rounded otherwise where a product has other rows: near ties may differ.
+            # A product with other rows may round FP8 and BF16 activations differently, so near ties may differ.
             assert len(positions(got[i], pages) & expected) >= TOP_K - 2
 
 
 def test_selections_with_bits_are_counted_in_positions():
-    """The multi-head form, which only GPUs take, counts from each sequence's first key."""
+    """The multi-head form (`bits`), which only GPUs use, returns positions in the sequence instead of slots."""
     batch = paged([2, 1], [130, 70])
     keys = torch.tensor([[0, 64, 129, -1], [1, 2, 3, 4], [63, 64, 69, -1]], dtype=torch.int32)
     selected = Selected(keys, batch, "positions", bits=torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Every family's drafter against its formulas (plain_drafters), in fp32, up to four steps."""
+"""Parity of every family's drafter with its formulas (plain_drafters.py), in fp32 and for up to four steps."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from tests.layers.models.plain_drafters import PlainMLADrafter, PlainV4Drafter
 from tests.reference.common import assert_refused
 
 TOLERANCE = 2e-5
-PAGE = 128  # of tokens
-# Every family as it is published, and GLM-5.2 with a selection in every step, as GLM-5 has it.
+PAGE = 128  # tokens per page
+# Every family with its published options, and GLM-5.2 with a drafter that selects keys in every step, as in GLM-5.
 CASES = [(model, {}) for model in FAMILIES if family(model).drafter is not None]
 CASES += [("glm_moe_dsa", {"index_share_for_mtp_iteration": False})]
 TOKENS = torch.randint(0, 2048, (190,), generator=torch.Generator().manual_seed(1))
@@ -25,7 +25,7 @@ LENGTHS = [160, 9]
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def drafters(request, tiny_checkpoint, tmp_path_factory):
-    """(a model with its drafter, the formulas)"""
+    """Return (a model with its drafter, the drafter's reference implementation)."""
     model_type, changes = request.param
     directory = tiny_checkpoint(model_type, quantized=False)
     if changes:
@@ -103,7 +103,7 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
         assert token == plain.logits(expected[-1:]).argmax(-1)
         last = model.drafter(token, last[-1:], decode_batch(1, total), cache)
         row = plain.join(token, expected[-1:])
-        if shares_picks(model):  # the first step's keys, whatever further ones have
+        if shares_picks(model):  # every later step attends to the keys of the first step
             expected = plain.further(joined, row, total - 1)
         else:
             joined = torch.cat((joined, row))
@@ -115,7 +115,8 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     last, draft, guesses = further(last, draft, guesses, done + 2)
     further(last, draft, guesses, done + 3)
 
-    # The target's tokens differ from the drafts, so these positions are written again, with its states.
+    # The target's next tokens differ from the drafts. The drafter computes these positions again, with the target's
+    # states, and overwrites its cache there.
     rows = slice(done, done + 2)
     both = decode_batch(2, done + 2)
     states = model.states(TOKENS[rows], both, of_target)
@@ -123,7 +124,7 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     joined = torch.cat((joined, plain.join(TOKENS[rows.start + 1 : rows.stop + 1], states)))
     expected = plain.states(joined)
     assert_same(values(got), expected[rows])
-    # If only the first of two drafts was right, a further step continues from its row.
+    # If the target accepts only the first of two drafts, the next drafting step continues from the first row.
     further(got[:1], joined[:-1], expected[:-1], done + 2)
 
 

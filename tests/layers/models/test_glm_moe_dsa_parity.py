@@ -1,4 +1,4 @@
-"""GLM-5 against transformers' own, with an indexer in every layer and with shared ones."""
+"""Parity of GLM-5 with transformers' model: an indexer in every layer, and layers that share selected keys."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ class TestEveryLayerHasAnIndexer(ParityTests):
 
 
 class TestIndexShare(ParityTests):
-    """Layers 2 and 3 attend to what layer 1 selected, layer 5 to what layer 4 selected."""
+    """Layers 2 and 3 attend to the keys that layer 1 selected, layer 5 to the keys that layer 4 selected."""
 
     build = staticmethod(partial(hf_models.glm_moe_dsa, **hf_models.SHARED))
 
@@ -32,7 +32,7 @@ class TestIndexShare(ParityTests):
 
     @pytest.mark.parametrize("impl", CheckpointImpl)
     def test_checkpointed_layers_have_the_same_gradients(self, impl, tmp_path):
-        """The backward pass computes a layer again after later indexers have selected other keys."""
+        """The backward pass recomputes layers after other keys were selected. It must use the forward pass's keys."""
         self.build(tmp_path)
         tokens, batch = torch.arange(71) * 97 % 251, SequenceBatch.without_cache([48, 23])
         gradients = []

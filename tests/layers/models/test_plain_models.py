@@ -1,4 +1,4 @@
-"""Models in plain form: compiled whole, sharded by FSDP2, and with adapters of peft."""
+"""Trainable models, whose layers are not fused: torch.compile of the whole model, FSDP2, and adapters of peft."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dsa_layers.engine.fuse import fused
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.parallel.processes import in_ranks
 
-LENS = [150, 90]  # more keys than are selected, and fewer
+LENS = [150, 90]  # tiny V3.2 and GLM-5 select 128 keys: one sequence has more, the other fewer
 TOKENS = torch.tensor([2 + i * i % 2000 for i in range(sum(LENS))])
 
 
@@ -64,7 +64,7 @@ def sharded(ranks, directory):
 
 @pytest.mark.slow
 def test_a_model_sharded_by_fsdp2_has_the_same_gradients(directory):
-    """Both ranks have the same tokens, so that the mean of their gradients is that of one process."""
+    """FSDP2 averages gradients over ranks. The ranks have equal tokens, so the mean equals one process's gradients."""
     for step in in_ranks(2, sharded, directory):
         assert_same_step(step, plain(directory))
 

@@ -1,4 +1,4 @@
-"""Published checkpoints: the tensors that manifests, models and drafters derive from the published configurations."""
+"""Manifests, models and drafters of published configurations have the tensors of the published checkpoints."""
 
 import math
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_the_model_finds_its_tensors_by_their_stored_names(directory, model_type
 
 
 def build(directory, name):
-    """The model with its drafter, and the stored tensors that it skips without one."""
+    """Return the model with its drafter, and the stored tensors that the model skips without a drafter."""
     config = read(directory, name)
     model = unfilled_model(config, None)
     without = {stored for stored in manifest_of(config) if model.skips(stored)}
@@ -107,8 +107,8 @@ def test_fp4_experts_take_what_their_files_take_within_2_percent(tmp_path):
 
 
 def test_glm_5_2_has_the_published_totals(tmp_path):
-    """The totals are those in the headers of all files. All tensors are BF16 except the gates' biases, which the sparse
-    layers and the MTP layer have."""
+    """The totals were counted over the headers of all published files. Only the biases of the gates are F32, 256 in
+    each of 76 layers: 75 layers with experts and the MTP layer."""
     model = unfilled_model(read(tmp_path, "glm_5_2"), None)
     manifest = manifest_of(model.config)
     sizes = {name: math.prod(shape) for name, (shape, _) in manifest.items()}

@@ -1,4 +1,4 @@
-"""Families are found by their model types, and generation takes any model that has what it asks for."""
+"""The registry finds families by model type, and `Generator` accepts any object with the attributes of `Model`."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_family_outside_of_the_package_is_found_after_it_is_added(tmp_path, mo
 
 
 class Other:
-    """A model of no family, and no torch.nn.Module: it has what generation asks for and nothing else."""
+    """A model that belongs to no family and is no torch.nn.Module. It has only the attributes that `Model` lists."""
 
     page_size, captures_decode = 32, False
 

@@ -1,4 +1,4 @@
-"""Models of every family and their drafters refuse wrong inputs. The message names the argument and what it got."""
+"""Models and drafters of every family refuse wrong inputs. The message names the argument and its wrong value."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that talk by gloo."""
+"""Helper that runs a function in several processes, which communicate through gloo."""
 
 import multiprocessing
 import os
@@ -14,14 +14,14 @@ import torch.multiprocessing as mp
 
 from dsa_layers.parallel.ranks import Ranks
 
-SECONDS = 400  # ranks that wait for each other would wait forever
-# Importing these takes seconds. A server imports them once, and ranks are forks of the server.
+SECONDS = 400  # timeout; without it, ranks that wait for each other would never end
+# Importing these modules takes seconds. A fork server imports them once, and ranks are forks of this server.
 IMPORTED = ["torch", "torch.distributed", "dsa_layers", "dsa_layers.parallel.ranks"]
 
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return function(ranks, *arguments) of each of `size` ranks. New processes import the function, so it must be in a
-    module."""
+    """Run function(ranks, *arguments) in `size` processes and return the results in the order of the ranks. The
+    processes import `function` by its name, so define it at the top level of a module."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(IMPORTED)
         arguments = size, folder, dict(os.environ), function, arguments
@@ -43,7 +43,7 @@ def _run(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ.clear()  # the server's, as it was when it started
+    os.environ.clear()  # inherited from the fork server, which started with older variables
     os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -18,7 +18,7 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.training.test_changed_indexer import DotProductIndexer
 from tests.layers.training.test_indexer_stage import Small
 
-# Sequences longer than a rank's tokens, and shorter ones that some ranks have no token of.
+# Tokens per sequence. The first sequence has more tokens than a rank; some ranks have no token of the short ones.
 LENS = [37, 5, 1, 20]
 TOP_K = 6
 TOLERANCE = 2e-5  # ranks sum the same numbers in another order
@@ -26,7 +26,10 @@ ALONE = Ranks(0, 1)
 
 
 def trained(name, ranks, own_indexer=False, checkpointed=False):
-    """(the language model's and the indexers' loss over all ranks, the ranks' mean of each parameter's gradients)"""
+    """Run the forward and backward pass of a small model in stage `name`, with its tokens shared by `ranks`. Return
+    ([language loss, indexer loss] over all ranks, {parameter: mean of its gradients over the ranks}).
+
+    own_indexer: layer 1 has a `DotProductIndexer`. checkpointed: the backward pass recomputes the layers."""
     model = Small(TOP_K)
     if own_indexer:
         torch.manual_seed(3)
@@ -55,7 +58,8 @@ CASES = [(name, own_indexer) for name in STAGES for own_indexer in (False, True)
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_train_as_one_rank_does(size):
-    """All ranks get the same bits. CHECKS run in the same processes, which take seconds to start."""
+    """The losses and gradients are those of one rank, with the same bits on all ranks. CHECKS run in the same
+    processes, because processes take seconds to start."""
     for (name, own_indexer), first, *others in zip(CASES, *in_ranks(size, of_a_rank), strict=True):
         assert_close(first, trained(name, ALONE, own_indexer))
         for total, gradients in others:
@@ -70,7 +74,7 @@ def of_a_rank(ranks):
 
 
 def check_documented_loop(ranks):
-    """The document's loop, with parameters that FSDP2 shards, has the losses of one rank in both stages."""
+    """Check that the document's loop, in which FSDP2 shards parameters, has the losses of one rank in each stage."""
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
     (code,) = re.findall(r"## On several GPUs\n.*?```python\n(.*?)```", text, re.S)
     assert 'IndexerStage(model, "sparse")' in code
@@ -86,12 +90,12 @@ def check_documented_loop(ranks):
 
 
 def check_checkpointed_layers(ranks):
-    """Layers that run again in the backward pass gather again."""
+    """Check that layers have the same gradients if the backward pass recomputes them, which gathers keys again."""
     assert_close(trained("sparse", ranks, checkpointed=True), trained("sparse", ranks))
 
 
 def check_gradients_of_gathered_rows(ranks):
-    """Ranks' gradients of 16-bit rows are added in fp32, in the order of the ranks, and rounded once."""
+    """Check that the ranks' gradients of bf16 rows are added in fp32, in the order of the ranks, and rounded once."""
     stage = IndexerStage(Small(TOP_K), "sparse")
     share = stage.share([9, 4], ranks)
     every = torch.arange(13.0)[:, None].expand(13, 3)
@@ -112,7 +116,7 @@ def check_gradients_of_gathered_rows(ranks):
 
 
 def check_wrong_lengths(ranks):
-    """All ranks raise what one of them finds, and go on."""
+    """Check that all ranks raise the error that one rank finds, and can share tokens afterwards."""
     stage, rank = IndexerStage(Small(TOP_K), "warmup"), ranks.rank
     same = r"must be the same on all ranks, got \(12, 3\) on rank 0 and \(12, 4\) on rank 1"
     for own, wrong_rank, message in [
@@ -128,7 +132,7 @@ def check_wrong_lengths(ranks):
 
 
 def check_groups(ranks):
-    """Each of two groups of two ranks shares tokens by itself."""
+    """Check that each of two groups of two ranks trains as one rank does, independently of the other group."""
     groups, number = [dist.new_group([0, 1]), dist.new_group([2, 3])], ranks.rank // 2
     assert_close(trained("sparse", Ranks.of(groups[number])), trained("sparse", ALONE))
     with pytest.raises(ValueError, match=r"^group: this process must be one of its ranks"):

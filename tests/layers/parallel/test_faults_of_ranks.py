@@ -1,4 +1,4 @@
-"""All ranks raise an error if something differs on one of them, and none waits for another."""
+"""All ranks raise an error if a call differs or fails on one rank, so that no rank waits for another forever."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ DIGESTS = r"one(s)? of digest \w{12} on rank 0 and one(s)? of digest \w{12} on r
 
 
 class Ends:
-    """A tokenizer with this token at the end of texts."""
+    """A stand-in for a tokenizer, with the end-of-sequence token `token`."""
 
     encode = stream = None
 
@@ -30,7 +30,7 @@ class Ends:
 
 
 def problem(call, *patches):
-    """The message that a call raises with these patches."""
+    """Return the message of the error that `call` raises. patches: arguments of `mock.patch.object`."""
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
@@ -40,7 +40,7 @@ def problem(call, *patches):
 
 
 def problems_of_calls(ranks, directory):
-    """(tokens that are sampled without a seed, the messages of several calls)."""
+    """Return (tokens sampled without a seed, the error messages of calls that are wrong or differ on one rank)."""
     rank, model = ranks.rank, load_model(directory, mesh=ranks, **OPTIONS)
     generator = Generator(model, None, cache_tokens=2048)
     (sampled,) = generator.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=1.0))
@@ -66,7 +66,8 @@ def problems_of_calls(ranks, directory):
 
 
 def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
-    """Without a seed all ranks draw the same numbers."""
+    """All ranks raise the same message, but rank 0 adds "(rank 1)" to an error that only rank 1 finds. Without a seed
+    all ranks sample the same tokens."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     (tokens, first), (others, second) = in_ranks(2, problems_of_calls, checkpoint)
     assert tokens == others
@@ -87,7 +88,7 @@ def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
 
 
 def problems_of_loading(ranks, whole, broken, other):
-    """What loading raises if the second rank misses a tensor, has other weights, no room, another GPU or versions."""
+    """Return {fault: error message of loading}. In each load, rank 1 lacks something or differs from rank 0."""
 
     def load(*patches, directory=whole):
         return problem(lambda: load_model(directory, mesh=ranks, **OPTIONS), *patches)
@@ -110,7 +111,7 @@ def test_what_one_rank_finds_in_loading_all_raise(tiny_checkpoint, tmp_path):
     name = "model.layers.1.mlp.experts.7.down_proj.weight"
     whole = tiny_checkpoint("deepseek_v32", quantized=False)
     broken = changed(whole, tmp_path / "broken", lambda tensors: tensors.pop(name))
-    # Its names and shapes are the same.
+    # This checkpoint has other values under the same names and shapes.
     write_tiny_checkpoint(tmp_path / "other", model="deepseek_v32", quantized=False, seed=7)
     first, second = in_ranks(2, problems_of_loading, whole, broken, tmp_path / "other")
     assert f"{name}: missing" in second["missing"] and first.pop("missing") == f"{second.pop('missing')} (rank 1)"

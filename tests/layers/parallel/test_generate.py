@@ -1,4 +1,4 @@
-"""`dsa generate --gpus N` on a CPU: N processes, one terminal, one message."""
+"""`dsa generate --gpus N` on a CPU: N processes write the text of one process, and report an error once."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from tests.default_signals import reset_signals
 
 COMMAND = [sys.executable, "-m", "dsa_layers", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-SECONDS = 300  # for what takes few
+SECONDS = 300  # timeout of each command; normally it takes a few seconds
 
 
 def arguments(checkpoint, options):
@@ -36,7 +36,8 @@ def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
 
 @pytest.fixture
 def generate_here(capfd, monkeypatch):
-    """`generate` in this process, which has imported torch. Ranks are other processes."""
+    """Return a function like `generate` that runs the command in this process, which has imported torch already. With
+    --gpus, the ranks are other processes."""
 
     def call(checkpoint, *options, **environment):
         for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
@@ -86,7 +87,7 @@ def test_wrong_calls_are_reported_once(checkpoint, options, said, generate_here)
 
 
 def of_rank(rank, parent):
-    """The id of the process of a rank, a child of this process. Reads Linux's /proc."""
+    """Return the process id of a rank, a child of the process `parent`. Reads Linux's /proc."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             of_parent = int((entry / "status").read_text().partition("PPid:")[2].split()[0])
@@ -96,7 +97,7 @@ def of_rank(rank, parent):
 
 
 def start(checkpoint, *options):
-    """Start two ranks that generate until they are ended. Returns once the first one has written the prompt."""
+    """Start two ranks that generate until they are stopped. Return after rank 0 has written its first 4 bytes."""
     call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-tokens", "60000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": reset_signals}
     process = subprocess.Popen([*call, *options], env=ENVIRONMENT, **pipes)

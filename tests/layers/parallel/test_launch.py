@@ -1,4 +1,4 @@
-"""`launch`: the variables and streams of ranks, which rank failed first, and that no rank is left."""
+"""`launch`: it sets the ranks' variables and streams, names the rank that failed first, and leaves no rank running."""
 
 import ast
 import os
@@ -17,9 +17,9 @@ from tests.default_signals import reset_signals
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; PR_SET_PDEATHSIG exists on Linux only")
 
-SECONDS = 120  # for what takes a few
+SECONDS = 120  # timeout; normally a command takes a few seconds
 ROOT = str(Path(__file__).parents[3])
-# Every rank runs this first. The first argument is a folder, where each rank writes its process id.
+# The first lines of every rank's script. The script's first argument is a folder for the ranks' process ids.
 RANK = f"""
 import os, signal, socket, sys, time
 from pathlib import Path
@@ -44,7 +44,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a process that calls `launch`."""
+    """Return a function that starts a process that calls `launch`. The process is killed after the test."""
     processes = []
 
     def start_launcher(ranks, source, **options):
@@ -70,7 +70,7 @@ def wait_for(condition):
 
 
 def pids(folder, ranks):
-    """Wait until all ranks have written their process ids."""
+    """Wait until all ranks have written their process ids to `folder`, and return the ids."""
     paths = [folder / str(rank) for rank in range(ranks)]
     return [int(wait_for(lambda path=path: path.exists() and path.read_text())) for path in paths]
 
@@ -98,7 +98,7 @@ def test_ranks_have_the_arguments_and_the_variables_of_torchrun(run, tmp_path):
 
 
 def test_the_store_listens_to_this_node_only(run):
-    """The same port of another address is free."""
+    """The store listens on 127.0.0.1, so its port is still free on another address of this node."""
     source = """
         port = int(os.environ["MASTER_PORT"])
         socket.create_connection(("127.0.0.1", port))
@@ -149,7 +149,8 @@ def test_a_killed_rank_is_named(run, capfd, name, rank, ranks, others):
 
 @pytest.mark.parametrize("other", ["write_pid(); time.sleep(600)", "note_failure('wrong'); write_pid(); wait_for(0)"])
 def test_there_is_no_line_after_what_rank_0_has_written(run, capfd, other):
-    """Even if another rank fails first: SIGTERM does not end rank 0 after `note_failure`."""
+    """Rank 0 writes the cause last, even if another rank fails first: after `note_failure`, rank 0 ignores the
+    launcher's SIGTERM."""
     source = f"""
         if rank:
             {other}
@@ -206,7 +207,8 @@ def test_the_number_of_started_ranks_is_that_of_the_environment(monkeypatch):
     assert started_ranks() is None
 
 
-# {why rank 1 failed first: {rank, in the order found: (exit code, when the launcher found it, time in note_failure)}}
+# {why rank 1 failed first: {rank: (exit code, time when the launcher found the failure, time of `note_failure`)}}. The
+# ranks are in the order in which the launcher found them.
 SECOND_FAILED_FIRST = {
     "the launcher's SIGTERM is no cause": {1: (3, 100, None), 0: (-15, 100, None)},
     "the first SIGTERM is not the launcher's": {1: (-15, 100, None), 0: (1, 100, 100.4)},

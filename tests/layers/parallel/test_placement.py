@@ -28,8 +28,8 @@ def part(rank, count):
 
 
 def check_local_rows(rows, own, every):
-    """Rows, bounds and angles that a rank has by itself."""
-    shared = torch.arange(5).expand(len(every), 5)  # all tokens have one row in memory
+    """Check this rank's local rows, bounds and angles. own, every: indices of the local rows and of all rows."""
+    shared = torch.arange(5).expand(len(every), 5)  # all tokens share one row in memory
     assert torch.equal(rows.local(shared), torch.arange(5).repeat(len(own), 1))
     assert torch.equal(rows.all_gather(rows.local(shared))[0], shared)
     assert rows.local_cached(every) is rows.local_cached(every) and torch.equal(rows.local_cached(every), own)
@@ -40,7 +40,7 @@ def check_local_rows(rows, own, every):
 
 
 def check_gathered_rows(rows, own, every):
-    """Slices, which are not contiguous, gathered at once and while another gather is under way."""
+    """Check a gather of whole tensors, and gathers of non-contiguous slices while two other gathers are running."""
     tensors = [whole(len(every), dtype) for dtype in DTYPES]
     local = [rows.local(x) for x in tensors]
     begun, other = rows.start_all_gather(*local), rows.start_all_gather(own)
@@ -56,7 +56,8 @@ def check_gathered_rows(rows, own, every):
 
 
 def sums(ranks, rows, own, every):
-    """(this rank's rows of the sum of parts, by each way; the same with a shared part and a residual)."""
+    """Return (this rank's rows of the sum of the ranks' parts, computed in five ways; this rank's rows of twice the sum
+    plus a shared part and a residual)."""
     count, whole_rows = len(every), Replicated(ranks)
     x = part(ranks.rank, count)
     total, doubled = rows.start_reduce(x), rows.start_reduce(2 * x)
@@ -88,13 +89,13 @@ def test_sharded_rows_are_gathered_whole_and_summed_as_whole_rows_are(size):
         for own, totals, more in (found[i] for found in of_ranks):
             expected = sum(part(rank, count).float() for rank in range(size))[own]
             assert all(torch.equal(rows, expected.bfloat16()) for rows in totals)
-            # Rounded once with the shared part, and once more with the residual.
+            # The sum and the shared part are rounded together once. Adding the residual rounds again.
             expected = part(9, count)[own] + (2 * expected + part(8, count).float()[own]).bfloat16()
             assert torch.equal(more, expected)
 
 
 class FirstHalf(Placement):
-    """The first half of the rows. whole: the results of `all_gather`, in the order of the calls."""
+    """Placement with the first half of the rows. whole: the tensors that successive `all_gather` calls return."""
 
     is_split = sharded = True
 
@@ -125,11 +126,12 @@ def test_experts_send_casts_of_their_rows(fp4_experts):
     expected = rows.local(moe.experts(x, *choice)) + moe.shared_experts(rows.local(x))
     assert torch.equal(moe(rows.local(x), cast=own, placement=rows), expected)
     assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
+    # Each of 5 rows sends 256 FP8 values with 2 fp32 scales, and for 2 experts an int64 index and an fp32 weight.
     assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
 
 
 class Noting(FirstHalf):
-    """Notes in `events` when exchanges begin and end."""
+    """`FirstHalf` that appends to `events` when a gather or a reduction begins and when it ends."""
 
     def __init__(self, events):
         super().__init__()
@@ -146,7 +148,7 @@ class Noting(FirstHalf):
 
 @torch.inference_mode()
 def test_ranks_compute_while_rows_are_on_their_way(monkeypatch):
-    """The router chooses during the gather of rows, and the shared expert computes during the sum of routed ones."""
+    """The router runs while rows are gathered. The shared expert runs while ranks sum the routed experts' outputs."""
     events = []
 
     def note(owner, name):

@@ -1,4 +1,4 @@
-"""What a rank needs before it meets the others, and what it leaves when it ends."""
+"""Joining and leaving the process group: a missing GPU is reported first, and no thread of gloo is left."""
 
 import subprocess
 import sys
@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from dsa_layers.parallel.ranks import join
 
-SECONDS = 300  # for what takes few
+SECONDS = 300  # timeout of each command; normally it takes a few seconds
 
 
-# The function that a rank registers first runs last, after the rank has left the group.
+# The script of each rank. atexit runs functions in reverse order, so the function that is registered first runs last,
+# after the rank has left the group.
 THREADS = """
     import atexit
     import gc
@@ -46,7 +47,7 @@ THREADS = """
 @pytest.mark.slow
 @pytest.mark.parametrize("raises", [False, True])
 def test_no_thread_of_gloo_is_left_when_python_ends(raises, tmp_path):
-    """A thread that asks for the interpreter while Python ends aborts the process."""
+    """A gloo thread that needs the interpreter while Python ends would abort the process."""
     (tmp_path / "rank.py").write_text(textwrap.dedent(THREADS).replace("RAISES", str(raises)))
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "rank.py"]
     done = subprocess.run(start, capture_output=True, text=True, timeout=SECONDS)

@@ -1,4 +1,5 @@
-"""Attention that ranks split by queries in long passes: rows have the bits of one process, and ranks exchange keys."""
+"""Attention that ranks split by queries in long passes. Each rank's rows have the same bits as in one process, and the
+ranks exchange only keys."""
 
 import contextlib
 import itertools
@@ -15,10 +16,11 @@ from dsa_layers.parallel.placement import Sharded, placement_of
 from dsa_layers.parallel.ranks import ALONE
 from tests.layers.parallel.processes import in_ranks
 
-# (new, earlier) tokens of two sequences in each pass. The first pass is short, so ranks have whole rows.
+# (new, earlier) tokens of two sequences in each pass. The first pass has fewer than 256 new tokens (SHARDED_TOKENS), so
+# all ranks have all rows. LONG: the other passes, in which each rank has half of the rows.
 PASSES = [(130, 0), (20, 0)], [(150, 130), (110, 20)], [(1, 280), (257, 130)]
 LONG = 1, 2
-# The number of layers that run. In GLM the last one selects, after one that does not.
+# {model: number of layers that run}. In GLM-5.2 the third layer has no indexer and the fourth layer has one.
 LAYERS = {"deepseek_v32": 2, "deepseek_v4": 3, "glm_moe_dsa": 4}
 OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
@@ -27,7 +29,7 @@ OPTIONS = {
 
 
 def attention(model, x, batch, cache):
-    """Yield the results of the layers, which all read the same x."""
+    """Yield the result of each layer's attention. All layers read the same x."""
     count = LAYERS[model.config.model_type]
     if isinstance(model, DeepseekV4ForCausalLM):
         for i, layer in enumerate(model.layers[:count]):
@@ -44,7 +46,7 @@ def attention(model, x, batch, cache):
 
 @torch.inference_mode()
 def attended(model, ranks):
-    """({(pass, layer): attention's result for this process's rows}, the numbers of these rows in each pass)."""
+    """Return ({(pass, layer): attention's result for this rank's rows}, the indices of these rows in each pass)."""
     torch.manual_seed(0)
     size, dtype = model.page_size, model.precision.dtype
     cache = model.make_cache(20, size)
@@ -62,7 +64,8 @@ def attended(model, ranks):
 
 @contextlib.contextmanager
 def exchanges(found):
-    """Append the bytes per row of each gather to `found`. No rows are summed."""
+    """Context manager: append the bytes per row of each gather to `found`. A sum over ranks in a sharded pass raises
+    TypeError."""
     begin = Sharded._start_all_gather
 
     def begin_gather(rows, own, *, at_once):
@@ -74,7 +77,7 @@ def exchanges(found):
 
 
 def of_ranks(ranks, directories):
-    """{(model, precision): (result, exchanges)}"""
+    """Return {(model, precision): (the result of `attended`, the bytes per row of each gather)}."""
     found = {}
     for (model, directory), name in itertools.product(directories.items(), OPTIONS):
         part, exchanged = load_model(directory, mesh=ranks, **OPTIONS[name]), []
@@ -97,7 +100,7 @@ def of_both(checkpoints):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", LAYERS)
 def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
-    """Rows of long passes have the same bits. Short passes are summed over ranks, which rounds elsewhere."""
+    """Rows of long passes have the same bits. In short passes ranks sum partial results, which rounds differently."""
     expected, _ = attended(load_model(checkpoints[model], **OPTIONS[name]), ALONE)
     tolerance = {"fp32": 1e-6, "fp8": 0.01}[name]
     for (found, numbers), _ in (of_one[model, name] for of_one in of_both):
@@ -113,7 +116,8 @@ def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
 
 @pytest.mark.slow
 def test_ranks_exchange_only_keys(of_both):
-    """In one gather per layer: latents and index keys in 16 bits; in V4 products of the compressors in fp32, too."""
+    """A layer has one gather per long pass. V3.2 and GLM-5.2 send latents and index keys in bf16. V4 sends latents in
+    bf16 and the products of the compressors in fp32."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
         "deepseek_v32": [latent + index] * 2,

@@ -1,4 +1,4 @@
-"""A rank that has a whole layer also has its part of it: heads of attention, channels of shared experts."""
+"""A rank with a whole layer also has a `part` of the layer: heads of attention, or channels of a shared expert."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def assert_equal_states(layer, expected):
 
 
 def second_half(shared_expert):
-    """The channels of the second of two ranks, in memory of their own."""
+    """Cut a shared expert, in place, to copies of the channels of the second of two ranks. Return the expert."""
     for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
         for parameter in shared_expert.get_submodule(name).parameters():
             parameter.data = parameter.chunk(2, dim)[1].contiguous()
@@ -41,7 +41,8 @@ def second_half(shared_expert):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
-    """Parts are views, except gate and up of FP8 shared experts: their copies lie side by side for one product."""
+    """Parts are views of the layer's parameters. Exception: gate and up of an FP8 shared expert are copies that are
+    adjacent in memory, for one joint product."""
     directory, options = tiny_checkpoint(model), OPTIONS[name] | {"drafter": True}
     whole, split = load_model(directory, **options), load_model(directory, mesh=SECOND, **options)
     with split_by("heads"):

@@ -1,4 +1,4 @@
-"""Sums and pieces over ranks: values, order and bits."""
+"""Collectives of `Ranks`: sums are added in the order of the ranks and rounded once, and columns are joined."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models and drafters over several processes give what one process gives, and each rank holds its part."""
+"""Models and drafters that are split over ranks compute what one process computes. Each rank holds only a part."""
 
 import contextlib
 import functools
@@ -27,17 +27,18 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "drafter": True, "progress": False}
-# A sequence has more tokens than are selected. Passes of at least 256 tokens are sharded, others are not.
+# The longest prompt and sequence have more tokens than a token selects. Ranks shard the rows only of passes with at
+# least 256 tokens (SHARDED_TOKENS).
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [170, 90]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:20]]
 FUSED = "experts in one tensor"
-# A model that three ranks can share: heads, experts, channels in blocks of 128, the vocabulary.
+# A tiny model whose vocabulary and numbers of heads, experts and blocks of 128 channels are multiples of 3.
 OF_THREE = "deepseek_v32 in thirds"
 THIRDS = {
     "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6, "vocab_size": 2304,
     "intermediate_size": 384, "moe_intermediate_size": 384, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
-# {number of ranks: (model, quantised) of each checkpoint that they split}
+# {number of ranks: [(model, quantised) of each checkpoint that is split over this number of ranks]}
 SPLITS = {
     2: [(model, quantized) for model in FAMILIES for quantized in (True, False)] + [(FUSED, False)],
     3: [(OF_THREE, False)],
@@ -46,7 +47,7 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tiny_checkpoint, tmp_path_factory):
-    """{(model, quantised): its directory}, to be read only."""
+    """Return {(model, quantised): directory of the checkpoint}. Tests must not change the directories."""
     made = {(model, quantized): tiny_checkpoint(model, quantized) for model, quantized in SPLITS[2] if model != FUSED}
     made[OF_THREE, False] = tmp_path_factory.mktemp("thirds")
     of_family = family("deepseek_v32")
@@ -78,8 +79,8 @@ def logits_of(model):
 
 
 def outcome(directory, **options):
-    """Return (logits, generated tokens, weights' shapes). The four decoding steps complete an entry of four tokens in
-    each sequence of deepseek_v4."""
+    """Return (logits, generated tokens, {weight: shape}). deepseek_v4 compresses four tokens to one cache entry. Five
+    tokens are generated, so each sequence completes an entry while decoding."""
     model = load_model(directory, **OPTIONS | options)
     generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2)
     completions = generator.generate(PROMPTS, SamplingParams(max_tokens=5))
@@ -87,12 +88,13 @@ def outcome(directory, **options):
     return logits_of(model), [completion.tokens for completion in completions], weights
 
 
-alone = functools.cache(outcome)  # several tests' expectation
+alone = functools.cache(outcome)  # the result of one process, which several tests expect
 
 
 @contextlib.contextmanager
 def multi_head_form():
-    """Take the form of attention that prompts have on a GPU."""
+    """Context manager: sparse prefills use the multi-head form of attention (engine/attention_form.py) on a CPU too,
+    although only GPUs have a kernel for it."""
     with (
         mock.patch.object(PagedAttention, "_has_multi_head_kernel", lambda *_: True),
         mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True),
@@ -145,7 +147,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(checkpoints
 
 
 def of_mesh(ranks, directory):
-    """Logits of a mesh, and of a dimension of one."""
+    """Return the logits with a one-dimensional mesh, and with one dimension of a two-dimensional mesh."""
     mesh = init_device_mesh("cpu", (ranks.size,))
     square = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("replicas", "heads"))
     with pytest.raises(ValueError, match=r"^mesh: must have one dimension, got 2; one of several is mesh\[its name\]"):

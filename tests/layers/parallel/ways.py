@@ -1,4 +1,4 @@
-"""The two ways to split attention in long passes: all heads of a rank's rows, or a rank's heads of all rows."""
+"""The two ways to split attention in long passes: a rank computes all heads for its rows, or its heads for all rows."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,12 +6,13 @@ from unittest import mock
 
 from dsa_layers.engine import split
 
-# TILE_OF_HEADS while the model is loaded. Tiny models have fewer than 64 heads per rank.
+# {way: value of split.TILE_OF_HEADS while the model is loaded}. Attention with fewer heads per rank than this value is
+# split by queries. Tiny models have 1 to 63 heads per rank, so the real value, 64, and 1 split in different ways.
 WAYS = {"queries": split.TILE_OF_HEADS, "heads": 1}
 
 
 @contextlib.contextmanager
 def split_by(way: str) -> Iterator[None]:
-    """Load models in this process so that they split attention in this way."""
+    """Context manager: models that this process loads inside it split attention by `way`, a key of WAYS."""
     with mock.patch.object(split, "TILE_OF_HEADS", WAYS[way]):
         yield

@@ -1,4 +1,4 @@
-"""An indexer of another class has a loss and selects as the lightning indexer does, by `select` and `loss` alone."""
+"""Models generate and train with an indexer of another class, which has only `select`, `store` and `loss`."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class DotProductIndexer(nn.Module):
 
 @pytest.fixture
 def model(checkpoint):
-    """The tiny DeepSeek-V3.2 in fp32, with this indexer in every layer."""
+    """The tiny DeepSeek-V3.2 in fp32, with a DotProductIndexer in every layer."""
     torch.manual_seed(0)
     model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, progress=False)
     for layer in model.model.layers:
@@ -71,7 +71,7 @@ def test_it_selects_with_a_cache(model):
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_any_scores_and_lightning_scores_have_one_loss(stage):
-    """`kl` of the lightning indexer's scores, all of them spelled out, is what the ops compute without them."""
+    """`kl` of the matrix of all lightning scores equals `lightning_kl`, whose ops never store that matrix."""
     torch.manual_seed(3)
     batch = SequenceBatch.without_cache([13, 8, 1])
     tokens, heads = 22, 3

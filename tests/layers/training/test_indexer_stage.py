@@ -1,4 +1,4 @@
-"""Training the indexers of a small model: who learns from what, and that they learn."""
+"""Training the indexers of a small model: which loss reaches which parameters, and whether the indexers learn."""
 
 import re
 import textwrap
@@ -59,7 +59,7 @@ def test_passes_are_those_of_inference(name, top_k):
 
 
 def test_sequences_of_one_length_attend_densely_as_by_themselves():
-    """A batch with gradients goes through one call of attention, any other through one a sequence."""
+    """With gradients, one call of attention computes all sequences. Without gradients, it takes a call per sequence."""
     model, (tokens, _) = Small(100), inputs()
     batch = SequenceBatch.without_cache([11, 11, 11])
     got = model(tokens, batch)
@@ -115,10 +115,10 @@ def test_other_stages_and_models_without_an_indexer_per_layer_are_refused():
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_a_drafter_is_left_out_unless_asked_for(name):
-    """All parameters of a stage then learn in every pass of the model, as DDP wants it."""
+    """Passes of the model do not run the drafter, and DDP requires a gradient of every parameter in every pass."""
     model, (tokens, batch) = Small(6), inputs()
     model.drafter = model._layer(6)
-    wrapped = nn.Sequential(model)  # as DDP has it
+    wrapped = nn.Sequential(model)  # a wrapper like DDP
     of_model = [p for layer in model.layers for p in layer.indexer.parameters()]
     with IndexerStage(wrapped, name) as stage:
         model(tokens, batch)
@@ -134,7 +134,7 @@ def test_a_drafter_is_left_out_unless_asked_for(name):
 
 
 def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
-    """It would see the keys of this rank's pieces alone."""
+    """Without drafter=True, the drafter refuses a share: it would see only the keys of this rank's pieces."""
     model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, drafter=True, progress=False)
     tokens = torch.arange(31)
     for drafter in (False, True):
@@ -172,7 +172,7 @@ def test_checkpointed_activations(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_reentrant_checkpoints_are_refused(name, monkeypatch):
-    """Their passes have no gradients, so that the indexers would learn nothing."""
+    """Reentrant checkpoints run the forward pass without gradients, so the indexers would learn nothing."""
     model, (tokens, batch) = Small(6), inputs()
     forward = DSAAttention.forward
     monkeypatch.setattr(DSAAttention, "forward", lambda *a: checkpoint(forward, *a, use_reentrant=True))
@@ -193,15 +193,15 @@ def test_a_pass_without_gradients_is_not_summed_with_one_that_trains():
         with pytest.raises(RuntimeError, match=r"loss: a pass .* under torch.no_grad\(\)"):
             stage.loss()
         model(tokens, batch)
-        assert stage.loss().item() == expected  # the refused losses are gone
+        assert stage.loss().item() == expected  # the refused losses were dropped
         with torch.no_grad():
             model(tokens, batch)
-    with stage:  # it forgets the losses without gradients
+    with stage:  # entering drops the losses of the pass above
         model(tokens, batch)
         assert stage.loss().item() == expected
     with torch.no_grad(), stage:
         model(tokens, batch)
-    assert stage.loss().item() == expected  # after the `with`, where nothing learns
+    assert stage.loss().item() == expected  # outside the `with` block, losses without gradients are allowed
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda layer: torch.compile(layer, backend="eager")])
@@ -215,7 +215,7 @@ def test_wrapped_layers_are_found_once(wrap):
     model.layers = nn.ModuleList(map(wrap, layers))
     stage = IndexerStage(model, "sparse")
     assert list(map(id, stage.parameters())) == list(map(id, expected))
-    with stage, torch.compiler.set_stance("force_eager"):  # through the wrapper, which need not compile
+    with stage, torch.compiler.set_stance("force_eager"):  # run the wrappers, without compiling
         assert [layer.indexer_stage for layer in layers] == [stage, stage]
         model(tokens, batch)
         assert torch.allclose(stage.loss(), loss)
@@ -225,7 +225,8 @@ def test_wrapped_layers_are_found_once(wrap):
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 @pytest.mark.parametrize("parameter", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.bias"])
 def test_an_indexer_without_numbers_has_no_loss(name, parameter):
-    """It selects nothing, which is not what a perfect one does."""
+    """With NaN scores the loss is NaN. In the sparse stage no key is selected, and the op's loss would be 0, as for a
+    perfect indexer."""
     model, (tokens, batch) = Small(6), inputs()
     with torch.no_grad():
         model.layers[0].indexer.get_parameter(parameter).fill_(torch.nan)
@@ -267,13 +268,13 @@ def test_the_functions_of_the_documentation():
 
 
 def test_the_example_of_the_docstring():
-    """It runs as it stands there, and every parameter that learns gets a gradient from it."""
+    """The example runs unchanged, and nearly all trainable parameters get a gradient."""
     example = re.search(r"\n\n((?: {8}.*\n|\n)+)", IndexerStage.__doc__)[1]
     names = {}
     exec(textwrap.dedent(example), names)
     learned = [p for p in names["model"].parameters() if p.requires_grad]
     assert learned and names["model"].training
-    # The experts that no token went to have none.
+    # Experts that got no token have no gradient.
     assert sum(p.grad is not None and p.grad.any() for p in learned) > 0.9 * len(learned)
 
 
