@@ -101,11 +101,11 @@ def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator,
     if name.endswith("tid2eid"):
         return torch.rand(shape[0], experts, generator=generator, device="cpu").argsort(-1)[:, : shape[1]].contiguous()
     values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    if name.endswith("norm.weight") or re.search(r"hc_\w+_scale$", name):
+    if name.endswith("norm.weight") or re.search(r"hc_(\w+_)?scale$", name):
         return 1 + 0.1 * values
     if name.endswith(("k_norm.bias", "e_score_correction_bias", "gate.bias")):
         return 0.1 * values
-    if name.endswith(("attn_sink", "ape", "_base")):
+    if name.endswith(("attn_sink", "learnable_sink_param", "ape", "_base")):
         return 0.5 * values
     if name.endswith(("embed_tokens.weight", "embed.weight")):
         return values

@@ -183,6 +183,8 @@ def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
                 "model: each attention layer must have an indexer of its own, with a method `loss`, got "
                 f"{type(layer.indexer).__name__}"
             )
+        if getattr(layer, "sinks", None) is not None:
+            raise ValueError("model: must have attention layers without sinks, because the loss ignores sinks")
     return layers
 
 

@@ -174,6 +174,11 @@ class ModelConfig(Declared):
     dtype: str = computed(read_dtype)
 
     @property
+    def has_fp8_cache(self) -> bool:
+        """Whether the byte layouts of FP8 caches have this model's sizes."""
+        return True
+
+    @property
     def use_ue8m0(self) -> bool:
         """Whether every FP8 scale is a power of two."""
         return self.quantization is not None and self.quantization.scale_fmt == "ue8m0"

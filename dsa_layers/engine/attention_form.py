@@ -136,6 +136,8 @@ def can_stay_stored(layer: DSAAttention) -> bool:
     kv_b = layer.kv_b_proj
     if any(type(linear) is not BlockFP8Linear for linear in (kv_b, layer.o_proj)):
         return False
+    if layer.gate is not None:
+        return False
     # 128 x 128 weights share a scale, so a rank's heads must begin and end at a multiple of 128 rows.
     if kv_b.part_of is not None and len(kv_b.weight) % BLOCK:
         return False

@@ -13,6 +13,7 @@ from dsa_layers.engine.fused_blocks import (
     FusedHyperBlock,
     FusedHyperConnection,
     FusedHyperHead,
+    FusedHYV4Block,
 )
 from dsa_layers.engine.fused_moe import FusedMoE, FusedSwiGLU
 from dsa_layers.engine.joint_linear import join
@@ -30,6 +31,7 @@ from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter, SwiGLU
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 
 # {layer: its faster version for inference}
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
@@ -39,6 +41,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     DSAAttention: PagedAttention,
     DecoderBlock: FusedDecoderBlock,
     DeepseekV4ForCausalLM: SplitDeepseekV4,
+    HYV4DecoderBlock: FusedHYV4Block,
     HyperConnection: FusedHyperConnection,
     HyperDecoderBlock: FusedHyperBlock,
     HyperHead: FusedHyperHead,
@@ -52,6 +55,7 @@ _PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
     CompressedAttention: {"compressor": (PagedCompressor, type(None))},
     CompressedIndexer: {"compressor": (PagedCompressor,)},
     DecoderBlock: {"self_attn": (PagedAttention,), "mlp": (FusedSwiGLU, FusedMoE)},
+    HYV4DecoderBlock: {"self_attn": (PagedAttention,), "mlp": (FusedSwiGLU, FusedMoE)},
     HyperDecoderBlock: {
         "attn": (PagedCompressedAttention,),
         "ffn": (FusedMoE,),

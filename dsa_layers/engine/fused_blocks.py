@@ -18,6 +18,7 @@ from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
@@ -53,6 +54,31 @@ class FusedDecoderBlock(DecoderBlock):
         readers = self.mlp.joint_layers()
         x, normed, cast = norm_and_cast(self.post_attention_layernorm, y, readers, residual=x)
         x = self.mlp(normed, cast=cast, residual=x, placement=placement)
+        return (placement.all_gather(x)[0] if self.is_last else x), selected
+
+
+class FusedHYV4Block(HYV4DecoderBlock, FusedDecoderBlock):
+    """`HYV4DecoderBlock` with a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        cache: LayerCache | None = None,
+        selected: Selected | None = None,
+    ) -> tuple[torch.Tensor, Selected]:
+        placement = placement_of(batch, self.ranks)
+        x = placement.local(x) if self.is_first else x
+        y, post = self.attn_hc.collapse(x)
+        _, normed, cast = norm_and_cast(self.input_layernorm, y, self.self_attn.joint_layers())
+        y, selected = self.self_attn(normed, cos, sin, batch, cache, selected, cast=cast)
+        x = self.attn_hc.expand(y, x, post)
+        y, post = self.ffn_hc.collapse(x)
+        _, normed, cast = norm_and_cast(self.post_attention_layernorm, y, self.mlp.joint_layers())
+        x = self.ffn_hc.expand(self.mlp(normed, cast=cast, placement=placement), x, post)
         return (placement.all_gather(x)[0] if self.is_last else x), selected
 
 

@@ -66,6 +66,7 @@ class Latents(NamedTuple):
     """Projections of x.
 
     queries        [T, q_lora_rank]: latents of the queries
+    unnormed       `queries` before the norm
     cast           `queries` in FP8 with scales, for FP8 layers; else None
     keys           [T, latent + rope]: latents and rope channels of the keys, before the norm
     index_keys     wk(x) of the lightning indexer; None if the indexer computes wk(x) itself or need not run
@@ -73,6 +74,7 @@ class Latents(NamedTuple):
     """
 
     queries: torch.Tensor
+    unnormed: torch.Tensor
     cast: Cast | None
     keys: torch.Tensor
     index_keys: torch.Tensor | None
@@ -183,7 +185,7 @@ class PagedAttention(DSAAttention):
                 packed = step.sparse and step.multi_head
                 bits = dsa.selection_bits(topk_indices, None, batch.max_key_len) if packed else None
             selected = Selected(topk_indices, batch, step.counted_in, queries, bits)
-        q = self._queries(latents, step)
+        q, gate = self._project_queries(x, latents, step)
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
         stored = stored_up_projection(self, q) if step.decode else None
         if stored is not None:
@@ -195,7 +197,7 @@ class PagedAttention(DSAAttention):
         if kv is None:  # read the keys only after the selection: both need much memory in a long context
             kv = self._stored_keys(step, x.dtype)
         if step.multi_head:
-            return self.o_proj(self._multi_head(q, kv, step, bits).flatten(-2)), selected
+            return self._output(self._multi_head(q, kv, step, bits), gate), selected
         if step.decode:
             attended = self._decode(q, topk_indices, step)
         elif step.in_pages and cache.latent_is_fp8:
@@ -203,11 +205,12 @@ class PagedAttention(DSAAttention):
         else:
             arguments = (kv[:, None], topk_indices[:, None], self.softmax_scale, self.kv_lora_rank)
             counts = self._counts(topk_indices, step)
-            attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts, **of_attention())
+            options = {"attn_sink": self.sinks, "topk_length": counts} | of_attention()
+            attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, **options)
         if stored is not None:
             cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
             return self.o_proj.multiply(cast, x.dtype), selected
-        return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2)), selected
+        return self._output(_by_head(attended, w_uv.mT), gate), selected
 
     def _latents(self, x: torch.Tensor, cast: Cast | None, step: AttentionPass) -> Latents:
         """Return the projections of x.
@@ -230,14 +233,26 @@ class PagedAttention(DSAAttention):
             with side_stream(x, *keys):
                 self.indexer.write(*keys, step)
         readers = (self.q_b_proj, self.indexer.wq_b) if indexes and step.sparse else (self.q_b_proj,)
+        if self.gate == "queries":  # q_b_proj reads the unnormed latents, too
+            readers = readers[1:]
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
         kv, *keys = step.placement.all_gather(kv, *keys)
-        return Latents(qr, cast, kv, keys[0] if keys else None, weights)
+        return Latents(qr, q_latent, cast, kv, keys[0] if keys else None, weights)
 
-    def _queries(self, latents: Latents, step: AttentionPass) -> torch.Tensor:
-        """Return q [T, heads, nope + rope] for the rows of `step.queries`, before rope."""
-        q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, step.gathered)
-        return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
+    def _project_queries(
+        self, x: torch.Tensor, latents: Latents, step: AttentionPass
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (q [T, heads, nope + rope] before rope, the gate's g [T, heads, v_dim] or None) for the rows of
+        `step.queries`."""
+        inputs, input_cast = latents.queries, latents.cast
+        if self.gate == "queries":
+            inputs, input_cast = torch.cat((inputs, latents.unnormed), -1), None
+        q = joint_linear.multiply_gathered(inputs, self.q_b_proj, input_cast, step.gathered)
+        q, gate = self.split_gate(q.unflatten(-1, (self.n_heads, -1)))
+        if self.gate_proj is not None:
+            gate = joint_linear.multiply_gathered(x, self.gate_proj, None, step.gathered)
+            gate = gate.unflatten(-1, (self.n_heads, -1))
+        return q, gate
 
     def _pick(self, x: torch.Tensor, latents: Latents, step: AttentionPass) -> torch.Tensor | None:
         """Return the indices of the keys that the rows of `step.queries` attend to, in the unit `step.counted_in`.
@@ -340,8 +355,12 @@ class PagedAttention(DSAAttention):
             keys = None, None, self.kv_lora_rank, None
             options["indices"] = topk_indices.unflatten(0, by_sequence)
             options |= {"topk_length": batch.most_selected(topk_indices.shape[1])} | of_attention()
-        out, _ = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
-        return out.flatten(0, 1).to(q.dtype)
+            options["attn_sink"] = self.sinks
+        out, lse = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
+        out = out.flatten(0, 1)
+        if topk_indices is None:
+            out = self._apply_sinks(out, lse.transpose(1, 2).flatten(0, 1))
+        return out.to(q.dtype)
 
     def _attend_to_bytes(self, q: torch.Tensor, topk_indices: torch.Tensor, step: AttentionPass) -> torch.Tensor:
         """Return [T, heads, latent]: attention of a prefill's queries to selected slots of FP8 pages.
@@ -351,7 +370,7 @@ class PagedAttention(DSAAttention):
         dtype = torch.bfloat16 if q.is_cuda else q.dtype
         counts = self._counts(topk_indices, step)
         options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
-        options |= of_attention()
+        options |= {"attn_sink": self.sinks} | of_attention()
         keys = step.cache.latent, None, None, self.kv_lora_rank, None
         out, _ = dsa.flash_mla_with_kvcache(q[:, None].to(dtype), *keys, softmax_scale=self.softmax_scale, **options)
         return out.squeeze(1).to(q.dtype)
@@ -406,7 +425,7 @@ class PagedAttention(DSAAttention):
         batch = step.batch
         if bits is None and not self._has_multi_head_kernel(q):
             q = self._rotate(q, step.angles)
-            return causal_attention(q, *self._keys_and_values(kv), batch, self.softmax_scale)
+            return causal_attention(q, *self._keys_and_values(kv), batch, self.softmax_scale, self.sinks)
         q_pe = q[..., self.nope_dim :]
         dsa.apply_rotary(q_pe, *step.angles, interleaved=True, out=q_pe)
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
@@ -417,8 +436,15 @@ class PagedAttention(DSAAttention):
         # indexer does not know top_k, so it reads the bits of all queries; the result is the same.
         dense_keys = 0 if self.indexer is None else self.indexer.top_k
         options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys}
-        out, _ = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
-        return out
+        out, lse = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
+        return self._apply_sinks(out, lse.transpose(0, 1))
+
+    def _apply_sinks(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Add the sinks to the denominator of a softmax with the result out [T, heads, ...] and the log-sum-exp lse
+        [T, heads]."""
+        if self.sinks is None:
+            return out
+        return (out * (lse - self.sinks).sigmoid()[..., None]).to(out.dtype)
 
 
 def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -57,7 +57,9 @@ class ShardingPlan:
 
 
 PLANS: dict[type[nn.Module], ShardingPlan] = {
-    DSAAttention: ShardingPlan(("q_b_proj", "kv_b_proj"), ("o_proj",), {"n_heads": "attention heads"}),
+    DSAAttention: ShardingPlan(
+        ("q_b_proj", "kv_b_proj", "gate_proj", "sinks"), ("o_proj",), {"n_heads": "attention heads"}
+    ),
     CompressedAttention: ShardingPlan(
         ("wq_b", "attn_sink", "wo_a"),
         ("wo_b",),
@@ -229,9 +231,9 @@ def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
         setattr(part, name, count // size)
     for dim, names in enumerate((plan.dim0, plan.dim1)):
         for name in names:
-            if name in layer._modules:
+            if layer._modules.get(name) is not None:
                 part._modules[name] = _cut_module(layer._modules[name], dim, rank, size)
-            else:
+            elif layer._parameters.get(name) is not None:
                 part._parameters[name] = _cut(layer._parameters[name], dim, rank, size)
     join_layers(part.joint_layers())
     return part

@@ -1,12 +1,12 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import dsa
-from dsa.runtime.checks import check_number, check_same_dtype, integer
+from dsa.runtime.checks import check_choice, check_flag, check_number, check_same_dtype, integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
@@ -14,6 +14,8 @@ from dsa_layers.layers.indexer import Angles, Indexer, LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
+
+Gate = Literal["x", "queries"]
 
 
 class DSAAttention(nn.Module):
@@ -25,6 +27,9 @@ class DSAAttention(nn.Module):
     Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents, one key for all heads: it
     absorbs W_UK and W_UV, that is, multiplies the queries by W_UK and the outputs by W_UV.
     A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
+    y = W_O [o_h]. With a gate, o_h is multiplied by sigmoid(g_h) first. gate="x": g = W_G x. gate="queries": W_UQ reads
+    the query latent with and without its norm, and also returns g_h. With `sinks`, the softmax of head h has one more
+    logit, sink_h, without a value.
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
@@ -35,6 +40,8 @@ class DSAAttention(nn.Module):
     cache but no gradients.
     Parameters have the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
+    With gate="x": gate_proj [heads * v_dim, hidden], never in FP8. With gate="queries", the rows of g_h follow the rope
+    rows of each head in q_b_proj. With `sinks`: sinks, fp32 [heads].
     The constructor and `forward` raise TypeError or ValueError that names the argument. `forward` does not check the
     values of tensors.
     Source: `MLA` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1. IndexShare: arXiv 2603.12201.
@@ -52,6 +59,8 @@ class DSAAttention(nn.Module):
         rope_dim: int = 64,
         v_dim: int = 128,
         softmax_scale: float | None = None,
+        gate: Gate | None = None,
+        sinks: bool = False,
         eps: float = 1e-6,
         fp8: bool = False,
         dtype: torch.dtype | None = None,
@@ -65,17 +74,26 @@ class DSAAttention(nn.Module):
             raise ValueError(f"rope_dim: must be even, got {rope_dim}")
         check_number("softmax_scale", 1.0 if softmax_scale is None else softmax_scale)
         check_number("eps", eps, 0)
+        if gate is not None:
+            check_choice("gate", gate, ("x", "queries"))
+        check_flag("sinks", sinks)
         self.n_heads, self.q_lora_rank, self.kv_lora_rank = n_heads, q_lora_rank, kv_lora_rank
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
         self.softmax_scale = (nope_dim + rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
+        self.gate = gate
         options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         self.q_a_proj = make_linear(hidden, q_lora_rank, **options)
         self.q_a_layernorm = RMSNorm(q_lora_rank, eps)
-        self.q_b_proj = make_linear(q_lora_rank, n_heads * (nope_dim + rope_dim), **options)
+        q_inputs, q_outputs = q_lora_rank, nope_dim + rope_dim
+        if gate == "queries":
+            q_inputs, q_outputs = 2 * q_lora_rank, q_outputs + v_dim
+        self.q_b_proj = make_linear(q_inputs, n_heads * q_outputs, **options)
         self.kv_a_proj_with_mqa = make_linear(hidden, kv_lora_rank + rope_dim, **options)
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps)
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
+        self.register_module("gate_proj", Linear(hidden, n_heads * v_dim, dtype=dtype) if gate == "x" else None)
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(n_heads, dtype=torch.float32)) if sinks else None)
         if indexer is not None:
             _check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
         self.indexer = indexer
@@ -94,15 +112,15 @@ class DSAAttention(nn.Module):
         self.check_pass(x, batch)
         check_no_cache(cache, batch)
         rope = cos, sin
-        qr = self.q_a_layernorm(self.q_a_proj(x))
-        q = self._rotate(self.q_b_proj(qr).unflatten(-1, (self.n_heads, -1)), rope)
+        q, qr, gate = self._queries(x)
+        q = self._rotate(q, rope)
         kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), rope)
         if self.indexer_stage is not None:
             values = self._train(x, qr, rope, q, batch.gather(kv), batch)
-            return self.o_proj(values.flatten(-2)), None
+            return self._output(values, gate), None
         if self.indexer is not None:
             selected = self._select(x, qr, rope, batch)
-        return self.o_proj(self._attend(q, kv, selected, batch).flatten(-2)), selected
+        return self._output(self._attend(q, kv, selected, batch), gate), selected
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
         """Raise TypeError or ValueError if x does not fit the weights or `batch` is not a valid batch."""
@@ -112,6 +130,26 @@ class DSAAttention(nn.Module):
     def selectable(self, batch: TokenBatch) -> TokenBatch:
         """Return the view of the keys among which the indexer selects: the batch, because each token is a key."""
         return batch
+
+    def _queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return (q [T, heads, nope + rope] before rope, qr [T, q_lora_rank], g [T, heads, v_dim] or None)."""
+        latent = self.q_a_proj(x)
+        qr = self.q_a_layernorm(latent)
+        inputs = torch.cat((qr, latent), -1) if self.gate == "queries" else qr
+        q, gate = self.split_gate(self.q_b_proj(inputs).unflatten(-1, (self.n_heads, -1)))
+        if self.gate_proj is not None:
+            gate = self.gate_proj(x).unflatten(-1, (self.n_heads, -1))
+        return q, qr, gate
+
+    def split_gate(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Split the outputs of q_b_proj, [T, heads, ...], into queries and, with `gate="queries"`, g."""
+        return q.split((self.nope_dim + self.rope_dim, self.v_dim), -1) if self.gate == "queries" else (q, None)
+
+    def _output(self, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """Apply the gate to attention's values [T, heads, v_dim], and return y [T, hidden]."""
+        if gate is not None:
+            values = (values * gate.float().sigmoid()).to(values.dtype)
+        return self.o_proj(values.flatten(-2))
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
         """Return x with its last rope_dim channels rotated."""
@@ -136,9 +174,9 @@ class DSAAttention(nn.Module):
     ) -> torch.Tensor:
         """Compute attention: q [T, heads, nope + rope], kv [T, latent + rope] -> o [T, heads, v_dim]."""
         if selected is None:
-            return causal_attention(q, *self._keys_and_values(kv), batch, self.softmax_scale)
+            return causal_attention(q, *self._keys_and_values(kv), batch, self.softmax_scale, self.sinks)
         arguments = self._absorb(q), kv[:, None], selected[:, None], self.softmax_scale, self.kv_lora_rank
-        out, _ = dsa.sparse_mla_attention(*arguments)
+        out, _ = dsa.sparse_mla_attention(*arguments, self.sinks)
         return self._values(out)
 
     def _train(
@@ -198,14 +236,19 @@ def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Mo
 
 
 def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: TokenBatch, softmax_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: TokenBatch,
+    softmax_scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head. The sum is over the keys s of token t's
-    sequence that token t sees.
+    sequence that token t sees. With sinks, fp32 [heads], the softmax of head h has one more logit, sinks[h], without a value.
 
     q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
     """
-    if q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
+    if sinks is None and q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
         # Sequences of equal length need no explicit mask, so one call of flash attention computes all sequences.
         by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
         out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
@@ -214,7 +257,13 @@ def causal_attention(
     for q_i, k_i, v_i in zip(q.split(batch.query_lens), k.split(batch.key_lens), v.split(batch.key_lens)):
         new, total = len(q_i), len(k_i)
         visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-        by_head = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
-        attended = nn.functional.scaled_dot_product_attention(*by_head, attn_mask=visible, scale=softmax_scale)
-        out.append(attended[0].transpose(0, 1))
+        if sinks is None:
+            by_head = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
+            attended = nn.functional.scaled_dot_product_attention(*by_head, attn_mask=visible, scale=softmax_scale)
+            out.append(attended[0].transpose(0, 1))
+        else:
+            logits = softmax_scale * torch.einsum("thd,shd->hts", q_i.float(), k_i.float())
+            logits = logits.masked_fill(~visible, -torch.inf)
+            logits = torch.cat((logits, sinks[:, None, None].expand(-1, new, -1)), -1)
+            out.append(torch.einsum("hts,shv->thv", logits.softmax(-1)[..., :-1], v_i.float()).to(v.dtype))
     return torch.cat(out) if out else v[:0]

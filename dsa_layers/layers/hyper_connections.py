@@ -55,6 +55,33 @@ class HyperConnection(StreamMixing):
         return dsa.hyper_expand(y, x, post, comb)
 
 
+class IndependentHyperConnection(StreamMixing):
+    """Hy4's hyper-connection of one sublayer. It does not mix the residual streams: X'_k = X_k + post_k y.
+
+    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n]) computes m = fn v / sqrt(mean(v^2) + eps), where v is the
+    flattened streams; pre = sigmoid(scale_0 m[:n] + base[:n]) + hc_eps, post = magnitude sigmoid(scale_1 m[n:] +
+    base[n:]) + hc_eps and the sublayer's input x = sum_k pre_k X_k. expand(y [T, D], X, post) -> X' [T, n, D].
+    Parameters, fp32: fn [2 n, n D], base [2 n], scale [2].
+    Source: `HYV4HyperConnection` of transformers 5.
+    """
+
+    def __init__(
+        self, hidden: int, streams: int, *, magnitude: float = 2.0, eps: float = 1e-6, hc_eps: float = 1e-6
+    ) -> None:
+        super().__init__(hidden, streams, 2 * streams, 2)
+        self.streams, self.magnitude, self.eps, self.hc_eps = streams, magnitude, eps, hc_eps
+
+    def collapse(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean_square = x.flatten(1).float().square().mean(-1, keepdim=True)
+        mix = self.project(x) * torch.rsqrt(mean_square + self.eps)
+        pre, post = torch.sigmoid(mix * self.scale.repeat_interleave(self.streams) + self.base).chunk(2, -1)
+        collapsed = ((pre + self.hc_eps)[..., None] * x.float()).sum(1).to(x.dtype)
+        return collapsed, self.magnitude * post + self.hc_eps
+
+    def expand(self, y: torch.Tensor, x: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
+        return (post[..., None] * y[:, None].float() + x.float()).to(x.dtype)
+
+
 class HyperHead(StreamMixing):
     """x = sum_k (sigmoid(scale fn v / sqrt(mean(v^2) + eps) + base)_k + hc_eps) X_k: the model's final sum of streams.
 

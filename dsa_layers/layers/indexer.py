@@ -237,6 +237,7 @@ class LightningIndexer(KeySelection):
         top_k: int = 2048,
         rope_interleaved: bool = False,
         rope_dims: Literal["first", "last"] = "first",
+        eps: float = 1e-6,
         quantize: bool = True,
         fp8: bool = False,
         dtype: torch.dtype | None = None,
@@ -256,7 +257,7 @@ class LightningIndexer(KeySelection):
         self.quantize = quantize
         self.wq_b = make_linear(q_lora_rank, n_heads * head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.wk = make_linear(hidden, head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
-        self.k_norm = LayerNorm(head_dim)
+        self.k_norm = LayerNorm(head_dim, eps)
         self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
 
     def project(

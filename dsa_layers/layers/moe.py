@@ -145,6 +145,7 @@ class MoE(nn.Module):
     x [T, hidden], and tokens int64 [T] if the router has a table -> y [T, hidden].
     Submodules have the checkpoint's names: gate, experts, and shared_experts, which is one SwiGLU with n_shared * inner
     inner channels, or None if n_shared is 0.
+    limit, shared_limit: the limits (see `SwiGLU`) of the routed experts and of the shared expert.
     fp4_experts: store the routed experts' weights in FP4 (see `Experts`); requires `fp8`.
     """
 
@@ -156,16 +157,18 @@ class MoE(nn.Module):
         *,
         n_shared: int = 1,
         limit: float | None = None,
+        shared_limit: float | None = None,
         fp8: bool = False,
         fp4_experts: bool = False,
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
-        options = {"limit": limit, "fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
+        options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         self.gate = router
-        self.experts = Experts(len(router.weight), hidden, inner, fp4=fp4_experts, **options)
-        self.shared_experts = SwiGLU(hidden, n_shared * inner, **options) if n_shared else None
+        self.experts = Experts(len(router.weight), hidden, inner, limit=limit, fp4=fp4_experts, **options)
+        shared = {"limit": shared_limit} | options
+        self.shared_experts = SwiGLU(hidden, n_shared * inner, **shared) if n_shared else None
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         experts, weights = self.gate(x) if tokens is None else self.gate(x, tokens)

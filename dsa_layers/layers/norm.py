@@ -1,9 +1,10 @@
-"""RMSNorm and LayerNorm, computed in fp32."""
+"""RMSNorm, LayerNorm and A.X-K2's gated RMSNorm, computed in fp32."""
 
 import torch
 from torch import nn
 
 import dsa
+from dsa_layers.layers.linear import Linear
 
 
 class RMSNorm(nn.RMSNorm):
@@ -33,3 +34,21 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.float(), self.bias.float()
         return nn.functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """y = n * sigmoid(W_up silu(W_down n)), n = RMSNorm(x).
+
+    x [..., dim] -> y [..., dim] in x's dtype. Parameters: norm; W_down [rank, dim], W_up [dim, rank] in `dtype`.
+    Source: `AXK2GatedRMSNorm` of transformers 5.
+    """
+
+    def __init__(self, dim: int, rank: int, eps: float = 1e-6, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, eps)
+        self.W_down, self.W_up = Linear(dim, rank, dtype=dtype), Linear(rank, dim, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        gate = self.W_up(nn.functional.silu(self.W_down(y)))
+        return (y * gate.float().sigmoid()).to(y.dtype)

@@ -6,7 +6,9 @@ Source: DeepSeek-V3.2's report (arXiv 2512.02556) and inference code.
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +46,7 @@ class DeepseekV32Config(ModelConfig):
     # a relative 4.5e-6 / (mean square before the norm). bf16 rounding hides this difference above a mean square of
     # 0.003.
     latent_norm_eps: ClassVar[float] = 1e-6
+    ignores_key_value_heads: ClassVar[bool] = False  # whether num_key_value_heads may have any value
     model_type: ClassVar[str] = "deepseek_v32"
     checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
         "ep_size": only(1),
@@ -67,6 +70,10 @@ class DeepseekV32Config(ModelConfig):
     index_share_for_mtp_iteration: bool = only(False)
 
     @property
+    def has_fp8_cache(self) -> bool:
+        return self.kv_lora_rank == 512 and self.qk_rope_head_dim == 64
+
+    @property
     def softmax_scale(self) -> float:
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         yarn = self.rope.yarn
@@ -75,7 +82,8 @@ class DeepseekV32Config(ModelConfig):
     def check(self, fields: Fields) -> None:
         rope, nope = self.qk_rope_head_dim, self.qk_nope_head_dim
         layers, dense = self.num_hidden_layers, self.first_k_dense_replace
-        fields.read("num_key_value_heads", only(self.num_attention_heads))
+        heads = integer(default=None) if self.ignores_key_value_heads else only(self.num_attention_heads)
+        fields.read("num_key_value_heads", heads)
         fields.read("qk_head_dim", only(nope + rope))
         # Configurations disagree on which channels head_dim counts. No code here uses its value.
         fields.read("head_dim", one_of(rope, nope, nope + rope, default=None))
@@ -125,27 +133,36 @@ class DecoderBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), selected
 
 
-def decoder_block(config: DeepseekV32Config, precision: Precision, *, indexed: bool, dense: bool) -> DecoderBlock:
-    """Return a layer of the model.
+def attention(
+    config: DeepseekV32Config,
+    precision: Precision,
+    *,
+    indexed: bool,
+    of_indexer: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> DSAAttention:
+    """Return the attention layer of a block.
 
-    indexed: whether the layer has an indexer. dense: whether its MLP is a `SwiGLU` without experts.
+    indexed     whether the layer has an indexer
+    of_indexer  options of `LightningIndexer` in which another family differs
+    options     options of `DSAAttention` in which another family differs
     """
-    hidden, eps = config.hidden_size, config.rms_norm_eps
     projections = precision.projections(config)
     indexer = None
     if indexed:
         indexer = LightningIndexer(
-            hidden,
+            config.hidden_size,
             config.q_lora_rank,
             n_heads=config.index_n_heads,
             head_dim=config.index_head_dim,
             top_k=config.index_topk,
             rope_interleaved=config.indexer_rope_interleave,
             quantize=precision.fp8_indexer,
+            **of_indexer,
             **projections,
         )
-    attention = DSAAttention(
-        hidden,
+    return DSAAttention(
+        config.hidden_size,
         config.num_attention_heads,
         indexer,
         q_lora_rank=config.q_lora_rank,
@@ -155,24 +172,38 @@ def decoder_block(config: DeepseekV32Config, precision: Precision, *, indexed: b
         v_dim=config.v_head_dim,
         softmax_scale=config.softmax_scale,
         eps=config.latent_norm_eps,
+        **options,
         **projections,
     )
+
+
+def mlp(config: DeepseekV32Config, precision: Precision, *, dense: bool, limit: float | None = None) -> MoE | SwiGLU:
+    """Return the MLP of a block.
+
+    dense  whether the MLP is a `SwiGLU` without experts
+    limit  the limit of the routed experts' SwiGLU
+    """
+    projections = precision.projections(config)
     if dense:
-        mlp = SwiGLU(hidden, config.intermediate_size, **projections)
-    else:
-        router = GroupedSigmoidRouter(
-            hidden,
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            n_group=config.n_group,
-            topk_group=config.topk_group,
-            normalise=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-            dtype=precision.dtype,
-        )
-        experts = {"n_shared": config.n_shared_experts, "fp4_experts": precision.fp4_experts}
-        mlp = MoE(hidden, config.moe_intermediate_size, router, **experts, **projections)
-    return DecoderBlock(hidden, attention, mlp, eps=eps)
+        return SwiGLU(config.hidden_size, config.intermediate_size, **projections)
+    router = GroupedSigmoidRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+        dtype=precision.dtype,
+    )
+    experts = {"n_shared": config.n_shared_experts, "limit": limit, "fp4_experts": precision.fp4_experts}
+    return MoE(config.hidden_size, config.moe_intermediate_size, router, **experts, **projections)
+
+
+def decoder_block(config: DeepseekV32Config, precision: Precision, *, indexed: bool, dense: bool) -> DecoderBlock:
+    """Return a layer of the model. indexed: see `attention`; dense: see `mlp`."""
+    parts = attention(config, precision, indexed=indexed), mlp(config, precision, dense=dense)
+    return DecoderBlock(config.hidden_size, *parts, eps=config.rms_norm_eps)
 
 
 def cache_layers(config: DeepseekV32Config, precision: Precision, indexer_types: tuple[str, ...]) -> dict[str, Any]:
@@ -193,11 +224,13 @@ class DeepseekV32Model(nn.Module):
     A layer without an indexer attends to the same keys as the previous layer.
     """
 
+    make_block: ClassVar[Callable[..., DecoderBlock]] = staticmethod(decoder_block)
+
     def __init__(self, config: DeepseekV32Config, precision: Precision) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
         self.layers = nn.ModuleList(
-            decoder_block(config, precision, indexed=kind == "full", dense=i < config.first_k_dense_replace)
+            self.make_block(config, precision, indexed=kind == "full", dense=i < config.first_k_dense_replace)
             for i, kind in enumerate(config.indexer_types)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -206,9 +239,17 @@ class DeepseekV32Model(nn.Module):
     def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         check_pass(tokens, batch, cache)
         cos, sin = self.rotary(batch.positions)
-        x, selected = self.embed_tokens(tokens), None
+        x, selected = self.embed(tokens), None
         for i, layer in enumerate(self.layers):
             x, selected = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selected)
+        return self.collapse(x)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the input of the first block."""
+        return self.embed_tokens(tokens)
+
+    def collapse(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states after the final norm, from the output x of the last block."""
         return self.norm(x)
 
 
@@ -223,12 +264,14 @@ class DeepseekV32ForCausalLM(nn.Module):
     """
 
     page_size = 64  # tokens; the kernels for FP8 caches require 64
+    body: ClassVar[type[DeepseekV32Model]] = DeepseekV32Model
+    mtp_norm: ClassVar[str] = "shared_head.norm."  # the final norm in a multi-token-prediction layer
 
     def __init__(self, config: DeepseekV32Config, precision: Precision | None = None) -> None:
         super().__init__()
         self.config = config
         self.precision = precision or Precision.of(config)
-        self.model = DeepseekV32Model(config, self.precision)
+        self.model = self.body(config, self.precision)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, dtype=self.precision.dtype)
         self.drafter: Drafter | None = None
 
@@ -284,8 +327,8 @@ class DeepseekV32ForCausalLM(nn.Module):
         for copy, original in _COPIES.items():
             if name.startswith(copy):
                 return original + name.removeprefix(copy)
-        if name.startswith("shared_head.norm."):
-            return "drafter." + name.removeprefix("shared_head.")
+        if name.startswith(self.mtp_norm):
+            return "drafter.norm." + name.removeprefix(self.mtp_norm)
         return f"drafter.{name}" if name.startswith(("enorm.", "hnorm.", "eh_proj.")) else f"drafter.block.{name}"
 
     def stored_name(self, name: str, mtp_layer: int = 0) -> str:
@@ -296,13 +339,18 @@ class DeepseekV32ForCausalLM(nn.Module):
         if not name.startswith("drafter."):
             return name
         name = re.sub(r"^drafter\.(block\.)?", "", name)
-        prefix = f"model.layers.{self.config.num_hidden_layers + mtp_layer}."
-        return prefix + (f"shared_head.{name}" if name.startswith("norm.") else name)
+        if name.startswith("norm."):
+            name = self.mtp_norm + name.removeprefix("norm.")
+        return self.mtp_prefix(mtp_layer) + name
 
     def skips(self, name: str) -> bool:
         """Return whether a checkpoint tensor is in a multi-token-prediction layer and the drafter does not read it."""
         layer, name = self._mtp_part(name)
         return layer is not None and (self.drafter is None or layer > 0 or name.startswith(tuple(_COPIES)))
+
+    def mtp_prefix(self, layer: int) -> str:
+        """Return the prefix of the checkpoint's names in a multi-token-prediction layer."""
+        return f"model.layers.{self.config.num_hidden_layers + layer}."
 
     def _mtp_part(self, stored: str) -> tuple[int | None, str]:
         """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and the name there.
@@ -310,7 +358,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         If no such layer has this tensor, return (None, stored).
         """
         for layer in range(self.config.num_nextn_predict_layers):
-            prefix = f"model.layers.{self.config.num_hidden_layers + layer}."
+            prefix = self.mtp_prefix(layer)
             if stored.startswith(prefix):
                 return layer, stored.removeprefix(prefix)
         return None, stored
@@ -330,6 +378,7 @@ class DeepseekV32Drafter(nn.Module):
     """
 
     page_size = DeepseekV32ForCausalLM.page_size
+    make_block: ClassVar[Callable[..., DecoderBlock]] = staticmethod(decoder_block)
 
     def __init__(self, target: DeepseekV32ForCausalLM) -> None:
         super().__init__()
@@ -337,7 +386,7 @@ class DeepseekV32Drafter(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.enorm, self.hnorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.eh_proj = Linear(2 * hidden, hidden, dtype=precision.dtype)
-        self.block = decoder_block(config, precision, indexed=True, dense=False)
+        self.block = self.make_block(config, precision, indexed=True, dense=False)
         self.norm = RMSNorm(hidden, eps)
         self._target = (target,)  # the tuple prevents registration as a submodule
 
@@ -379,6 +428,13 @@ class DeepseekV32Drafter(nn.Module):
         return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
 
 
+# The quantisation of tiny checkpoints of other families
+FP8_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 # Small values for the tiny checkpoint. The dimensions that the kernels require keep their published values.
 TINY_CHANGES = {
     "first_k_dense_replace": 1,

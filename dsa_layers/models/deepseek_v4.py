@@ -266,7 +266,8 @@ def hyper_block(config: DeepseekV4Config, precision: Precision, kind: str, *, ha
         scale=config.routed_scaling_factor,
         dtype=dtype,
     )
-    experts = {"n_shared": config.n_shared_experts, "limit": config.swiglu_limit, "fp4_experts": precision.fp4_experts}
+    limits = {"limit": config.swiglu_limit, "shared_limit": config.swiglu_limit}
+    experts = {"n_shared": config.n_shared_experts, "fp4_experts": precision.fp4_experts, **limits}
     ffn = MoE(hidden, config.moe_intermediate_size, router, **experts, **projections)
     streams = {"iterations": config.hc_sinkhorn_iters, "eps": eps, "hc_eps": config.hc_eps}
     hc_attn, hc_ffn = (HyperConnection(hidden, config.hc_mult, **streams) for _ in range(2))

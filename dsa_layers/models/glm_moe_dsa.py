@@ -22,6 +22,7 @@ from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.config.fields import Fields, computed, each_of, integer, one_of, only
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.models.deepseek_v32 import (
+    FP8_BLOCKS,
     TINY_CHANGES,
     DecoderBlock,
     DeepseekV32Config,
@@ -211,12 +212,7 @@ FAMILY = Family(
             "pad_token_id": 1,
             # The published file is from the BF16 release and lacks this field. In the FP8 release, scales are not
             # powers of two.
-            "quantization_config": {
-                "activation_scheme": "dynamic",
-                "fmt": "e4m3",
-                "quant_method": "fp8",
-                "weight_block_size": [128, 128],
-            },
+            "quantization_config": FP8_BLOCKS,
         },
     ),
     GlmMoeDsaDrafter,

@@ -59,7 +59,9 @@ class Precision:
         """
         fp8 = config.quantization is not None and not dequantize
         dtype = getattr(torch, config.dtype) if dtype is None else dtype
-        return cls(dtype, fp8, fp8, ("fp8" if fp8 else "model") if kv_cache is None else kv_cache)
+        if kv_cache is None:
+            kv_cache = "fp8" if fp8 and config.has_fp8_cache else "model"
+        return cls(dtype, fp8, fp8, kv_cache)
 
     def projections(self, config: ModelConfig) -> dict[str, Any]:
         """Return the keyword arguments for `make_linear`, and for layers that pass them to `make_linear`."""

@@ -3,7 +3,9 @@
 # {model_type in config.json: the module that defines FAMILY}. `family` imports a module on first use. At run time a
 # caller may add a family of another package.
 FAMILIES = {
+    "axk2": "dsa_layers.models.axk2",
     "deepseek_v32": "dsa_layers.models.deepseek_v32",
     "deepseek_v4": "dsa_layers.models.deepseek_v4",
     "glm_moe_dsa": "dsa_layers.models.glm_moe_dsa",
+    "hy_v4": "dsa_layers.models.hy_v4",
 }

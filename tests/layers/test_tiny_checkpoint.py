@@ -10,6 +10,7 @@ from dsa.reference import dequantize_fp4
 from dsa_layers.command import main as cli
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.io.chat_template import FORMATS
 from dsa_layers.io.directory import INDEX_NAME, Checkpoint
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.published import published_manifest
@@ -36,7 +37,8 @@ def scale_name(model, weight):
 def test_dimensions_that_kernels_depend_on_are_the_published_ones(tiny_checkpoint, model):
     assert not KERNEL_SIZES & family(model).tiny.changes.keys()
     config = read_config(tiny_checkpoint(model))
-    assert config.index_topk < len(PROMPT) and config.num_nextn_predict_layers == 1
+    assert config.index_topk < len(PROMPT)
+    assert config.num_nextn_predict_layers == (family(model).drafter is not None)
     assert config.eos_token_ids == (1,)
 
 
@@ -76,7 +78,7 @@ def test_unquantised_weights_are_the_same(tiny_checkpoint, model):
             values = dequantize_per_block(q, scale.float())
             torch.testing.assert_close(values, weight.float(), rtol=2**-4 + 2**-8, atol=1e-4)
             powers = torch.equal(scale.float().log2(), scale.float().log2().round())
-            assert powers == (model != "glm_moe_dsa"), name
+            assert powers == read_config(tiny_checkpoint(model)).use_ue8m0, name
         else:
             assert torch.equal(q, weight), name
 
@@ -120,7 +122,7 @@ def test_the_tokenizer_takes_any_text_and_has_the_family_s_chat_format(tiny_chec
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
     fields = json.loads((directory / "tokenizer_config.json").read_text())
     assert fields["model_max_length"] == config.max_position_embeddings
-    assert ("chat_template" in fields) == (model == "glm_moe_dsa")  # the other families are published without one
+    assert ("chat_template" in fields) == (model not in FORMATS)  # families with a format have no template
     text = "The lightning indexer scores 128 heads — naïve 😀\n\tdef f(x): return x"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) < len(text.encode()) * 0.7

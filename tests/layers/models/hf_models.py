@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 # An index score is a weighted sum of ReLUs over the index heads. With few heads instead of 32, many keys would score
 # exactly 0, and top-k would depend on the order of ties. rms_norm_eps is not 1e-6, the eps of the latents' norms, so a
@@ -14,6 +15,7 @@ _MLA = {
     "qk_rope_head_dim": 16, "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-2, "eos_token_id": None, "attn_implementation": "eager",
 }  # fmt: skip
+_NEWER = {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"}
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -39,6 +41,40 @@ def glm_moe_dsa(directory: Path, **changes):
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }  # fmt: skip
     return _draw_and_save("GlmMoeDsa", fields | changes, directory)
+
+
+def axk2(directory: Path, **changes):
+    """A random AXK2ForCausalLM, saved to `directory`, in fp32. As published: one group."""
+    fields = _NEWER | {
+        "num_hidden_layers": 3, "topk_group": None, "qk_nope_head_dim": 16, "v_head_dim": 24, "gated_norm_rank": 8,
+        "bos_token_id": 0, "rope_parameters": YARN,
+    }  # fmt: skip
+    return _draw_and_save("AXK2", fields | changes, directory)
+
+
+def hy_v4(directory: Path, **changes):
+    """A random HYV4ForCausalLM, saved to `directory`, in fp32. Layers 2 to 4 share the selection of layer 1, and layer
+    6 that of layer 5. transformers rotates channels (i, i + R / 2) where the published weights expect pairs (2i,
+    2i + 1), so the saved weights have their channels in another order than transformers' model."""
+    fields = _NEWER | {
+        "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
+        "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }  # fmt: skip
+    model = _draw_and_save("HYV4", fields | changes, directory)
+    tensors, rope = load_file(directory / "model.safetensors"), fields["qk_rope_head_dim"]
+    head = {".q_b_proj.weight": fields["qk_nope_head_dim"] + rope, ".kv_a_proj_with_mqa.weight": None}
+    head |= {
+        f".indexer.{name}": fields["index_head_dim"]
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
+    }
+    for name, tensor in tensors.items():
+        for suffix, rows in head.items():
+            if name.endswith(suffix):
+                heads = tensor.unflatten(0, (-1, rows or len(tensor)))
+                halves = heads[:, -rope:].unflatten(1, (2, -1))
+                heads[:, -rope:] = halves.transpose(1, 2).flatten(1, 2).clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
