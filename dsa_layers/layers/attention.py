@@ -244,7 +244,8 @@ def causal_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head. The sum is over the keys s of token t's
-    sequence that token t sees. With sinks, fp32 [heads], the softmax of head h has one more logit, sinks[h], without a value.
+    sequence that token t sees. With sinks, fp32 [heads], the softmax of head h has one more logit, sinks[h], without a
+    value.
 
     q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
     """
