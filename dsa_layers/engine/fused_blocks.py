@@ -136,9 +136,9 @@ class _FusedMixing(StreamMixing):
 
 
 def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """Split an fp32 weight into bf16 [3, ...]: three tensors that sum to the weight with relative error 2^-24.
+    """Split an fp32 weight into three bf16 tensors, [3, ...], whose exact sum is the weight.
 
-    Weights above 3.39e38 become infinite in bf16.
+    Weights below about 2^-110 lose low bits. Weights above 3.39e38 become infinite in bf16.
     """
     parts, rest = [], weight.detach().float()
     for _ in range(3):

@@ -1,5 +1,6 @@
-"""Products of several linear layers for inference. Layers that multiply the same input share one weight matrix and one
-FP8 cast of the input. The matrices of a `GroupedLinear` are multiplied in one grouped product."""
+"""Products of several linear layers for inference. The weights of layers that multiply the same input are adjacent in
+memory, so that one product, with one FP8 cast of the input, computes all of them. One grouped product computes all
+groups of a `GroupedLinear`."""
 
 from collections.abc import Sequence
 

@@ -242,12 +242,12 @@ def load_weights(
 
     skip             a function that returns whether a checkpoint tensor, given by name, is ignored
     name_of          a function that converts the name of a checkpoint tensor to the model's name
-    parts_of         a function that returns the parts of a model tensor, given by name and shape. The loader makes each
-                     part of the model from the checkpoint's part of the same name
-    stored_parts_of  a function that returns the parts of a checkpoint tensor; None: `parts_of`
-    progress         True: show one progress bar for all bytes on a terminal
+    parts_of         a function (name, shape) -> {name of a part: slice} for a model tensor, such as one part per
+                     expert. The loader makes each part of the model from the checkpoint's part of the same name
+    stored_parts_of  the same function for a checkpoint tensor; None: `parts_of`
+    progress         True: show one progress bar, on a terminal only
 
-    `name_of` and the function for checkpoint tensors may raise CheckpointError, with the reason, to refuse a tensor.
+    `name_of` and `stored_parts_of` may raise CheckpointError, with the reason, to refuse a tensor of the checkpoint.
     Non-persistent buffers stay unchanged. The dtype of a model tensor determines which checkpoint tensors it accepts:
     - float8_e4m3fn, if the model has `<name>_scale_inv`: an F8_E4M3 matrix, which is copied, or packed FP4, which is
       widened to FP8 without loss (`dsa.widen_fp4`);
@@ -255,7 +255,7 @@ def load_weights(
       `dsa.fp4_block_scales` computes it;
     - bf16, fp16, fp32 or fp64: a float tensor, which is cast, or an F8_E4M3 or FP4 matrix, which is dequantised;
     - any other dtype: a tensor of this dtype.
-    The checkpoint's scale of a quantised matrix is named `<name>_scale_inv`. FP8 has one F32 or F8_E8M0 scale per
+    After `name_of`, the scale of a quantised matrix is named `<name>_scale_inv`. FP8 has one F32 or F8_E8M0 scale per
     128 x 128 block. FP4 (I8 of [O, I / 2]) has one F8_E8M0 scale per 32 columns.
 
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint`, and for tensors that are

@@ -131,8 +131,9 @@ def check(names, allowed, kind="pass"):
 @pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_a_pass(name, count, next_n, published_model, launches):
-    """Count the launches in each layer and outside the layers. A compiled variant counts once, even if it launches two
-    kernels. A pass with the same input tensors has run before, as before the capture of a CUDA graph."""
+    """Check the numbers of launches in each layer and outside the layers. A call of a compiled dsa kernel (a `Variant`)
+    counts once, even if it launches two kernels. The launches of a layer are those of its second run in the first pass
+    (`Twice`). Those outside the layers are counted in a second pass over the same input tensors."""
     model, cache, layers = published_model(name)
     inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):

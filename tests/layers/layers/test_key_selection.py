@@ -86,7 +86,8 @@ def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, pag
         expected = select_packed(*given, **options)
     assert not fused
     assert torch.equal(select_packed(*given, workspace=workspace, **options), expected) and fused == sizes
-    # A token's list has CAPACITY entries of 8 bytes. Its counts, its bound and its end take 16 bytes.
+    # Fused selection allocates, per token, a list of CAPACITY candidates of 8 bytes, and 16 bytes for the list's two
+    # counts, the bound of its scores and the end of the token's keys (dsa/kernels/indexer/candidate_passes.py).
     assert 8 * CAPACITY + 16 <= FUSED_BYTES
 
 
