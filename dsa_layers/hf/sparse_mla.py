@@ -39,6 +39,7 @@ class SparseMLAInPlace(AttentionInPlace):
     that its attributes override theirs."""
 
     indexer_stage: ClassVar[None] = None  # `IndexerStage` sets this attribute
+    gate = gate_proj = sinks = None  # transformers' layers have none
     n_heads = alias("num_heads")
     nope_dim = alias("qk_nope_head_dim")
     rope_dim = alias("qk_rope_head_dim")

@@ -106,8 +106,8 @@ class JointRotary(nn.Module):
     """Rotation angles of several `RotaryEmbedding`s with the same number of channels. cos and sin are computed for all
     of them at once, so the number of kernels does not grow with the number of embeddings whose `scale` is 1.
 
-    embeddings: list of (RotaryEmbedding, ratio); pairs with ratio 1 come first. For ratio 1, the angles are at the tokens'
-    positions. For other ratios, the angles are at the positions of compressed entries of `ratio` tokens:
+    embeddings: list of (RotaryEmbedding, ratio); pairs with ratio 1 come first. For ratio 1, the angles are at the
+    tokens' positions. For other ratios, the angles are at the positions of compressed entries of `ratio` tokens:
     max(position + 1 - ratio, 0) is the position of the entry that ends with the token.
     forward(positions int64 [T]) -> list of one `RopeAngles` per pair. If every `scale` is 1, `back` of the pairs with
     ratio 1 is already computed.

@@ -1,10 +1,17 @@
-"""The families of models, as parameters of tests. GLM is marked slow: it is DeepSeek-V3.2 with selections that layers
-share, so other families' tests find most errors."""
+"""The families of models, as parameters of tests. GLM and A.X-K2 are marked slow: they are DeepSeek-V3.2 with other
+options, so other families' tests find most errors."""
 
 import pytest
 
 from dsa_layers.models import registry
+from dsa_layers.models.family import family
 
-FAMILIES = [
-    pytest.param(family, marks=pytest.mark.slow) if family == "glm_moe_dsa" else family for family in registry.FAMILIES
-]
+SLOW = "axk2", "glm_moe_dsa"
+
+
+def parameters(families):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in families]
+
+
+FAMILIES = parameters(registry.FAMILIES)
+DRAFTED = parameters(name for name in registry.FAMILIES if family(name).drafter is not None)

@@ -10,7 +10,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
-from tests.layers.generation.families import FAMILIES
+from tests.layers.generation.families import DRAFTED
 from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import is_free
 from tests.layers.generation.replay import capture_passes
@@ -21,7 +21,7 @@ PROMPTS = [TEXT[:170], [7, 8, 9], list(range(5, 80)), [3]]
 LIMITS = [18, 13, 6, 15]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DRAFTED)
 def model(request, tiny_checkpoint):
     directory = tiny_checkpoint(request.param, quantized=False)
     return load_model(directory, dtype=torch.float32, drafter=True, progress=False)
