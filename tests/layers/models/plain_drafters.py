@@ -33,8 +33,10 @@ class _Drafter:
 
 
 class PlainMLADrafter(_Drafter):
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, f"model.layers.{read_config(directory).num_hidden_layers}.")
+    final_norm = "shared_head.norm"
+
+    def __init__(self, directory: Path, prefix: str | None = None) -> None:
+        super().__init__(directory, prefix or f"model.layers.{read_config(directory).num_hidden_layers}.")
 
     def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the block's inputs. For each row of `states`, `tokens` has the token at the next position."""
@@ -42,7 +44,7 @@ class PlainMLADrafter(_Drafter):
         return torch.cat((self.norm(e, "enorm"), self.norm(states, "hnorm")), -1) @ self.weight("eh_proj.weight").T
 
     def states(self, joined: torch.Tensor) -> torch.Tensor:
-        return self.norm(self._run(self.block, joined)[0], "shared_head.norm")
+        return self.norm(self._run(self.block, joined)[0], self.final_norm)
 
     def further(self, joined: torch.Tensor, row: torch.Tensor, position: int) -> torch.Tensor:
         """Return the state of a later step at `position` with the block's input `row` [1, hidden]. joined: the block's
@@ -54,7 +56,7 @@ class PlainMLADrafter(_Drafter):
         block.self_attn._modules = self.block.self_attn._modules | {"indexer": None}
         between = torch.zeros(position - len(joined), joined.shape[1])
         y, _ = self._run(block, torch.cat((joined, between, row)), keys.expand(position + 1, -1))
-        return self.norm(y[-1:], "shared_head.norm")
+        return self.norm(y[-1:], self.final_norm)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.tensors["lm_head.weight"].T
@@ -62,6 +64,13 @@ class PlainMLADrafter(_Drafter):
     def _run(self, block, x, selected=None):
         batch = SequenceBatch.without_cache([len(x)])
         return block(x, *self.model.model.rotary(batch.positions), batch, None, selected)
+
+
+class PlainHYV4Drafter(PlainMLADrafter):
+    final_norm = "final_layernorm"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, "model.mtp_layers.0.")
 
 
 class PlainV4Drafter(_Drafter):

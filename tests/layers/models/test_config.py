@@ -185,8 +185,8 @@ DEEPSEEK_V32 = [
     ),
     ({"rope_scaling.foo": 1}, "'rope_scaling.foo' is 1; accepted: null"),
     ({"quantization_config.foo": 1}, "'quantization_config.foo' is 1; accepted: null"),
-    ({"model_type": "llama"}, "'model_type' is 'llama'; accepted: 'deepseek_v32', 'deepseek_v4', 'glm_moe_dsa'"),
-    ({"model_type": ABSENT}, "'model_type' is missing; accepted: 'deepseek_v32', 'deepseek_v4', 'glm_moe_dsa'"),
+    ({"model_type": "llama"}, "'model_type' is 'llama'; accepted: 'axk2', 'deepseek_v32', 'deepseek_v4', "),
+    ({"model_type": ABSENT}, "'model_type' is missing; accepted: 'axk2', 'deepseek_v32', 'deepseek_v4', "),
     # values that are not supported
     ({"attention_bias": 0}, "'attention_bias' is 0; accepted: false"),
     ({"quantization_config": "fp8"}, "'quantization_config' is 'fp8'; accepted: an object or null"),

@@ -11,7 +11,7 @@ from dsa_layers.models.glm_moe_dsa import DraftedStates
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.io.stand_ins import changed
 from tests.layers.models.parity import poisoned_cache
-from tests.layers.models.plain_drafters import PlainMLADrafter, PlainV4Drafter
+from tests.layers.models.plain_drafters import PlainHYV4Drafter, PlainMLADrafter, PlainV4Drafter
 from tests.reference.common import assert_refused
 
 TOLERANCE = 2e-5
@@ -31,7 +31,7 @@ def drafters(request, tiny_checkpoint, tmp_path_factory):
     if changes:
         directory = changed(directory, tmp_path_factory.mktemp("drafter"), **changes)
     model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
-    plain = PlainV4Drafter if model_type == "deepseek_v4" else PlainMLADrafter
+    plain = {"deepseek_v4": PlainV4Drafter, "hy_v4": PlainHYV4Drafter}.get(model_type, PlainMLADrafter)
     return model, plain(directory)
 
 

@@ -20,7 +20,7 @@ def test_every_family_is_in_a_file_named_by_its_model_type():
 
 
 def test_an_unknown_model_type_is_refused():
-    with pytest.raises(ValueError, match=r"model_type: must be one of 'deepseek_v32', .*, got 'sparse_mla'"):
+    with pytest.raises(ValueError, match=r"model_type: must be one of 'axk2', .*, got 'sparse_mla'"):
         family("sparse_mla")
 
 
