@@ -163,6 +163,7 @@ def some_rows(new: Maker, queries: int, n: int, k: int, invalid: float = 0.0) ->
 LAYOUTS = {
     "bf16, 576": (576, BF16),
     "bf16, 512": (512, BF16),
+    "bf16, 160": (160, BF16),
     "fp16, 576": (576, FP16),
     "fp16, 512": (512, FP16),
     "656 bytes": (576, BF16),

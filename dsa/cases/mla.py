@@ -85,6 +85,10 @@ def small_prefill(new: Maker) -> Given:
     return {**tensors, "sm_scale": 0.04, "d_v": D_V, **rest, "out": None, "enable_batch_invariant": False}
 
 
+def small_narrow_prefill(new: Maker) -> Given:
+    return small_prefill(new) | {"q": new.bf16(3, 2, 160), "kv": new.bf16(5, 1, 160), "d_v": 128}
+
+
 def small_prefill_into(new: Maker) -> Given:
     given = small_prefill(new) | {"attn_sink": None, "topk_length": None, "enable_batch_invariant": True}
     return given | {"out": new.bf16(3, 2, D_V)}
@@ -130,6 +134,7 @@ def check_prefill(a: Given, found: Results) -> float:
 # flash_mla_with_kvcache
 
 SELECTION = ("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
+NARROW_VALUES = {160: 128}  # {channels of a narrow key: channels of its value}
 NO_PLAN = {"tile_scheduler_metadata": None, "num_splits": None}
 
 
@@ -273,6 +278,7 @@ def sparse(
     """Make queries that select random keys of a cache of `rows` keys; all other slots are NaN. extra: (keys per query,
     page size) of a second cache, which has a third of the rows."""
     d, dtype = LAYOUTS[layout]
+    d_v = NARROW_VALUES.get(d, D_V)
     given = {"q": new.f32(batch, s_q, heads, d).to(dtype), **dict.fromkeys(SELECTION)}
 
     def select(cache: str, lists: str, lengths: str, count: int, k: int, size: int) -> None:
@@ -286,15 +292,21 @@ def sparse(
     if extra is not None:
         select("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", rows // 3, *extra)
     options = {"softmax_scale": scale, "causal": False, "is_fp8_kvcache": "bytes" in layout}
-    none = {"block_table": None, "cache_seqlens": None, **NO_PLAN, "head_dim_v": D_V}
+    none = {"block_table": None, "cache_seqlens": None, **NO_PLAN, "head_dim_v": d_v}
     return {
         **given,
         **none,
         **options,
         "attn_sink": new.f32(heads) if sink else None,
         "enable_batch_invariant": invariant,
-        "out": poisoned((batch, s_q, heads, D_V), dtype, new.device) if into else None,
+        "out": poisoned((batch, s_q, heads, d_v), dtype, new.device) if into else None,
     }
+
+
+def small_narrow(new: Maker) -> Given:
+    given = small_selection(new, 160, (new.float_cache(3, 16, 160), new.float_cache(2, 5, 160)), False)
+    extra = dict.fromkeys(("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"))
+    return {**given, **extra, "head_dim_v": NARROW_VALUES[160]}
 
 
 def pick(
@@ -601,6 +613,17 @@ CASES = [
         written=("out",),
     ),
     Case(
+        "flash_mla_sparse_fwd narrow",
+        sized(small_narrow_prefill, prefill),
+        check_prefill,
+        {**PREFILL_SIZES, "d": 160, "d_v": 128},
+        hostile=with_sizes(
+            IN_ROWS,
+            ("indices", "topk_length"),
+            {"160": {"tokens": 3, "heads": 33, "keys": 100, "top_k": 70, "d": 160, "d_v": 128, "counted": True}},
+        ),
+    ),
+    Case(
         "flash_mla_with_kvcache dense",
         sized(small_dense, dense),
         check_dense,
@@ -633,6 +656,28 @@ CASES = [
                 "16 bits": {"layout": "bf16, 576", "heads": 8, "top_k": 70},
                 "16 bits, many heads": {"layout": "bf16, 512", "heads": 65, "top_k": 440},
             }
+        ),
+    ),
+    Case(
+        "flash_mla_with_kvcache narrow",
+        sized(small_narrow, sparse),
+        check_sparse,
+        {**SPARSE_SIZES, "layout": "bf16, 160", "extra": None},
+        MORE_HEADS,
+        hostile=with_sizes(
+            IN_ROWS,
+            ("indices", "topk_length"),
+            {
+                "narrow": {
+                    "s_q": 2,
+                    "page": 16,
+                    "rows": 240,
+                    "layout": "bf16, 160",
+                    "heads": 33,
+                    "top_k": 70,
+                    "counted": True,
+                }
+            },
         ),
     ),
     Case(

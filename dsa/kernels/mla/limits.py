@@ -10,6 +10,8 @@ DTYPES = ("bfloat16", "float16")  # dtypes of q and of a 16-bit cache
 HEAD_DIM, HEAD_DIM_V = 576, 512
 ROTATED_BACK = 64  # after attention, DeepSeek-V4 rotates the last 64 channels of a head's result back
 SPARSE_HEAD_DIMS = (HEAD_DIM, HEAD_DIM_V)
+# Narrow keys (sparse_mla_narrow_sm90.py): (channels of a key, channels of a value), and warps per CTA
+NARROW_DIMS, NARROW_WARPS = ((160, 128),), (4, 8)
 FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # bytes of a key and its scales in an FP8 cache, by head dim
 
 TILE_N = 64  # keys per tile; a mainloop computes one tile per step

@@ -7,7 +7,15 @@ from typing import NamedTuple
 import torch
 
 from dsa.kernels.mla import limits
-from dsa.kernels.mla.limits import HEAD_DIM_V, SWAP_AB_HEADS, TILE_M, TILE_N
+from dsa.kernels.mla.limits import (
+    HEAD_DIM_V,
+    NARROW_DIMS,
+    NARROW_WARPS,
+    SPARSE_HEAD_DIMS,
+    SWAP_AB_HEADS,
+    TILE_M,
+    TILE_N,
+)
 from dsa.runtime import backends
 from dsa.runtime.declare import INT_MAX, dtype_name, rows_at_16_bytes, unit_inner
 
@@ -20,6 +28,10 @@ WHOLE = 5.0  # fixed overhead in microseconds if no query is split
 SPLIT_COST = 3  # of splitting queries, in key tiles per CTA
 LEAST_TILES = 2  # lower limit of the key tiles per CTA that works on split queries
 SHORT_LIST_HEADS = 32  # upper limit of the heads per CTA for lists that are too short to be split
+
+
+# {channels of a key: channels of its value} that the kernels support
+DIMS = dict.fromkeys(SPARSE_HEAD_DIMS, HEAD_DIM_V) | dict(NARROW_DIMS)
 
 
 class Selection(NamedTuple):
@@ -96,6 +108,39 @@ def attend(
         combine(*sinks, out, lse, *partial, workers, full_waves, tiles, split_workers)
 
 
+def check_value_dim(name: str, d: int, d_v: int) -> None:
+    """Raise ValueError unless the kernels support values of d_v channels for keys of d channels."""
+    if DIMS[d] != d_v:
+        raise ValueError(f"{name}: must be {DIMS[d]} for d = {d}, got {d_v}")
+
+
+def attend_narrow(
+    q: torch.Tensor, selection: Selection, scale: float, sink: torch.Tensor | None, results: Results, few: bool
+) -> None:
+    """Write attention of q [B, s_q, h, d] to the keys of one selection into `results`, for d in NARROW_DIMS. B, s_q, h,
+    K and the size of the cache are above 0.
+
+    results  out [B, s_q, h, d_v], lse [B, h, s_q] and max_logits [B, s_q, h] or None
+    few      whether more warps may share a query if there are few queries. The rounding then depends on their number
+    """
+    from dsa.kernels.mla.sparse_mla_narrow_sm90 import HEADS, compile_narrow_sparse_mla
+
+    q = aligned(q)
+    batch, s_q, heads, dim = q.shape
+    few = few and batch * s_q * -(-heads // HEADS) <= backends.num_sms(q.device)
+    warps = max(NARROW_WARPS) if few else min(NARROW_WARPS)
+    launch = compile_narrow_sparse_mla(
+        dtype_name(q.dtype), dim, results.out.shape[-1], warps, results.max_logits is not None
+    )
+    no_count, _ = _absent(q.device)
+    counted = selection.counts is not None
+    counts = selection.counts if counted else no_count
+    launch(
+        *(q, selection.cache, selection.indices, counts, int(counted), *sink_arguments(sink, q.device)),
+        *(*results, scale * math.log2(math.e)),
+    )
+
+
 def aligned(q: torch.Tensor) -> torch.Tensor:
     """Return q, or a contiguous copy if the rows of q are not contiguous or do not start at multiples of 16 bytes."""
     rows = rows_at_16_bytes(q)
@@ -103,11 +148,11 @@ def aligned(q: torch.Tensor) -> torch.Tensor:
 
 
 def of_caller(out: torch.Tensor) -> torch.Tensor:
-    """Return the caller's out [..., h, 512] with the strides of dimensions of size 1 replaced, as kernels require."""
-    out = rows_at_16_bytes(out)
-    if out.stride(-2) == HEAD_DIM_V:
+    """Return the caller's out [..., h, d_v] with the strides of dimensions of size 1 replaced, as kernels require."""
+    out, d_v = rows_at_16_bytes(out), out.shape[-1]
+    if out.stride(-2) == d_v:
         return out
-    return out.as_strided(out.shape, (*out.stride()[:-2], HEAD_DIM_V, 1))
+    return out.as_strided(out.shape, (*out.stride()[:-2], d_v, 1))
 
 
 def list_arguments(

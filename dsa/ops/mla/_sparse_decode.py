@@ -2,14 +2,17 @@
 
 import torch
 
-from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
+from dsa.kernels.mla.limits import SPARSE_HEAD_DIMS
 from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla._latent_caches import OUT, check_latent_cache, check_unused, latent_cache
 from dsa.ops.mla._sparse_attention import (
+    DIMS,
     DTYPES,
     Results,
     Selection,
     attend,
+    attend_narrow,
+    check_value_dim,
     inner_contiguous,
     of_caller,
 )
@@ -79,7 +82,11 @@ def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
 
 
-def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, extra_k_cache: torch.Tensor | None) -> None:
+def _check_kernel(q: torch.Tensor, k_cache: torch.Tensor, extra_k_cache: torch.Tensor | None, head_dim_v: int) -> None:
+    d = q.shape[-1]
+    check_value_dim("head_dim_v", d, head_dim_v)
+    if extra_k_cache is not None and d not in SPARSE_HEAD_DIMS:
+        raise ValueError(f"extra_k_cache: must be None for d = {d}, got {type(extra_k_cache).__name__}")
     check_cache("k_cache", k_cache, q)
     if extra_k_cache is not None:
         check_cache("extra_k_cache", extra_k_cache, q)
@@ -89,8 +96,8 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, extra_k_cache: torch.T
     arguments=SPARSE_MLA_DECODE,
     reference=reference.sparse_mla_decode,
     results=allocate,
-    limits={"d": SPARSE_HEAD_DIMS, "head_dim_v": (HEAD_DIM_V,), "softmax_scale": POSITIVE},
-    rule=_check_caches,
+    limits={"d": tuple(DIMS), "softmax_scale": POSITIVE},
+    rule=_check_kernel,
     out=OUT,
     dtypes=DTYPES,
     public="flash_mla_with_kvcache",
@@ -125,7 +132,10 @@ def _sparse_mla_decode(
 
     results = Results(of_caller(out), lse, None)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(q.flatten(0, 1), selections, softmax_scale, sink, results, may_split=not enable_batch_invariant)
+    if q.shape[-1] in SPARSE_HEAD_DIMS:
+        attend(q.flatten(0, 1), selections, softmax_scale, sink, results, may_split=not enable_batch_invariant)
+    else:
+        attend_narrow(q, selections[0], softmax_scale, sink, results, few=not enable_batch_invariant)
     return out, lse
 
 

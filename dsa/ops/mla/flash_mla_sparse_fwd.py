@@ -2,13 +2,16 @@
 
 import torch
 
-from dsa.kernels.mla.limits import GROUP_SIZES, HEAD_DIM_V, SPARSE_HEAD_DIMS
+from dsa.kernels.mla.limits import GROUP_SIZES, SPARSE_HEAD_DIMS
 from dsa.ops.mla import _shared_keys as shared_keys
 from dsa.ops.mla._sparse_attention import (
+    DIMS,
     DTYPES,
     Results,
     Selection,
     attend,
+    attend_narrow,
+    check_value_dim,
     inner_contiguous,
     of_caller,
 )
@@ -77,10 +80,11 @@ def flash_mla_sparse_fwd(
     neither max_logits nor lse. A query without keys has out 0, max_logits -inf and lse +inf. NaN in kv reaches only the
     queries that select it.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
-    cores), any K and s_kv, any strides of q, rows of kv at multiples of 16 bytes, sm_scale above 0. Logits and sums are
-    fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. CUDA-graph safe, no host
-    synchronisation. Deterministic. No gradients on Hopper: use `sparse_mla_attention` for gradients.
+    On Hopper: d = 576 or 512 with d_v = 512, or d = 160 with d_v = 128 (A.X-K2-Light); any number of heads without
+    padding (multiples of 64 fill the tensor cores, of 32 with d = 160), any K and s_kv, any strides of q, rows of kv at
+    multiples of 16 bytes, sm_scale above 0. Logits and sums are fp32; softmax weights are rounded to q's dtype before
+    the values are multiplied by them. CUDA-graph safe, no host synchronisation. Deterministic. No gradients on Hopper:
+    use `sparse_mla_attention` for gradients.
     Most calls run one kernel without workspace, and a query's result does not depend on the other queries, bit for bit.
     Unless enable_batch_invariant is True, a call forms groups of adjacent queries if it has at most 16 heads, at least
     2^22 indices (s_q * K), enough groups for all SMs, and s_kv up to 2^21. Group g is queries 8 g to 8 g + 7 with up to
@@ -110,11 +114,16 @@ def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
 
 
+def _check_dims(q: torch.Tensor, d_v: int) -> None:
+    check_value_dim("d_v", q.shape[-1], d_v)
+
+
 @op(
     arguments=FLASH_MLA_SPARSE_FWD,
     reference=reference.flash_mla_sparse_fwd,
     results=_results,
-    limits={"d": SPARSE_HEAD_DIMS, "d_v": (HEAD_DIM_V,), "sm_scale": POSITIVE},
+    limits={"d": tuple(DIMS), "sm_scale": POSITIVE},
+    rule=_check_dims,
     out=OUT,
     dtypes=DTYPES,
     public="flash_mla_sparse_fwd",
@@ -139,6 +148,11 @@ def _sparse_mla_prefill(
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
     selection = Selection(rows_at_16_bytes(kv), inner_contiguous(indices), counts)
     results = Results(of_caller(out), lse, max_logits)
+    if q.shape[2] not in SPARSE_HEAD_DIMS:
+        selection = selection._replace(indices=selection.indices.squeeze(1))
+        results = Results(results.out[:, None], lse[..., None], max_logits[:, None])
+        attend_narrow(q[:, None], selection, sm_scale, sink, results, few=False)
+        return out, max_logits, lse
     few_heads = q.shape[1] <= max(GROUP_SIZES)
     if few_heads and not enable_batch_invariant and shared_keys.may_share(q, selection):
         shared_keys.attend_groups(q, selection, sm_scale, sink, results)

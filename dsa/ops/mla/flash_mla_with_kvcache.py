@@ -146,8 +146,9 @@ def flash_mla_with_kvcache(
     and more are fastest), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond
     2^31 bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before the values are multiplied by
     them.
-    On Hopper, sparse: d = 576 or 512 with head_dim_v = 512, any number of heads, queries and indices, pages of any
-    size, keys at multiples of 16 bytes; or, with bf16 q, a byte cache in which each page is contiguous and starts at a
+    On Hopper, sparse: d = 576 or 512 with head_dim_v = 512, or, without a second cache, d = 160 with head_dim_v = 128
+    (A.X-K2-Light); any number of heads, queries and indices, pages of any size, keys at multiples of 16 bytes; or, with
+    bf16 q and d = 576 or 512, a byte cache in which each page is contiguous and starts at a
     multiple of 16 bytes. In the logits of a byte cache, products with e4m3 numbers are exact and are multiplied by the
     fp32 scales in fp32. For the values, the e4m3 numbers are multiplied by their scale and rounded to the 11 bits of
     fp16. If the scale of a group of channels is below 2^-20 of the key's largest scale, the group's values have an
