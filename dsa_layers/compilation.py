@@ -1,7 +1,8 @@
 """List the compiled kernel variants that the passes of a model need.
 
-This module runs a model on the meta device, in passes of all kinds that a generator makes, with one to tens of
-thousands of rows. `asked_variants` records the kernel variants that these passes request.
+A variant is a kernel compiled for certain arguments, such as dtypes and a tile (dsa/runtime/variants.py). This module
+runs prefill and decoding passes of a model on the meta device, with one to tens of thousands of rows. `asked_variants`
+records the variants that these passes request.
 """
 
 from collections.abc import Callable
@@ -27,21 +28,22 @@ from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.parallel.ranks import Ranks
 
-MOST_ROWS = 32768  # limit of new tokens per pass; larger passes use the same kernels
-MOST_SEQUENCES = 1024
+MOST_ROWS = 32768  # about the most new tokens of a prefill pass; larger passes use the same kernels
+MOST_SEQUENCES = 1024  # limit of a decoding pass
 MOST_KEYS = 2**24  # limit of a decoding pass: number of sequences * tokens of the longest sequence
-# Limit of a pass's index scores: new tokens * earlier tokens. A pass with more scores computes them in equal parts of
-# at least FUSED_TOKENS tokens.
+# Limit of a prefill pass's index scores: new tokens * earlier tokens. A pass with more scores computes them in chunks
+# (`KeySelection.select_packed`), and the chunks request the same kernels. Passes of up to FUSED_TOKENS new tokens are
+# not limited, so that the kernel that both computes scores and selects keys is requested too.
 MOST_SCORES = 2**29
 META = torch.device("meta")
 
 
 def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0, gpus: int = 1) -> list[Variant]:
-    """Return the sorted kernel variants for sm_90 that a generator's passes over the model request.
+    """Return the sorted kernel variants for sm_90 that a generator's passes over the model request, with all tiles.
 
     drafts: the number of draft tokens; if it is above 0, the drafter's variants are included
-    gpus: the number of GPUs that share the model. The result is the variants of one rank, including the kernels that
-    sum over the ranks
+    gpus: the number of GPUs that share the model. The result is the variants of one rank. It includes the kernels that
+    sum over the ranks, which exist for up to 8 GPUs
     Raises DoesNotDivide, a ValueError, if the GPUs cannot share the model evenly.
     """
     model, cache = without_memory(config, precision, drafter=drafts > 0, gpus=gpus)
@@ -89,7 +91,7 @@ def without_memory(
 
 
 def _passing_on(layer: nn.Module) -> Callable[..., Any]:
-    """Return a `forward` for a layer that computes nothing. Its result has the form of the layer's result."""
+    """Return a `forward` for `layer` that launches no kernel. Its result has the form of the layer's result."""
     if isinstance(layer, DecoderBlock):
         return lambda x, *others: (x, others[-1])  # (x, selected)
     if layer.following:
@@ -98,16 +100,17 @@ def _passing_on(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """Return a key that is equal for layers that request the same kernels."""
+    """Return a key. Layers with equal keys request the same kernels."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return layer.is_last, modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
 
 
 def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
-    """Run passes of all kinds: prefill of one and of several sequences, with and without earlier tokens, and decoding.
+    """Run prefill passes of one and of several sequences, with and without earlier tokens, and decoding passes.
 
-    Some sequences are so short that a token attends to all keys. In the longer sequences, tokens select keys. With a
-    drafter, each pass of the model is followed by passes of the drafter.
+    Some sequences are so short that a token attends to all keys. In the longer sequences, tokens select keys.
+    drafts: the number of draft tokens, above 0 if the model has a drafter. Then each pass of the model is followed by
+    passes of the drafter
     """
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]

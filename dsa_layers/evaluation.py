@@ -42,15 +42,15 @@ def predictions(
     """Yield the logits [T, vocab_size] and the targets [T] of each pass.
 
     The inputs of a sequence are all its tokens except the last, split into parts of at most `chunk` tokens. Each part
-    is one pass. The passes run one sequence after the other and use a paged cache, as in generation.
+    is one pass. The passes compute one sequence after the other and use a paged cache, as in generation.
     """
     device, page_size = next(model.parameters()).device, model.page_size
     pages = range(-(-max(map(len, sequences)) // page_size))
     cache = model.make_cache(len(pages), page_size, device, state_slots=1)
     for tokens in sequences:
         text = torch.tensor(tokens, device=device)
-        # A part of one token would be a decoding pass. Parts have nearly equal lengths, so this happens only if `chunk`
-        # is 1 or 2, or if the sequence has two tokens.
+        # A part of one token runs as a decoding pass instead of a prefill pass. Parts have nearly equal lengths, so
+        # there is such a part only if `chunk` is 1 or 2, or if the sequence has two tokens.
         parts = -(-(len(tokens) - 1) // chunk)
         done = 0
         for inputs, targets in zip(text[:-1].tensor_split(parts), text[1:].tensor_split(parts)):
@@ -81,9 +81,11 @@ class KeyCounts:
 
 
 def keys_read(model: nn.Module, length: int) -> KeyCounts:
-    """Return the numbers of keys that the tokens of a sequence of `length` tokens read. No pass runs: a token reads
-    as many keys as `top_k` of the layer's indexer, or all keys that it sees if there are fewer.
+    """Return the numbers of keys that the tokens of a sequence of `length` tokens read.
 
+    No pass runs: a token reads as many keys as `top_k` of the layer's indexer, or all keys that it sees if there are
+    fewer. In DeepSeek-V4 a token reads its window and up to `top_k` compressed entries, or all entries in a layer
+    without an indexer.
     Raises ValueError for a model without attention layers of `dsa_layers`.
     """
     visible = torch.arange(1, integer("length", length, at_least=1) + 1)
@@ -121,9 +123,10 @@ def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:
 
 def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager for sliding-window attention: every token reads the latest `top_k` keys that it sees, as
-    many as the indexer would select. In DeepSeek-V4 a token reads the latest compressed entries. An attention layer of
-    another class also needs the method `selectable(batch)`, which returns the keys among which the indexer selects.
+    many as the indexer would select. In DeepSeek-V4 a token reads its window and the latest `top_k` compressed entries.
 
+    The model's attention layers may have any class with the attribute `indexer`, as for `all_keys`, and the method
+    `selectable(batch)`, which returns the keys among which the indexer selects.
     Raises ValueError for a model without indexers.
     """
     return _changed_indexers(model, _latest)
@@ -154,7 +157,8 @@ def _latest(layer: Any) -> tuple[str, Callable[..., torch.Tensor]]:
     top_k, selectable = layer.indexer.top_k, layer.selectable
 
     def latest(batch: TokenBatch, in_slots: bool) -> torch.Tensor:
-        """Return the last top_k visible keys of each token in ascending order, padded with -1."""
+        """Return the last top_k visible keys of each token in ascending order, padded with -1. They are cache slots if
+        `in_slots`, else positions."""
         keys = selectable(batch)
         visible = keys.visible_keys[:, None]
         found = (visible - top_k).clamp(min=0) + torch.arange(top_k, dtype=torch.int32, device=visible.device)

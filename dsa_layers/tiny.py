@@ -1,8 +1,8 @@
-"""Write a small checkpoint of each family in its published format, with random weights, for demonstrations and tests.
+"""Write a small checkpoint of a model family, with random weights, for demonstrations and tests.
 
-The dimensions that kernels depend on have their published sizes. The widths and the numbers of layers, heads and
-experts are small. The model generates noise, but the checkpoint has the published format: names, dtypes, FP8 blocks,
-FP4 groups, shards and tokenizer.
+The dimensions that kernels support only in some sizes have their published sizes. The widths, the selected keys per
+token and the numbers of layers, heads and experts are small. The model generates noise, but the checkpoint has the
+files of a published one: config.json, tokenizer, and shards of tensors with the published names.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from dsa_layers.io.weights import Part, unpacked
 from dsa_layers.models.family import config_of, family
 from dsa_layers.models.registry import FAMILIES
 
-_SHARD_BYTES = 12 * 2**20
+_SHARD_BYTES = 12 * 2**20  # small, so that a tiny checkpoint has several shards, as published ones have
 
 _GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
 
@@ -46,13 +46,13 @@ _CHAT_TEMPLATE = (
 def write_tiny_checkpoint(
     directory: str | PathLike[str], *, model: str = "deepseek_v32", seed: int = 0, quantized: bool = True
 ) -> None:
-    """Write a small random checkpoint, about 45 MB (80 MB with quantized=False), into `directory`. Create `directory`
-    if it does not exist.
+    """Write a small random checkpoint, 22 to 44 MB (40 to 79 MB with quantized=False), into `directory`. Create
+    `directory` if it does not exist.
 
     model: the `model_type`, one of `dsa_layers.models.registry.FAMILIES`.
     seed: the seed of the random weights. The weights before quantisation do not depend on `quantized`.
-    quantized: whether weights are quantised as in the published format: in FP8 blocks with scales, and for deepseek_v4
-    with experts in FP4. False: these weights are BF16.
+    quantized: whether projections and experts are quantised: in FP8 blocks of 128 x 128 with scales, and for
+    deepseek_v4 with experts in FP4. False: these weights are BF16.
     The tokenizer is trained on the source code of this package.
     Raises ValueError for another `model`. Raises TypeError or ValueError, which names the argument, for any other wrong
     argument. Raises FileExistsError if `directory` exists and is not empty.
@@ -96,7 +96,7 @@ def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator,
     """Return random values for the tensor `name`. The distributions ensure that every part of the model affects the
     result: activations are of order 1, logits differ clearly, and the weights of norms are not 1.
 
-    experts: the number of experts in the table of a hash-routed layer (tid2eid)
+    experts: the number of routed experts, among which the table of a hash-routed layer (tid2eid) chooses
     """
     if name.endswith("tid2eid"):
         return torch.rand(shape[0], experts, generator=generator, device="cpu").argsort(-1)[:, : shape[1]].contiguous()
@@ -118,7 +118,7 @@ def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator,
 def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
     """Return the fields of tokenizer_config.json. max_length: the model's context in tokens
 
-    For models in `FORMATS` the fields contain no chat template, because the published releases have none.
+    For models in `FORMATS` (io/chat_template.py) there is no chat template, because their published releases have none.
     """
 
     return {

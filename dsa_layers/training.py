@@ -39,8 +39,8 @@ class IndexerStage:
     model    the model as `load_model(..., trainable=True)` returns it. `fuse` must not have prepared it for inference
     name     the stage:
              "warmup": every token attends to all keys. The indexer's scores of all keys learn to follow the attention
-             weights, summed over heads. The paper trains only the indexers in this stage; the method `parameters`
-             returns their parameters
+             weights, summed over heads. DeepSeek-V3.2 trained only the indexers in this stage; the method
+             `parameters` returns their parameters
              "sparse": every token attends to the keys that its indexer selects. The scores of these keys learn to
              follow the attention to them
     drafter  True: also train the indexer of the model's `drafter`. Each pass of the model must then be followed by a
@@ -49,7 +49,8 @@ class IndexerStage:
     Raises ValueError for a model whose indexers cannot be trained. An attention layer must have the attribute
     `indexer_stage`, and its indexer must have the method `loss` of `dsa_layers.layers.indexer.Indexer`. `DSAAttention`
     meets both conditions; DeepSeek-V4's attention and indexer do not. Models in which layers share an indexer
-    (IndexShare) and parts of a model (`load_model(..., mesh=)`), which lack some heads, are refused too.
+    (IndexShare), models with sinks, which the loss ignores, and parts of a model (`load_model(..., mesh=)`), which lack
+    some heads, are refused too.
 
     The inputs and the target of an indexer are detached. The indexers' loss therefore has gradients only for the
     indexers' parameters, and the language model's loss only for all other parameters. Scores are not quantised.
@@ -112,8 +113,8 @@ class IndexerStage:
         The mean of `loss` over the ranks equals the loss of one rank with all tokens. The same holds for the gradients,
         which DDP and FSDP2 average. All ranks must call this method together: they exchange `lens`, and the host waits
         for this exchange.
-        Raises ValueError or TypeError on all ranks if `lens` differs between ranks, is not a list of lengths, or has
-        fewer tokens than there are ranks. Raises RuntimeError on a rank without an initialised torch.distributed.
+        Raises ValueError on all ranks if one rank's `lens` has fewer tokens than there are ranks, has a length below 1
+        or differs from rank 0's. A rank whose `lens` has a wrong type raises TypeError instead.
         """
         check_instance("ranks", ranks, Ranks, "Ranks")
         return ContextBatch.of(lens, ranks, device)
@@ -135,9 +136,10 @@ class IndexerStage:
         A rank's share has a weighted average, so that the mean over the ranks is the average over all tokens.
 
         Raises RuntimeError if there was no pass since the last call. Inside the `with` block and with gradients
-        enabled, also raises RuntimeError if a pass ran without gradients, and drops all collected losses. Passes under
-        torch.no_grad() and passes checkpointed with use_reentrant=True run without gradients. Losses without gradients
-        that this method has not returned are dropped when the next `with` block begins.
+        enabled, also raises RuntimeError if a pass ran without gradients although an indexer's parameter requires them,
+        and drops all collected losses. Passes under torch.no_grad() and passes checkpointed with use_reentrant=True run
+        without gradients. Losses without gradients that this method has not returned are dropped when the next `with`
+        block begins.
         """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
@@ -161,8 +163,8 @@ class IndexerStage:
 
 
 def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
-    """Return the layers whose indexers are trained, which have the attribute `indexer_stage`. Raise ValueError if the
-    model has no such layer, or if a layer's indexer has no method `loss`."""
+    """Return the layers whose indexers are trained: all layers with the attribute `indexer_stage`, but the drafter's
+    only if `drafter`. Raise ValueError if there is no such layer, or if a layer has sinks or no indexer with `loss`."""
     drafters = [getattr(module, "drafter", None) for module in model.modules() if not drafter]
     left_out = {module for one in drafters if isinstance(one, nn.Module) for module in one.modules()}
     # getattr_static ignores wrappers for activation checkpointing and torch.compile, which forward the attributes of
@@ -198,7 +200,7 @@ def next_tokens(tokens: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
 
     tokens  int64 [T]: packed sequences. If `batch` is a rank's share (`IndexerStage.share`), these are the tokens of
             all ranks, and `share.own` selects this rank's targets from the result
-    batch   the SequenceBatch of these tokens
+    batch   the SequenceBatch of these tokens, or a rank's share of them
 
     Raises TypeError or ValueError, which names the argument, for a wrong argument.
     """

@@ -1,7 +1,7 @@
-"""Read the files of a checkpoint safely, although an untrusted author may have written them.
+"""Read the text and JSON files of a checkpoint safely, although an untrusted author may have written them.
 
-The size of each file is limited. The cost of reading depends only on the size, so numbers in a file cannot raise the
-cost.
+Each caller limits the size of its file (`max_bytes`). The cost of reading depends only on this size, not on numbers in
+the file.
 """
 
 import json

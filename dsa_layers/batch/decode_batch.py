@@ -23,8 +23,8 @@ class DecodeBatch(TokenBatch):
                      padding row, which has no sequence, has length 0, and -1 in all columns of block_table. Padding
                      rows are not allowed if the cache stores states per sequence: a pass writes every row's state
     max_key_len      upper bound of the lengths in key_lens_tensor
-    state_slots      int32 [B]: for each sequence, its row in the tensors that have one row per sequence; None if the
-                     cache has only tensors with pages
+    state_slots      int32 [B]: for each sequence, its row in the tensors that have one row per sequence; may be None
+                     if the cache stores all data in pages
     next_n           new tokens per sequence. A cache with windows per sequence has room for at most
                      dsa_layers.cache.drafts.DRAFTS + 1 new tokens; its layers raise ValueError for more
 
@@ -149,9 +149,9 @@ class DecodeInputs:
         packing.write(self.key_lens, [len(row.tokens) + len(row.drafts) for row in rows])
 
     def hold(self, sequences: Sequence[Running], padding: Running) -> list[Running]:
-        """Return the sequence of each row of the pass: `sequences`, then `padding` in the remaining rows. Write
-        block_table and state_slots if these rows differ from the last call's. Otherwise no write is needed, because the
-        pages of a running sequence do not change."""
+        """Return the sequence of each row of the pass: `sequences`, then in the remaining rows `padding`, which belongs
+        to no request. Write block_table and state_slots if these rows differ from the last call's. Otherwise no write
+        is needed, because the pages of a sequence do not change while it decodes."""
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
         if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
             packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.pages))
@@ -164,7 +164,8 @@ class DecodeInputs:
         return self._batch(self.key_lens if key_lens is None else key_lens, self.next_n, **self._of_size)
 
     def one_each(self, key_lens: torch.Tensor) -> DecodeBatch:
-        """Return a new batch with one new token per sequence and the lengths `key_lens`."""
+        """Return a new batch with one new token per sequence and the lengths `key_lens`. A drafter's second and later
+        steps use it."""
         return self._batch(key_lens, 1)
 
     def _batch(self, key_lens: torch.Tensor, next_n: int, **of_size: Any) -> DecodeBatch:

@@ -31,7 +31,7 @@ def write(target: torch.Tensor, values: Numbers) -> None:
 
 def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a host tensor of the numbers. For a CUDA device the tensor is in pinned memory, because a copy from
-    pageable memory makes the host wait for all earlier work. Raise RuntimeError during CUDA graph capture: a replay
+    pageable memory can make the host wait for earlier work. Raise RuntimeError during CUDA graph capture: a replay
     would read this memory again, after its contents have changed."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a pass that reads lengths from the host cannot be captured as a CUDA graph")
@@ -39,8 +39,8 @@ def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int32 [B + 1]: the first row of each sequence, then the total number of rows. If all lengths are equal,
-    the device computes the tensor and nothing is copied."""
+    """Return int32 [B + 1]: the first row of each sequence, then the total number of rows. If all lengths are
+    equal and not 0, the device computes the tensor and nothing is copied."""
     if len(set(lens)) == 1 and lens[0]:
         return torch.arange(0, sum(lens) + 1, lens[0], dtype=torch.int32, device=device)
     return to_device([0, *accumulate(lens)], torch.int32, device)
@@ -86,8 +86,8 @@ def page_rows(pages: Sequence[Sequence[int]], width: int) -> list[list[int]]:
 def paged_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return int64: the cache slot of each position in `positions`, in the sequence of the same element of `sequences`.
-    The slot is page * page_size + offset, or -1 if the block table has -1 for the page."""
+    """Return int64: the cache slot of each position in `positions`, page * page_size + offset, or -1 if the block table
+    has -1 for the page. `sequences`, which broadcasts with `positions`, has the sequence of each position."""
     page = torch.div(positions, page_size, rounding_mode="floor")
     page = block_table[sequences.long(), page].long()
     return torch.where(page < 0, -1, page * page_size + positions % page_size)

@@ -11,11 +11,11 @@ class Placement:
     """The placement of a pass over T tokens that one rank computes. Its subclasses in `dsa_layers.parallel.placement`
     are for several ranks.
 
-    The local rows of a rank are the rows that it has of the tensors between layers, such as residual streams: all T
-    rows, or only some if `sharded`. If a layer needs all rows of a tensor, such as keys, it all-gathers the tensor. If
-    each rank computes a subset of a layer's heads, channels or experts for all rows, the results are partial sums, and
-    the ranks reduce them. Attention with all heads for the local rows needs no reduction, and neither does the shared
-    expert.
+    Tensors between layers, such as residual streams, have one row per token. The local rows of a rank are the rows of
+    these tensors that the rank stores: all T rows, or only some if `sharded`. If a layer needs all rows of a tensor,
+    such as keys, it all-gathers the tensor. If each rank computes a subset of a layer's heads, channels or experts for
+    all rows, the results are partial sums, and the ranks reduce them. If `sharded`, a rank can
+    compute shared experts, and attention whose weights it has whole, for its local rows: then nothing is reduced.
     """
 
     is_split = False  # whether several ranks compute each layer together

@@ -73,7 +73,8 @@ class SelectableKeys:
 
     def selected_counts(self, columns: int) -> torch.Tensor | None:
         """Return int32 [T]: min(columns, visible keys), the number of keys that each new token selects. Return None if
-        every token sees at least `columns` keys. The layers of a pass share the tensor."""
+        `least_visible` is at least `columns`: every token then selects `columns` keys. The layers of a pass share the
+        tensor."""
         if self.least_visible >= columns:
             return None
         if columns not in self._counts:
@@ -82,8 +83,9 @@ class SelectableKeys:
 
     def most_selected(self, columns: int) -> torch.Tensor | None:
         """Return int32 [B], in a decoding pass: the number of keys that each sequence's last token sees. The last token
-        sees the most keys. Return None if every token sees at least `columns` keys. The attention op treats a number
-        above `columns` as `columns`, so no kernel is needed here to limit the numbers."""
+        sees the most keys. Return None if `least_visible` is at least `columns`. The result is
+        topk_length or extra_topk_length of `dsa.flash_mla_with_kvcache`, which treats a number above `columns` as
+        `columns`. So no kernel is needed here to limit the numbers."""
         if self.least_visible >= columns:
             return None
         return self.visible_keys if self.next_n == 1 else self._last_visible

@@ -24,8 +24,8 @@ class Selected:
     counted_in    the meaning of the values of topk_indices: positions in the sequence, rows among all packed keys of
                   `batch`, or slots in the cache of `batch`
     placement     topk_indices has the local rows of this placement: all T tokens, or the tokens of one rank
-    bits          the selected keys in the format of `dsa.selection_bits` if attention uses the multi-head form
-                  (engine/attention_form.py), else None
+    bits          the selected keys in the format of `dsa.selection_bits` if the layer attended to selected keys in the
+                  multi-head form (engine/attention_form.py), else None
     """
 
     topk_indices: torch.Tensor | None

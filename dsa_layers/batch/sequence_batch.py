@@ -22,8 +22,8 @@ class SequenceBatch(TokenBatch):
     device       device of the batch's tensors
     block_table  int32 [B, max_pages]: physical pages of each sequence, -1 after its last page; None without a cache
     page_size    tokens per page; 0 without a cache
-    state_slots  for each sequence, its row in the tensors that have one row per sequence; None if the cache has only
-                 tensors with pages
+    state_slots  for each sequence, its row in the tensors that have one row per sequence; may be None if the cache
+                 stores all data in pages
 
     Lengths are Python integers, so that no layer copies a length from the device.
     The constructor raises TypeError or ValueError that names the argument, also if block_table has too few columns for

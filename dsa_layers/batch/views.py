@@ -48,7 +48,7 @@ class EntryView(SelectableKeys):
 
     @property
     def max_key_len(self) -> int:
-        """The largest number of entries that a sequence has after this pass."""
+        """Maximum of key_lens: an upper bound of the number of entries that a sequence has after this pass."""
         return self.batch.max_key_len // self.ratio
 
     @cached_property
@@ -73,8 +73,8 @@ class EntryView(SelectableKeys):
     @cached_property
     def rows(self) -> torch.Tensor:
         """int32 [T, max_key_len]: for each new token, the rows of its sequence's entries among all packed entries. The
-        entries that the token may see come first. If the batch has one sequence, the tensor is an expanded view of one
-        row."""
+        entries that the token may see come first; `visible_keys` counts them. The caller ignores the other columns. If
+        the batch has one sequence, the tensor is an expanded view of one row."""
         columns = torch.arange(self.max_key_len, dtype=torch.int32, device=self.batch.device)
         if len(self.key_lens) == 1:
             return columns.expand(sum(self.batch.query_lens), -1)
@@ -101,7 +101,8 @@ class EntryView(SelectableKeys):
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
-        """int32 [B, next_n, max_key_len]: the slots of the entries that each new token may see, padded with -1."""
+        """int32 [B, next_n, max_key_len]: the slots of the entries that each new token may see, padded with -1.
+        There is at least one column."""
         slots = dsa.window_slots(
             self.batch.block_table, self.key_lens_tensor, 1, self.page_size, max(self.max_key_len, 1)
         )
@@ -139,7 +140,7 @@ class WindowView:
 
     @cached_property
     def decode_slots(self) -> torch.Tensor:
-        """int32 [B, next_n, window]: the slots that each new token of a decoding pass sees."""
+        """int32 [B, next_n, window]: the slots that each new token of a decoding pass sees, padded with -1."""
         pages = -(-self.batch.max_key_len // self.ring)
         table = self.batch.state_slots_tensor[:, None].expand(-1, max(pages, 1))
         return dsa.window_slots(table, self.batch.key_lens_tensor, self.batch.next_n, self.ring, self.window)
@@ -159,7 +160,8 @@ class WindowView:
 
     @property
     def in_order(self) -> bool:
-        """Whether `order` is the identity 0, 1, 2, ... This holds if no sequence after the first has earlier tokens."""
+        """Whether `order` is the identity 0, 1, 2, ... This holds if `earlier_lens` is 0 for every sequence after the
+        first."""
         return not any(self.earlier_lens[1:])
 
     @cached_property
@@ -182,6 +184,7 @@ class WindowView:
 
     @cached_property
     def indices(self) -> torch.Tensor:
-        """int32 [T, window]: the rows that each new token sees, counted among the rows sorted by `order`."""
+        """int32 [T, window]: the rows that each new token sees, counted among the rows sorted by `order` and padded
+        with -1."""
         batch = self.batch
         return dsa.window_indices(batch.cu_query_lens, self.cu_keys, sum(batch.query_lens), self.window)

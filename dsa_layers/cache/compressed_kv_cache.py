@@ -17,7 +17,8 @@ class EntryCache:
 
     pages  [pages, P, 1, width]: the entries, P per page, in a layout of `dsa.write_compressed_kv`. width: the channels
            of an entry for a float dtype; 584 bytes, or channels + 4 bytes for an indexer's entries, for uint8
-    state  fp32 [state slots, n, 2, c]: the compressor's projections of the tokens that incomplete entries need
+    state  fp32 [state slots, n, 2, c]: the compressor's two projections, each of c channels, of the last n tokens of a
+           sequence. Incomplete entries need them (`Compressor.state_shape`)
     """
 
     pages: torch.Tensor
@@ -63,7 +64,9 @@ class CompressedKVCache(Cache):
                  has no such entries
     state_slots  maximum number of sequences at a time
     entries      storage of windows and entries: "fp8" for 584 bytes per token or entry, or a float dtype
-    index        storage of index entries: "fp8" for dim + 4 bytes per index entry, or a float dtype
+    window       tokens that a token sees through the window, including itself
+    dim          channels of a window key and of an entry
+    index        storage of index entries: "fp8" for `EntryShape.dim` + 4 bytes per index entry, or a float dtype
 
     The constructor raises TypeError or ValueError for invalid sizes and storage kinds.
     """

@@ -16,7 +16,8 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """An allocator of page numbers. Each page has at most one owner at a time."""
+    """An allocator of the numbers of pages or state slots. `allocate` returns a number again only after `release` has
+    freed it."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -80,7 +81,7 @@ class Cache:
         raise NotImplementedError
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that have one row per state slot. All other tensors have one row per page."""
+        """Return the tensors that have one row per state slot. All other tensors of the cache store pages."""
         return []
 
     @property
@@ -93,7 +94,7 @@ class CacheSizes:
     """The cache size in bytes. page: bytes per page of `page_size` tokens; slot: bytes per state slot.
 
     Both sizes are sums over the caches of a model and its drafter, which have equal numbers of pages and state slots.
-    The size of a page includes the padding that DeepSeek-V4's pages have.
+    They include the padding of DeepSeek-V4's FP8 pages and window rings (`dsa.make_v4_cache`).
     """
 
     page: int
@@ -133,7 +134,7 @@ def check_storage(name: str, kind: torch.dtype | str) -> None:
         raise ValueError(f"{name}: must be 'fp8', torch.bfloat16, torch.float16 or torch.float32, got {kind!r}")
 
 
-LATENT_FP8_BYTES = 656
+LATENT_FP8_BYTES = 656  # per token: 512 e4m3 latent channels, 4 fp32 scales, 64 bf16 rope channels
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from dsa_layers.evaluation import all_keys, held_out_loss, keys_read, latest_key
 
 
 def compare(args: argparse.Namespace) -> int:
-    start_ranks(args)  # only checks that the GPU can hold the model: this command has no --gpus and launches no ranks
+    # Set args.device and args.dequantize, and check that the GPU can hold the model. No ranks are launched, as this
+    # command has no --gpus.
+    start_ranks(args)
     directory, config, tokenizer = read_files(args)
     sequences, length = pieces(args, config, tokenizer, read_text(f"--text {args.text}", args.text.read_bytes()))
     model, top_k, found = load(args, directory), config.index_topk, place(args)

@@ -165,7 +165,9 @@ def _print_event(event: TokenEvent, completion: Completion, prompt: str) -> None
 
 
 def chat(args: argparse.Namespace) -> int:
-    start_ranks(args)  # only checks that the GPU can hold the model: this command has no --gpus and launches no ranks
+    # Set args.device and args.dequantize, and check that the GPU can hold the model. No ranks are launched, as this
+    # command has no --gpus.
+    start_ranks(args)
     params = sampling(args)
     directory, _, tokenizer = read_files(args)
     check_stop_strings(params.stop, tokenizer)

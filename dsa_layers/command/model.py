@@ -39,12 +39,12 @@ from dsa_layers.parallel.ranks import join
 
 
 def start_ranks(args: argparse.Namespace) -> int | None:
-    """Launch one process per rank if the command needs several GPUs, wait for the processes, and return the exit code.
+    """Launch one process per rank if args.gpus is above 1, wait for the processes, and return the exit code.
 
-    Return None if this process must run the command itself: it is the only process, or it is a rank. If args.device or
-    args.dequantize is None, set it to the default for this machine.
-    Raise ValueError if the machine has fewer GPUs than ranks, or if the GPUs cannot hold the model. This check does not
-    read the weights.
+    Return None if this process must run the command itself: it is the only process, or a launcher has started it as a
+    rank. If args.device or args.dequantize is None, set it to the default for this machine.
+    Raise ValueError if --gpus and --device contradict each other, if the machine has fewer GPUs than ranks, or if the
+    GPUs cannot hold the model. These checks do not read the weights.
     """
     started = started_ranks()
     if started is not None and args.gpus not in (None, started):

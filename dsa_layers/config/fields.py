@@ -124,9 +124,10 @@ class Fields:
             self.require(False, name, "null, because every field of this object changes what is computed")
 
     def warn_unread(self) -> None:
-        """Warn once about all unread fields that are unknown. Raise ConfigError if an unread field changes results.
-        Other unread fields are ignored: they are null, do not affect inference, or have a neutral value. Call this for
-        the top level of config.json, to which tools add fields."""
+        """Warn once about all unread fields that are unknown. Raise ConfigError if an unread field changes results, or
+        probably does because its name has one of _PREFIXES. Other unread fields are ignored: they are null, do not
+        affect inference, or have a neutral value. Call this for the top level of config.json, to which tools add
+        fields."""
         unknown = []
         for name in self._unread():
             if name in _CHANGES_RESULTS or name.startswith(_PREFIXES):
@@ -195,7 +196,8 @@ def number(minimum: float = 1e-9, maximum: float = 1e9, default: Any = _REQUIRED
 
 
 def epsilon() -> Any:
-    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1. fp32 can represent these values."""
+    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1. None of these values rounds to 0
+    in fp32."""
     return number(minimum=1e-30, maximum=1.0)
 
 

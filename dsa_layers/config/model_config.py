@@ -82,10 +82,11 @@ def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:
 
 @dataclass(frozen=True)
 class QuantizationConfig(Declared):
-    """The quantisation of FP8 checkpoints: e4m3 weights with one fp32 scale per 128 x 128 block.
+    """The quantisation of FP8 checkpoints: e4m3 weights with one scale per 128 x 128 block.
 
     scale_fmt: "ue8m0" if all scales of weights and activations are powers of two; "float" for arbitrary fp32 scales.
-    expert_dtype: the storage of routed experts, "fp8" or "fp4"; None if the configuration does not specify it.
+    expert_dtype: the storage of routed experts. Only "fp8", the default, is read here. A family with FP4 experts reads
+    the field itself and gives `read_quantization` "fp8", "fp4", or None if config.json does not name the dtype.
     """
 
     checked: ClassVar[dict[str, Any]] = {

@@ -4,12 +4,12 @@ Both forms give the same result up to rounding. The multi-head form expands the 
 attends to all visible tokens under a mask. The absorbed form attends to the latents of the selected keys only; all
 heads share these latents. The multi-head form visits more keys, but needs 320 multiply-adds per query, key and head,
 where the absorbed form needs 1088 (DeepSeek-V3.2). So the multi-head form is faster while a sequence has at most a few
-times top_k keys. For a given layer, the choice depends only on the lengths of the sequences.
+times top_k keys. For a given model, GPU and number of ranks, the choice depends only on the lengths of the sequences.
 
-If each rank has few heads, the ranks split the multi-head form by heads and the absorbed form by queries. A rank
-computes the same fraction of either form. But the split by heads exchanges queries, selections and results
-(`Communication`). For V3.2 on 8 GPUs this exchange takes 0.1 microseconds per token, and the whole absorbed form takes
-0.13. So with many ranks the absorbed form is always faster.
+If each rank has fewer heads than TILE_OF_HEADS (split.py), the ranks split a long prefill by heads in the multi-head
+form and by queries in the absorbed form. A rank computes the same fraction of either form. But the split by heads
+exchanges queries, selections and results (`Communication`). For a layer of V3.2 on 8 GPUs this exchange takes 0.1
+microseconds per token, and the whole absorbed form takes 0.13. So there the absorbed form is always faster.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
 # Collectives on two H200s with NVLink. LATENCY: duration of a collective with few bytes, in microseconds. BANDWIDTH:
 # bytes that a rank receives per microsecond, including the copies before and after the collective.
 LATENCY, BANDWIDTH = 20.0, 210e3
-EXPANDED_BYTES = 2 << 30  # limit for the keys and values of all heads in 16 bits; above it use the absorbed form
+EXPANDED_BYTES = 2 << 30  # limit for the keys and values of a rank's heads in 16 bits; above it use the absorbed form
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Communication:
     token_bytes  bytes of a new token's query latents, selected keys and result. All ranks receive the latents and the
                  selected keys. One rank receives the partial results of the token. On average a rank receives
                  (processes - 1) / processes of these bytes per token
-    collectives  the number of collectives in a pass
+    collectives  the number of collectives in a layer's pass
     """
 
     processes: int
@@ -113,8 +113,9 @@ def _beyond(new: int, total: int, top_k: int) -> int:
 
 
 # The kernels `dsa.mla_absorb_queries` and `dsa.mla_values_cast_to_fp8` read kv_b in FP8. MOST_TOKENS: tokens of the
-# largest pass that uses these kernels; with 32 tokens, one bf16 product per head is as fast. The other numbers are the
-# sizes that the kernels support; a head must have a multiple of ROWS rows in kv_b.
+# largest pass that uses these kernels because they are faster; with 32 tokens, one bf16 product per head is as fast.
+# Batch-invariant decoding uses them for any number of tokens. The other numbers are the sizes that the kernels support;
+# a head must have a multiple of ROWS rows in kv_b.
 MOST_TOKENS = 16
 NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 
@@ -122,8 +123,8 @@ NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return (weight, scales) of kv_b if this pass can use kernels that read kv_b in FP8, else None.
 
-    q [T, heads, nope + rope]: the queries of the pass. The kernels need few tokens or a batch-invariant decoding pass,
-    bf16 queries, a layer that `can_stay_stored` accepts, and a GPU that has the kernels.
+    q [T, heads, nope + rope]: the queries of the pass. The kernels need at most MOST_TOKENS tokens or a batch-invariant
+    decoding pass, bf16 queries, a layer that `can_stay_stored` accepts, and a GPU that has the kernels.
     """
     few = len(q) <= MOST_TOKENS or has_any_rows()
     if q.dtype != torch.bfloat16 or not few or not has_kernels(q) or not can_stay_stored(layer):

@@ -14,8 +14,8 @@ from dsa.reference.autocast import without_autocast
 from dsa.runtime import backends
 from dsa_layers.layers.linear import HALVES
 
-# Use the kernel for at most this number of results. For more results PyTorch's product is faster, because each token
-# tile of the kernel reads the whole matrix.
+# Use the kernel of `dsa.linear_fp32` for at most this number of results. For more results PyTorch's product is faster,
+# because the kernel reads the whole matrix once per 32 tokens.
 MOST_RESULTS = 3 * 2**14
 
 
@@ -24,8 +24,8 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, s
     """Return y = x W^T, accumulated in fp32, with the columns from `scaled_from` on multiplied by `scale`.
 
     x [..., I], weight [O, I] -> fp32 [..., O], without gradients. On a GPU, tensor cores multiply 16-bit operands of
-    equal dtype; the product of two 16-bit numbers is exact in fp32. `dsa.linear_fp32` computes small matrix products.
-    In batch-invariant decoding passes it computes all matrix products of 16-bit operands.
+    equal dtype; within fp32's range, the product of two 16-bit numbers is exact in fp32. `dsa.linear_fp32` multiplies
+    such operands if the result is small (`_are_few`), and always in batch-invariant decoding passes.
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES
     if halves and has_any_rows():
@@ -44,7 +44,8 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, s
 
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the kernel accepts the operands and is faster than PyTorch's product."""
+    """Return whether the kernel of `dsa.linear_fp32` accepts the operands' shapes and strides and is faster than
+    PyTorch's product. On a GPU without the kernel, return False."""
     if x.dim() != 2 or x.shape[1] % CHANNEL_MULTIPLE:
         return False
     few = len(x) <= MAX_TOKENS and len(x) * len(weight) <= MOST_RESULTS
@@ -89,5 +90,6 @@ def of_attention() -> dict[str, bool]:
 
 
 def has_any_rows() -> bool:
-    """Return whether this is a batch-invariant decoding pass. Its batch may have any number of rows."""
+    """Return whether this is a batch-invariant decoding pass. Its batch may have any number of rows, so the caller must
+    not choose kernels by this number."""
     return _PASS.get() == "decoding"

@@ -75,12 +75,13 @@ Module = TypeVar("Module", bound=nn.Module)
 def fuse(module: Module) -> Module:
     """Prepare a model or a layer for inference, in place, and return it.
 
-    `fuse` changes the class of each layer in FUSED. The new class has the same parameters and submodules, accepts a
-    cache and is faster. A fused layer may bypass its submodules, so hooks on linear layers inside it may not run.
-    All parameters then have requires_grad=False, and weights that multiply the same input become views of one tensor.
+    `fuse` changes the class of each layer in FUSED. The new class has the same parameters and submodules and is faster;
+    attention then accepts a cache. A fused layer may bypass its submodules, so hooks on linear layers inside it may not
+    run. All parameters then have requires_grad=False. `fuse` also calls `prepare`, which may make weights that multiply
+    the same input views of one tensor.
     `fuse` does not replace subclasses of the layers, or layers whose submodules have unknown classes.
-    Call `fuse` after the weights are on their device and before a CUDA graph is captured. `load_model` calls `fuse`
-    unless the model is trainable.
+    Call `fuse` after the weights are on their device and before a CUDA graph is captured. `load_model`, unless the
+    model is trainable, calls `fuse` on the meta device and `prepare` after it has loaded the weights.
     """
     for part in reversed([*module.modules()]):  # submodules before the modules that contain them
         kind = FUSED.get(type(part))
@@ -100,7 +101,8 @@ def fuse(module: Module) -> Module:
 
 
 def prepare(module: nn.Module) -> None:
-    """Compute the tensors that a fused module derives from its weights, and `join` weights that have the same input.
+    """Compute the tensors that fused layers derive from their weights, `join` weights that multiply the same input, and
+    set the parts of replicated layers (`make_parts`).
 
     Call `prepare` after the weights are loaded or changed, with the weights on their device, and before a CUDA graph is
     captured.

@@ -1,4 +1,4 @@
-"""`DecoderBlock`, `HyperDecoderBlock`, `HyperConnection` and `HyperHead` for inference."""
+"""The decoder blocks, hyper-connections and language-model head for inference."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -26,7 +26,8 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 class FusedDecoderBlock(DecoderBlock):
     """`DecoderBlock` with a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`.
 
-    One kernel adds the residual, applies the norm and casts the result of the norm to FP8.
+    If the layers after a norm can share an FP8 cast, one kernel applies the norm and the cast. Before the second norm,
+    this kernel also adds the residual (`norm_and_cast`).
 
     ranks     the ranks that compute the model. With several ranks, a block's input and output are this rank's local
               rows (`placement_of`)
@@ -97,13 +98,12 @@ class MixedStreams(NamedTuple):
 
 
 class _FusedMixing(StreamMixing):
-    """`StreamMixing` that projects bf16 streams on a GPU with `dsa.hyper_mix`.
+    """`StreamMixing` that projects bf16 streams on a GPU with `dsa.hyper_mix`, if the weight fn is fp32.
 
-    `dsa.hyper_mix` reads the fp32 weight fn as three bf16 parts, so that it can use tensor cores.
+    `dsa.hyper_mix` reads fn as three bf16 parts, so that it can use tensor cores.
 
-    fn_parts  bf16 [3, ...]: three tensors that sum to fn. A product of a part and a bf16 number is exact in fp32.
-              `prepare` computes the parts, also when fn is loaded or moved. After any other change of fn, call
-              `fuse` again
+    fn_parts  bf16 [3, ...]: three tensors that sum to fn (`split_in_bf16`). `prepare` computes the parts, also when fn
+              is loaded or moved. After any other change of fn, call `prepare` again
     """
 
     fn_parts: torch.Tensor | None = None
@@ -136,9 +136,10 @@ class _FusedMixing(StreamMixing):
 
 
 def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """Split an fp32 weight into three bf16 tensors, [3, ...], whose exact sum is the weight.
+    """Split an fp32 weight into three bf16 tensors, [3, ...].
 
-    Weights below about 2^-110 lose low bits. Weights above 3.39e38 become infinite in bf16.
+    Their sum is exactly the weight for magnitudes from 2^-110 to 3.396e38. Smaller weights may lose low bits. Larger
+    weights become infinite in bf16, so their sum is NaN.
     """
     parts, rest = [], weight.detach().float()
     for _ in range(3):
@@ -153,9 +154,10 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
         x, cast, weights = enter(X, norm, readers)
         X = leave(sublayer(x, cast), X, weights, following)
 
-    The results have the same bits as `collapse`, norm and `expand`. If the layer's sizes and dtypes allow it, `enter`
-    computes the collapse, the norm and the FP8 cast in one kernel. `leave` then computes the expansion and the
-    projection of `following` in one kernel; `following` is the next hyper-connection.
+    `following` is the next hyper-connection, or None. For at least 256 channels the results have the same bits as
+    `collapse`, norm and `expand`. If the readers share an FP8 cast and X is bf16, `enter` calls one op for the
+    collapse, the norm and the cast. If X is bf16 on a GPU, `leave` calls one op for the expansion and the projection of
+    `following`; this op runs one kernel for up to 4 tokens.
     """
 
     def enter(
@@ -164,7 +166,7 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
         """Return (x, cast, (post, comb)).
 
         x     norm(collapse(X)), [T, D]
-        cast  x in FP8 with scales, for the layers `readers`; None if these layers share no cast
+        cast  x in FP8 with scales, for the layers `readers`; None as in `norm_and_cast`
         """
         x, mix = mixed
         use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], readers)

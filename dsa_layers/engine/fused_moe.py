@@ -1,5 +1,6 @@
-"""`SwiGLU`, `MoE` and routing for inference. The shared expert runs concurrently with the router. For few tokens, one
-op computes the router's logits, chooses the experts and sorts the tokens by expert."""
+"""`SwiGLU`, `MoE` and routing for inference. In a CUDA graph, the shared expert runs concurrently with the router and
+the routed experts. For few tokens, one op computes the router's logits, chooses the experts and sorts the tokens by
+expert."""
 
 from typing import Self
 
@@ -26,7 +27,7 @@ class FusedSwiGLU(SwiGLU):
     forward(x [T, hidden], cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
 
     cast       x in FP8 with scales, for `joint_layers` (`norm_and_cast`)
-    placement  the placement of the rows of x, cast, residual and the result, if each rank has some channels
+    placement  the placement of the rows of x, cast, residual and the result, if the layer is split over ranks
     part       if this is a shared expert with all channels: a copy with this rank's channels (`rank_part`)
     part_of_ranks  the ranks that have such copies
     """
@@ -70,9 +71,9 @@ class FusedMoE(MoE):
     tokens  the token ids of all rows, for a router that chooses experts by the token id
     cast, residual, placement  see `FusedSwiGLU`
 
-    Each rank has some of the routed experts. If x is sharded, each rank computes the shared expert for its local rows
-    while the ranks sum the outputs of the routed experts. Otherwise each rank computes some channels of the shared
-    expert for all rows.
+    With several ranks, each rank has some of the routed experts. If x is sharded, each rank computes the shared expert
+    for its local rows while the ranks sum the outputs of the routed experts. Otherwise each rank computes some channels
+    of the shared expert for all rows.
     """
 
     def forward(
@@ -179,7 +180,8 @@ def _bias(gate: Router) -> torch.Tensor:
 
 
 def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the op accepts these operands and is faster than separate ops."""
+    """Return whether the op `op` accepts these operands and is faster than separate ops. On a GPU without its kernel,
+    return False."""
     if has_any_rows():  # `op` sums logits in another order than `fp32_product`, which larger batches use
         return False
     if x.dtype != weight.dtype or x.dtype not in HALVES:

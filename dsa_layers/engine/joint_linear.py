@@ -1,6 +1,6 @@
-"""Products of several linear layers for inference. The weights of layers that multiply the same input are adjacent in
-memory, so that one product, with one FP8 cast of the input, computes all of them. One grouped product computes all
-groups of a `GroupedLinear`."""
+"""Products of several linear layers for inference. `join` makes the weights of layers that multiply the same input
+adjacent in memory. One product then computes all these layers. FP8 layers also share one FP8 cast of the input, and one
+grouped product computes all groups of an FP8 `GroupedLinear`."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, GroupedL
 from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
-MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the fused norm and cast kernels for every dtype
+MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the kernel for norm and cast, for x of any dtype
 Cast = tuple[torch.Tensor, torch.Tensor]  # result of `BlockFP8Linear.cast`: e4m3 [..., I], scales fp32 [..., I / 128]
 
 
@@ -26,10 +26,10 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
     x     [..., I]
     cast  x in FP8 with scales for FP8 layers; None if `multiply` must compute it
 
-    FP8 layers with equal use_ue8m0 share a cast of x. Layers with adjacent weights (`join`) share one product if all
-    are FP8 layers, or if all are `FP32Linear`s and only the last has a scale other than 1. For FP8 layers the result
-    has the same bits as separate products. For `FP32Linear`s the order of the sums may differ. `multiply` calls all
-    other layers one by one.
+    If all layers are FP8 layers with equal use_ue8m0, they share a cast of x. If their weights are adjacent (`join`),
+    they also share one product, which gives the same bits as separate products. If all layers are `FP32Linear`s with
+    adjacent weights of one dtype and only the last has a scale other than 1, they share one product, which may add in
+    another order than separate products. Otherwise each layer computes a separate product.
     """
     if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
@@ -76,8 +76,8 @@ def norm_and_cast(
     """Return (h, y, cast): h = residual + x, or h = x without a residual; y = norm(h); cast = y in FP8 with scales.
 
     x, residual: [T, D]. The cast is None if the layers share no cast, or no kernel computes it (`norm_cast_scaling`).
-    If there is a cast, one GPU kernel computes h, y and the cast, with the same bits as three separate ops
-    (`dsa.rms_norm_cast_to_fp8`).
+    If there is a cast, one GPU kernel computes h, y and the cast. For D of at least 256, the results have the same bits
+    as those of three separate ops (`dsa.rms_norm_cast_to_fp8`).
     """
     use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], layers)
     if use_ue8m0 is None:
@@ -99,9 +99,10 @@ def norm_cast_scaling(norm: nn.Module, channels: int, layers: Sequence[nn.Module
 def join(model: nn.Module) -> None:
     """Make the weights of layers that multiply the same input adjacent in memory.
 
-    These are the layers in each module's `joint_layers()` and `joint_fp32_layers()`. Their parameters become views of
-    one tensor; nothing else changes. After `.to()` the weights may no longer be adjacent; then each layer computes a
-    separate product. Call `join` after the weights are loaded and before a CUDA graph is captured.
+    These are the layers in each module's `joint_layers()` and `joint_fp32_layers()`, if `join_layers` can join them.
+    Their weights become views of one tensor, and so do their FP8 scales; nothing else changes. After `.to()` the
+    weights may no longer be adjacent; then each layer computes a separate product. Call `join` after the weights are
+    loaded and before a CUDA graph is captured.
     """
     # A submodule may list a subset of its parent's layers. `modules` yields the parent first, so the larger group is
     # joined first.
@@ -113,7 +114,8 @@ def join(model: nn.Module) -> None:
 
 @torch.no_grad()
 def join_layers(layers: Sequence[Layer]) -> None:
-    """Make the weights of these layers adjacent, if the layers can be joined and are not joined yet."""
+    """Make the weights of these layers adjacent, if one product can then compute all layers (`_are_alike`,
+    `_blocks_fit`) and the weights are not adjacent yet."""
     if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
         for parameters in _parameters(layers):
             parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
@@ -122,7 +124,8 @@ def join_layers(layers: Sequence[Layer]) -> None:
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Return whether all layers have the same type and options, and this type can be joined."""
+    """Return whether one product can compute all layers if their weights are adjacent: all are FP8 layers with equal
+    use_ue8m0, or all are `FP32Linear`s of one dtype and only the last has a scale other than 1."""
     first = layers[0]
     if any(type(layer) is not type(first) for layer in layers):
         return False
@@ -134,7 +137,7 @@ def _are_alike(layers: Sequence[nn.Module]) -> bool:
 
 
 def _blocks_fit(layers: Sequence[Layer]) -> bool:
-    """Return whether every 128 x 128 block of the joined FP8 weights belongs to one layer."""
+    """Return whether every 128 x 128 block of the joined FP8 weights belongs to one layer. True for other weights."""
     return not isinstance(layers[0], BlockFP8Linear) or all(len(layer.weight) % BLOCK == 0 for layer in layers[:-1])
 
 
@@ -165,7 +168,7 @@ def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch) -> torch.Tensor:
-    """Return then(grouped(x)), [T, outputs of `then`]. x: [T, groups, I]."""
+    """Return then(grouped(x).flatten(1)), [T, outputs of `then`]. x: [T, groups, I]."""
     layer = grouped.matrices
     if not isinstance(layer, BlockFP8Linear):
         return then(grouped(x).flatten(1))

@@ -25,10 +25,11 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-MOST_CHANNELS = 256  # channels of a head that `dsa.mha_varlen_fwd` supports on a GPU
+MOST_CHANNELS = 256  # the most channels of a head that `dsa.mha_varlen_fwd` supports on a GPU
 # A sparse prefill first converts the latents in FP8 pages to 16 bits, if the 16-bit latents take at most MOST_READ
-# bytes (174762 keys). Otherwise attention reads the FP8 pages directly. Measured with 64 heads: the prefill with
-# conversion takes 0.83 times as long as the prefill without it for 131072 keys, and 1.29 times for 262144 keys.
+# bytes (174762 keys of V3.2; twice as many with few heads, see `most_read`). Otherwise attention reads the FP8 pages
+# directly. Measured with 64 heads: the prefill with conversion takes 0.83 times as long as the prefill without it for
+# 131072 keys, and 1.29 times for 262144 keys.
 MOST_READ = 192 << 20
 
 
@@ -63,7 +64,8 @@ class AttentionPass(LayerPass):
 
 
 class Latents(NamedTuple):
-    """Projections of x.
+    """Projections of x. If the rows are sharded, the latents of the queries have this rank's rows; keys and index keys
+    have all rows.
 
     queries        [T, q_lora_rank]: latents of the queries
     unnormed       `queries` before the norm
@@ -84,18 +86,19 @@ class Latents(NamedTuple):
 class PagedAttention(DSAAttention):
     """`DSAAttention` for inference.
 
-    A dense prefill uses the multi-head form, with keys and values per head. A sparse prefill uses the multi-head form
-    if it is faster (attention_form.py). In that case one bit per query and key marks the selected keys, and a NaN in a
-    value reaches all queries of the sequence. Other sparse prefills and decoding use the absorbed form, in which all
-    heads attend to the latents.
+    A pass is sparse if its queries attend to selected keys only, else dense. A dense prefill uses the multi-head form,
+    with keys and values per head. A sparse prefill uses the multi-head form if a kernel supports it and it is faster
+    (attention_form.py). In that case one bit per query and key marks the selected keys, and a NaN in a value can reach
+    queries of the sequence that did not select its key. Other sparse prefills and decoding use the absorbed form, in
+    which all heads attend to the latents.
 
     forward(x, cos, sin, batch, cache=None, selected=None, cast=None) -> ([T, hidden], `Selected`), without gradients.
 
     selected  the `Selected` that the previous layer returned, for a layer without an indexer
     cast      x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
 
-    With a cache, the layer first writes the latents and index keys of the new tokens to the pages. Attention then reads
-    the keys from the pages, so FP8 pages round the keys.
+    With a cache, the layer first writes the latents and index keys of the new tokens to the pages. Attention then uses
+    the keys as the pages store them, so FP8 pages round the keys.
 
     ranks          the ranks that compute the layer. With several ranks, x and the result are this rank's local rows
                    (`placement_of`)
@@ -159,7 +162,7 @@ class PagedAttention(DSAAttention):
         step.multi_head = not step.decode and (not step.sparse or self._takes_multi_head_form(x, step, selected))
         # The absorbed form gathers the selected keys directly from the pages if the pages have x's dtype. From FP8
         # pages, a prefill would dequantise a key again for every query that selects this key. So the prefill first
-        # converts all keys to x's dtype, unless the converted keys take too much memory. The multi-head form reads
+        # converts all keys to x's dtype, unless they would take more than `most_read` bytes. The multi-head form reads
         # packed keys.
         step.in_pages = step.decode or (not step.multi_head and cache is not None and self._stay_in_pages(x, step))
 
@@ -178,7 +181,7 @@ class PagedAttention(DSAAttention):
             topk_indices = selected.indices(step.counted_in, batch, queries)
             bits = selected.bits.to(x.device) if step.sparse and step.multi_head else None
         else:
-            # The selection and the queries' projections are independent, so they run on two streams.
+            # The selection and the queries' projections are independent, so a CUDA graph runs them on two streams.
             reads = latents.queries, *(latents.cast or ()), latents.index_keys, latents.index_weights
             with side_stream(x, *reads) as side:
                 topk_indices = self._pick(x, latents, step)
@@ -215,13 +218,13 @@ class PagedAttention(DSAAttention):
     def _latents(self, x: torch.Tensor, cast: Cast | None, step: AttentionPass) -> Latents:
         """Return the projections of x.
 
-        This method gathers the keys' latents from all ranks; `_queries` gathers the queries' latents.
+        This method gathers the keys' latents from all ranks; `_project_queries` gathers the queries' latents.
         """
         indexes = (step.sparse or step.cache is not None) and isinstance(self.indexer, PagedIndexer)
         weights = None
         # Launch the indexer's kernels on the second stream now, while the first stream runs small kernels. Later the
-        # product that computes the queries occupies all SMs. The selection is the last launch on the second stream, so
-        # its `join` also waits for these kernels.
+        # product that computes the queries occupies all SMs. `_run` launches the selection on the second stream after
+        # these kernels and joins it, so this `join` waits for them too.
         early = indexes and step.decode and step.sparse
         if early:
             _ = step.batch.slots  # compute `slots` before the fork, because both streams read it
@@ -291,8 +294,8 @@ class PagedAttention(DSAAttention):
     def _store(self, kv: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
         """Apply norm and rope to the new tokens' projections kv [T, latent + rope], and write the keys to the pages.
 
-        Return all keys as the pages store them, [sum(key_lens), latent + rope] in kv's dtype, if all keys are new and
-        attention reads packed keys. Otherwise return None.
+        Return all keys as the pages store them, [sum(key_lens), latent + rope] in kv's dtype, if all keys are new,
+        attention reads packed keys, and the pages are FP8 or have kv's dtype. Otherwise return None.
         """
         batch, cache, norm = step.batch, step.cache, self.kv_a_layernorm
         # If all keys are new, the op also writes the stored values to `out`, so that the pages need not be read back.
@@ -344,7 +347,8 @@ class PagedAttention(DSAAttention):
 
     def _decode(self, q: torch.Tensor, topk_indices: torch.Tensor | None, step: AttentionPass) -> torch.Tensor:
         batch, cache = step.batch, step.cache
-        # On a GPU, attention to FP8 pages computes in bf16 for any model dtype: e4m3 has only 4 significant bits.
+        # On a GPU, the kernel for FP8 pages accepts only bf16 queries. Casting queries of other dtypes costs little
+        # accuracy, because e4m3 keys have only 4 significant bits.
         dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
         by_sequence = (-1, batch.next_n)
         options = {"softmax_scale": self.softmax_scale, "is_fp8_kvcache": cache.latent_is_fp8}
@@ -390,7 +394,8 @@ class PagedAttention(DSAAttention):
         )
 
     def _communication(self, x: torch.Tensor, step: AttentionPass) -> Communication | None:
-        """Return the data that ranks exchange in the multi-head form but not in the absorbed form.
+        """Return the data that ranks exchange in the multi-head form but not in the absorbed form; None if both forms
+        exchange the same data.
 
         These data are the latents of the queries, the results, and the indices of the selected keys. An indexer other
         than `PagedIndexer` selects for all rows on every rank in both forms, so its indices are not exchanged. Later
@@ -407,7 +412,8 @@ class PagedAttention(DSAAttention):
         return Communication(self.ranks.size, latents + picks + result, 3 if picks else 2)
 
     def _has_multi_head_kernel(self, x: torch.Tensor) -> bool:
-        """Return whether one kernel computes the multi-head form. Otherwise PyTorch computes this form."""
+        """Return whether the kernel of `dsa.mha_varlen_fwd` supports the multi-head form of this layer. Without it,
+        dense prefills compute this form in PyTorch, and sparse prefills use the absorbed form."""
         channels = max(self.nope_dim + self.rope_dim, self.v_dim)
         taken = x.dtype in (torch.bfloat16, torch.float16) and channels <= MOST_CHANNELS
         return taken and backends.runs_kernel("mha_varlen_fwd", x)

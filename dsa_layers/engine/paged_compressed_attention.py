@@ -26,7 +26,7 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 # The kernels that fuse rope with the norm or the cast support heads of at most MOST_CHANNELS channels, a multiple of
 # VECTOR.
 MOST_CHANNELS, VECTOR = 512, 8
-FEW_HEADS = 32  # for at most FEW_HEADS heads, attention uses another kernel, which cannot cast its results to FP8
+FEW_HEADS = 32  # for at most FEW_HEADS heads, a prefill uses another kernel, which cannot cast its results to FP8
 
 
 class QueryLatents(NamedTuple):
@@ -108,7 +108,7 @@ class PagedCompressedAttention(CompressedAttention):
         return self.wq_a, self.wkv
 
     def joint_fp32_layers(self) -> tuple[FP32Linear, ...]:
-        """Return the fp32 layers of both compressors, which multiply x in one product.
+        """Return the fp32 layers of both compressors, which multiply x in one product; () without both compressors.
 
         They include the indexer's `weights_proj` only if the indexer's n_heads is a multiple of 4. Otherwise the rows
         of the results would not begin at multiples of 16 bytes, as the compressors' kernels require.
@@ -290,7 +290,7 @@ class PagedCompressedAttention(CompressedAttention):
         return step.batch.windows(self.window, self.window if step.cache is None else step.cache.window.shape[1])
 
     def _token_keys(self, kv: torch.Tensor, step: EntryPass) -> torch.Tensor:
-        """Return the keys of all tokens that the new tokens see, in the order of `WindowView.order`.
+        """Return the keys of all tokens in the windows of the new tokens, in the order of `WindowView.order`.
 
         kv: wkv(x) of the new tokens. If there is a cache, also write their keys to the sequences' rings (`WindowView`).
         """
@@ -316,8 +316,8 @@ class PagedCompressedAttention(CompressedAttention):
         """Return (entries, rows), or (None, None) without a compressor.
 
         entries  [N, dim]: all compressed entries of all sequences, packed
-        rows     int32 [T, K]: the rows of `entries` to which each of `step.queries` attends. The list of a query ends
-                 after its count (`selected_counts`), or at the first -1
+        rows     int32 [T, K]: for each of `step.queries`, the rows of `entries` to which it attends. They come first;
+                 their number is min(K, entries that the query may see), and attention ignores the other columns
 
         If there is a cache, also write the new entries and index entries to it.
         """
@@ -347,9 +347,9 @@ class PagedCompressedAttention(CompressedAttention):
         windows, norm, shares = self._windows(step), self.kv_norm, self._shares_products
         slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots
         entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
-        # Run the compressors' products on the second stream while the first stream computes the latents. After the
-        # latents, the product that computes the queries occupies all SMs. The selection is the last launch on the
-        # second stream, so its `join` also waits for the compressors.
+        # In a CUDA graph, run the compressors' products on the second stream while the first stream computes the
+        # latents. After the latents, the product that computes the queries occupies all SMs. `side.join()` waits for
+        # everything on the second stream, so it waits for the compressors too.
         with side_stream(x):
             products, of_index, weights = self._products(x, shares, shares)
             if self.compressor is not None:
@@ -370,11 +370,12 @@ class PagedCompressedAttention(CompressedAttention):
         if self.compressor is not None:
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
-        # On a GPU, attention to FP8 pages computes in bf16 for any model dtype: e4m3 has only 4 significant bits.
+        # On a GPU, the kernel for FP8 pages accepts only bf16 queries. Casting queries of other dtypes costs little
+        # accuracy, because e4m3 keys have only 4 significant bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
-        # topk_length has one length per sequence, that of its last new token. The op appends the list of entries after
-        # this length, so the order of a sum depends on the number of new tokens. Batch-invariant passes therefore pass
-        # no lengths.
+        # topk_length has one number per sequence: the window keys of its last new token. The op puts the entries after
+        # that many window keys, so the order of a sum depends on the number of new tokens. Batch-invariant passes
+        # therefore pass no topk_length.
         lengths = None if is_batch_invariant() else batch.most_selected(self.window)
         out, _ = dsa.flash_mla_with_kvcache(
             *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),

@@ -20,7 +20,8 @@ from dsa_layers.layers.linear import FP32Linear
 
 
 class PagedSelection(KeySelection):
-    """Selection of keys from a paged cache. Subclasses have the attributes of `LightningIndexer`."""
+    """Selection of keys for inference, with or without a paged cache. `KeySelection` lists the attributes that
+    subclasses have."""
 
     def pick(
         self,
@@ -95,8 +96,8 @@ class PagedSelection(KeySelection):
 class PagedIndexer(PagedSelection, LightningIndexer):
     """`LightningIndexer` for inference, with a cache.
 
-    `PagedAttention` computes the indexer's projections of x and qr itself, so that they can share products with its
-    other projections. It then calls `write` and `pick`.
+    `PagedAttention` computes the indexer's projections of x and qr itself, so that they can share products and FP8
+    casts with its other projections. It then calls `write` and `pick`.
     """
 
     @torch.no_grad()
@@ -143,7 +144,8 @@ Products = tuple[torch.Tensor, torch.Tensor]  # (wkv(x), wgate(x)) of a compress
 
 
 class PagedCompressor(Compressor):
-    """`Compressor` for inference. `project` computes wkv(x) and wgate(x) in one product."""
+    """`Compressor` for inference. If `join` has made the weights adjacent, `project` computes wkv(x) and wgate(x) in
+    one product."""
 
     def project(self, x: torch.Tensor) -> Products:
         return joint_linear.multiply(x, *self.joint_layers())
@@ -175,7 +177,8 @@ class PagedCompressedIndexer(PagedSelection, CompressedIndexer):
     """`CompressedIndexer` for inference, with a cache.
 
     `PagedCompressedAttention` computes the indexer's projections of x and qr itself, so that they can share products
-    with its other projections. It writes the keys to the cache with `PagedCompressor.store` and then calls `pick`.
+    and FP8 casts with its other projections. It writes the keys to the cache with `PagedCompressor.store` and then
+    calls `pick`.
     """
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Tensor parallelism: conversion of a whole model on the meta device to the part of one rank.
 
-`split` cuts a sharded parameter into equal parts, one per rank; rank r has part r. A layer that is cut along dimension
-1 follows a layer that is cut along dimension 0, and returns a partial sum of the result.
+`split` cuts a sharded parameter into equal parts, one per rank; rank r has part r. A linear layer that is cut along
+dimension 1 follows layers that are cut along dimension 0, and returns a partial sum of the result.
 """
 
 import copy
@@ -27,12 +27,11 @@ from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-# The tile of the sparse attention kernels has 64 heads. Fewer heads take about the same time, because a query gathers
-# its keys once for all heads of the tile.
-
-
+# The largest tile of the sparse attention kernels has 64 heads. Fewer heads save little, because a query gathers its
+# keys once for all heads: 16 heads take two thirds of the time of 64. So ranks that would have fewer than TILE_OF_HEADS
+# heads each split the queries of long prefills instead of the heads (`planned_layers`).
 TILE_OF_HEADS = 64
-SCALES = "_scale_inv"
+SCALES = "_scale_inv"  # the end of the names of FP8 weights' scales
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,11 @@ class ShardingPlan:
                 parameters whole
     counts      {attribute: the noun in error messages}, such as {"n_heads": "attention heads"}, for the attributes that
                 `split` divides by the number of ranks
-    blocks      whether FP8 checkpoints store the matrices in blocks of 128 x 128, which `split` must not cut
-    replicated  whether each rank has the whole layer. In prefills of many tokens a rank then computes the whole layer
-                for its local rows. In other passes it computes its part (`rank_part`)
+    blocks      whether a cut could go through the 128 x 128 blocks of FP8 weights, which it must not. False for
+                embedding and head, which are never FP8, and for experts, which `split` cuts between experts
+    replicated  whether each rank has the whole layer. In long prefills (SHARDED_TOKENS in parallel/placement.py) a rank
+                then computes the whole layer for its local rows, except attention in the multi-head form. In all other
+                passes it computes its part (`rank_part`)
     """
 
     dim0: tuple[str, ...] = ()
@@ -108,9 +109,9 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
 
     blocks: see `cuts_of`.
 
-    Attention and MLPs return partial sums (`Placement`), and the head joins the ranks' columns of logits. `split` does
-    not cut replicated layers. Activations between layers, and selected keys, have the same bits on all ranks that hold
-    them.
+    Attention and MLPs compute partial sums and add them over the ranks (`Placement`), and the head joins the ranks'
+    columns of logits. `split` does not cut replicated layers. Activations between layers, and selected keys, have the
+    same bits on all ranks that hold them.
     Raise DoesNotDivide (a ValueError) and leave the model unchanged if the model cannot be cut evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
@@ -138,7 +139,8 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
             module.ranks = ranks
         if isinstance(module, nn.ModuleList) and module and isinstance(module[0], FusedDecoderBlock | FusedHyperBlock):
             module[0].is_first = True
-            # The last `FusedHyperBlock` does not gather all streams; `SplitDeepseekV4` gathers one stream later.
+            # The last `FusedHyperBlock` does not gather all streams; `SplitDeepseekV4.forward` gathers their weighted
+            # sum, which has fewer bytes.
             module[-1].is_last = isinstance(module[-1], FusedDecoderBlock)
         elif isinstance(block := getattr(module, "block", None), FusedDecoderBlock | FusedHyperBlock):
             block.is_first = block.is_last = True
@@ -188,7 +190,7 @@ def planned_layers(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Modul
 
 
 def plan_of(module: nn.Module) -> ShardingPlan | None:
-    """Return the sharding plan of a module; None if every rank has the whole module."""
+    """Return the sharding plan for the module's class or the nearest base class with a plan; None if there is none."""
     return next((PLANS[kind] for kind in type(module).__mro__ if kind in PLANS), None)
 
 
@@ -267,8 +269,8 @@ def _cut(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
 class SplitDeepseekV4(DeepseekV4ForCausalLM):
     """`DeepseekV4ForCausalLM` on several ranks.
 
-    In a sharded pass, each layer returns the residual streams of this rank's rows only. `forward` collapses the streams
-    to one before the ranks gather all rows.
+    In a sharded pass (`placement_of`), each layer returns the residual streams of this rank's rows only. `forward`
+    collapses the streams to one before the ranks gather all rows.
     """
 
     ranks: Ranks = ALONE

@@ -42,9 +42,9 @@ class Scheduler:
     tokenizer  a tokenizer for text prompts, text in events and stop strings; None: token ids only
     options    fields of `EngineOptions`
 
-    Sequences start in the order of their requests. A sequence starts if the cache has room for its prompt and all its
-    new tokens, so no sequence is ever evicted. Passes over chunks of prompts (prefill) alternate with passes that
-    extend all other sequences (decode).
+    Sequences start in the order of their requests. A sequence starts if fewer than max_sequences run and the cache has
+    room for its prompt and all its new tokens, so no sequence is ever evicted. Passes over chunks of prompts (prefill)
+    alternate with passes that extend all sequences whose prompts are computed (decode).
 
     Any thread may call the methods at any time. Passes run one at a time. If a pass raises an exception, the requests
     that it computes end. `step` raises the exception, and the streams of these requests raise it too.
@@ -84,12 +84,13 @@ class Scheduler:
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._numbers = 0
-        # The first waiting sequence, if the cache had no room for it. None again after memory is released, or after a
-        # prefill pass computes pages that the sequence may share.
+        # The first waiting sequence, if it could not start. None again after memory is released, or after a prefill
+        # pass, which may have computed pages that the sequence can share.
         self._blocked: RunningSequence | None = None
         self._extends_next = False
-        # Guards the fields above and the requests' events. The lock is free during a pass, so that `add_request` and
-        # `abort` do not wait for the pass. Only the thread that runs the pass removes sequences from the lists.
+        # Held to add, end and release requests, and to add and take their events. The lock is free during a pass, so
+        # that `add_request` and `abort` do not wait for the pass. While a pass runs, only its thread removes sequences
+        # from `_waiting` and `_running`.
         self._changed = threading.Condition()
         self._worker: int | None = None  # the identifier of the thread that runs a pass
 
@@ -104,9 +105,8 @@ class Scheduler:
         `params.n` is above 1, the other sequences have the numbers that follow. With a seed, sequence k of the request
         uses seed + k.
 
-        Raise TypeError or ValueError if the prompt or `params` has a wrong type, if the prompt is empty, if a token is
-        outside the vocabulary, if a text is not Unicode, or if the prompt fills the model's context. Raise OutOfPages
-        if the whole cache cannot hold a sequence.
+        Raise TypeError or ValueError for a wrong prompt (`encode_prompts`) or wrong `params`, or if the prompt fills
+        the model's context. Raise OutOfPages if the whole cache cannot hold a sequence.
         """
 
         def checked() -> list[Prompt]:
@@ -130,8 +130,8 @@ class Scheduler:
     def step(self) -> list[TokenEvent]:
         """Run a pass and return its events, in the order in which the sequences started; [] if nothing is unfinished.
 
-        If the logits of a sequence are not finite, it ends with finish_reason "error", and the other sequences
-        continue.
+        If the largest logit of a sequence is NaN or infinite, the sequence ends with finish_reason "error", and the
+        other sequences continue.
         """
         return self._alone(self._pass)
 
@@ -143,7 +143,7 @@ class Scheduler:
         longest sequence, each rounded up to a power of two. Do nothing if passes are not captured.
 
         max_tokens  the most tokens of a sequence, which bounds the number of pages. None: the model's context, or the
-                    number of tokens that the cache holds if that is less
+                    number of tokens that fit into the cache together with a sequence's drafts, if that is less
 
         Raise TypeError or ValueError if max_tokens is wrong, and RuntimeError if a request is unfinished.
         """
@@ -318,8 +318,9 @@ class Engine(Scheduler):
     def stream(self, request: int) -> "EventStream":
         """Return the stream of a request, with all its events. Create at most one stream per request.
 
-        The request must be unfinished or one of the latest `max_sequences` requests that have ended. Ended requests are
-        accepted because another thread may finish a request before this call. Raise ValueError for other requests.
+        The request must be unfinished, or among the `max_sequences` ended requests with the highest numbers. Ended
+        requests are accepted because another thread may finish a request before this call. Raise ValueError for an
+        unknown request; older ended requests may be unknown.
         """
         found = self._requests.get(request)
         if found is None:

@@ -27,10 +27,9 @@ class EngineOptions:
 
     cache_tokens   number of tokens that the paged cache holds. A sequence waits until there is room for it. A sequence
                    that can never fit is refused. None, the default, depends on the device. On a GPU, the cache uses the
-                   memory that is free after loading, minus a tenth of the GPU's memory for activations. It holds at
-                   most max_sequences times the model's context. The size is logged. All ranks use the smallest
-                   size that fits on a rank. On a CPU, the cache holds 65536 tokens, or the model's context if that is
-                   more and there is enough memory
+                   memory that is free after loading, minus a tenth of the GPU's memory for activations. The size is
+                   logged. All ranks use the smallest of the ranks' sizes. On a CPU, the cache holds 65536 tokens, or
+                   the model's context if that is more. On any device it holds at most max_sequences times the context
     page_size      number of tokens per page; None, the default: the model's page size
     max_sequences  largest number of sequences that run at a time; other sequences wait (64)
     prefill_chunk  largest number of prompt tokens per pass, over all sequences. It bounds how long a running sequence
@@ -40,8 +39,8 @@ class EngineOptions:
                    power of two (True)
     draft_tokens   number of tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True)
                    drafts after each sequence. The next pass computes the model's token after each draft. Each draft
-                   that equals the model's choice saves a pass. Output matches runs without drafts up to rounding: a
-                   pass with drafts has more rows (0)
+                   that the model accepts saves a pass. Output matches runs without drafts up to rounding: a pass with
+                   drafts has more rows, so kernels may add in another order (0)
     prefix_cache   whether full pages of prompts stay in the cache until their memory is needed. A later prompt that
                    begins with the same tokens reuses these pages, so that no pass computes them again. Output matches
                    runs without a prefix cache up to rounding. The model's weights must not change while the engine
@@ -49,8 +48,8 @@ class EngineOptions:
                    additional states (False)
     batch_invariant  whether a sequence's tokens, including tokens sampled with a seed, are independent of other
                    sequences and of drafts, bit for bit. If so, a prefill pass computes one prompt only, which is
-                   slower. The model must have FP8 weights, compute in bfloat16 and be on a GPU, and prefix_cache must
-                   be False (False)
+                   slower. The model must have FP8 weights, compute in bfloat16 and be on a GPU (`check_invariant` lists
+                   all conditions), and prefix_cache must be False (False)
     """
 
     cache_tokens: int | None = None
@@ -92,7 +91,8 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
 def check_invariant(model: Model) -> None:
     """Raise ValueError if a model does not support batch_invariant=True, because its results depend on the number of
     tokens in a pass. A supported model is on a GPU that runs the kernels, has FP8 weights, FP8 indexers and bfloat16
-    activations, and is not compiled. Kernels can read its kv_b projections in FP8, as the checkpoint stores them.
+    activations, and is not compiled. If it has MLA's kv_b projections, kernels can read them in FP8, as the checkpoint
+    stores them (`can_stay_stored`).
 
     A model on several GPUs is supported too. `Ranks.sum` adds the ranks' parts in the order of the ranks for every size
     and transport, and each GPU has all rows in decoding (`placement_of`)."""
@@ -121,9 +121,9 @@ class Capacity:
 
     context  the number of tokens in the model's context
     pages    the number of pages for sequences. cache_tokens sets it. Without cache_tokens, it depends on the device. On
-             a GPU, the pages fill the free memory, up to max_sequences sequences of the whole context. On a CPU, the
-             pages hold at least CPU_CACHE_TOKENS tokens and one sequence of the whole context. A CPU commits memory
-             only for pages that are written
+             a GPU, the pages fill the free memory. On a CPU, the pages hold CPU_CACHE_TOKENS tokens, or one sequence of
+             the whole context if that is more; a CPU commits memory only for pages that are written. On any device,
+             they hold at most max_sequences sequences of the whole context
 
     The cache has additional pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). Raise
     ValueError if a GPU has no room for a cache.
@@ -151,6 +151,7 @@ class Capacity:
 
     def _default_pages(self, model: Model, device: torch.device) -> int:
         options = self._options
+        # Two pages remain, as in `most_tokens`: slots must be int32, and the cache has pages for padding too.
         most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
         if device.type != "cuda":
             return min(most, max(-(-CPU_CACHE_TOKENS // options.page_size), self.of(self.context)))

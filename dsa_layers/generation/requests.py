@@ -17,7 +17,7 @@ class Logprob(NamedTuple):
     """The log-probability of a token.
 
     logprob  natural logarithm of the token's probability, from the model's logits before penalties and temperature
-    rank     the number of tokens that are at least as likely as this token; the likeliest token has rank 1
+    rank     the token's place in the order of likelihood, from 1; the order of equally likely tokens is arbitrary
     """
 
     logprob: float
@@ -54,8 +54,8 @@ class Completion:
     prompt_tokens  the number of tokens of the prompt
     tokens         the new tokens, including the end-of-sequence token if it ended the sequence
     text           the text of the new tokens
-    finish_reason  "eos", "stop" (a stop string), "length" (max_tokens or the model's context), or "error" if logits of
-                   the sequence were not finite. With "error", tokens and text end before the error
+    finish_reason  "eos", "stop" (a stop string), "length" (max_tokens or the model's context), or "error" if the
+                   largest logit was NaN or infinite. With "error", tokens and text end before the error
     error          the message, if finish_reason is "error"
     prompt         the index of the prompt in the call
     logprobs       `TokenEvent.logprobs` of each token, if SamplingParams.logprobs is set
@@ -115,8 +115,9 @@ def encode_prompts(
     """Return the token ids of each prompt. A prompt is a text, which `tokenizer` encodes, or a list, an array or a
     tensor of ids. A text that is not in a list is one prompt.
 
-    Raise TypeError or ValueError if a prompt has another type or is empty, if an id is outside [0, vocab_size), or if a
-    text is not Unicode because it has lone surrogates. The error names the prompt and the token.
+    Raise TypeError or ValueError if a prompt has another type or is empty, if an id is outside [0, vocab_size), if
+    there is no tokenizer for a text, or if a text is not Unicode because it has lone surrogates. The error names the
+    prompt and the wrong token or character.
     """
     listed = [prompts] if isinstance(prompts, str) else _listed(prompts)
     if listed is None:
@@ -199,7 +200,8 @@ class StopStrings:
 class Request:
     """The sequences that one call has added to an engine.
 
-    number  the number of the first sequence; the other sequences have the numbers that follow
+    number  the number of the request, different from those of all other requests. In an `Engine` it is also the number
+            of the first sequence, and the other sequences have the numbers that follow
     events  the events that the request's stream has not returned yet. The last item may be an exception: the error of
             the pass that ended the request
     """

@@ -24,11 +24,11 @@ def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[l
 
     logits  fp32 [B, n, vocab_size]: row i of a sequence has the logits after its tokens and its first i drafts
 
-    A sequence's tokens end with the first token that differs from its draft, because no logits follow that token. So
-    the tokens, including sampled ones, equal the tokens without drafts, and a draft is accepted with the probability
-    that the model gives it. A sequence's tokens end with None at a row from which no token can be chosen: its maximum
-    is NaN, infinity or minus infinity. Such a row does not change the tokens of other rows. Only the token ids are
-    copied to the host, in one transfer.
+    A sequence's tokens end with the first token that differs from its draft, because the logits of later rows follow
+    the draft instead of this token. So for equal logits the tokens, including sampled ones, equal the tokens without
+    drafts, and a draft is accepted with the probability that the model gives it. A sequence's tokens end with None at a
+    row from which no token can be chosen: its maximum is NaN, infinity or minus infinity. Such a row does not change
+    the tokens of other rows. Only the token ids are copied to the host, in one transfer.
     """
     largest, best = logits.max(-1)  # the maximum of a row that contains NaN is NaN
     for rows in _groups(sequences, _AT_ONCE if logits.is_cuda else 1):
@@ -51,7 +51,8 @@ def _groups(sequences: Sequence[RunningSequence], most: int) -> Iterator[list[in
 
 
 def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
-    """Return int64 [B, n]: a sampled token for each row of logits [B, n, vocab_size]. largest [B, n]: row maxima."""
+    """Return int64 [B, n]: a sampled token for each row of logits [B, n, vocab_size]. largest [B, n]: row maxima. The
+    sequences are one group of `_groups`."""
     _, n, vocab_size = logits.shape
     settings, most = [], 0
     for s in sequences:
@@ -118,7 +119,7 @@ def draw_of_likeliest(
 
 
 def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return int64 weights in proportion to probabilities. The sum of vocab_size weights is below 2^62."""
+    """Return int64 weights: probabilities times a common factor, rounded down. vocab_size weights sum to below 2^62."""
     # Subtract the maximum first, so that a tiny temperature does not overflow.
     exact = logits.double().sub_(largest).div_(temperature).exp_()
     return exact.mul_(2.0 ** (62 - vocab_size.bit_length())).long()

@@ -27,7 +27,7 @@ _PARAMETERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], s
     "logprobs": (integer, lambda n: n >= 0, "at least 0"),
 }
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of generation_config.json
-_MAX_BYTES = 2**20
+_MAX_BYTES = 2**20  # limit for generation_config.json
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class SamplingParams:
     max_tokens      the largest number of new tokens, including the end-of-sequence token
     temperature     the divisor of the logits. 0 is greedy decoding: the largest logit, ties to the lowest token id
     top_k           the number of likeliest tokens to sample from; 0 keeps all tokens
-    top_p           the probability that the kept tokens must have together: sampling keeps the fewest tokens that reach
-                    it, the likeliest first. It applies after top_k; 1 keeps all tokens
+    top_p           a fraction of the probability of all tokens that min_p and top_k keep: sampling keeps the fewest of
+                    these tokens whose probabilities reach this fraction, the likeliest first; 1 keeps all of them
     seed            the seed of the sequence's random numbers, which do not depend on other sequences. If one
                     SamplingParams is for several prompts, sequence i of the call uses seed + i. None: a random seed
     stop            strings that end the sequence and are not part of its text. Special tokens have no text, so their
@@ -47,7 +47,7 @@ class SamplingParams:
                     prompt's pages. n > 1 requires a temperature above 0
     min_p           the smallest probability of kept tokens, as a fraction of the largest probability; 0 keeps all
     repetition_penalty  the divisor of positive logits, and the factor of negative logits, of tokens that occur in the
-                    prompt or the generated text; above 0. 1 changes nothing
+                    prompt or the generated text; from 0.001 to 1000. 1 changes nothing
     frequency_penalty   a number that is subtracted from a token's logit once per generated occurrence; from -2 to 2
     presence_penalty    a number that is subtracted once from the logit of each generated token; from -2 to 2
     logprobs        the number of likeliest tokens whose log-probabilities are returned with each generated token, in

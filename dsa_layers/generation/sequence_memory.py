@@ -23,7 +23,8 @@ class SequenceMemory:
     have in common. A drafter's cache entry for a position depends on the next token. So with drafts, two pages are
     equal only if the tokens after them are equal too.
 
-    caches  the model's cache, and the drafter's cache if there is one. Both have the same pages and state slots
+    caches  the model's cache, and the drafter's cache if there is one. A sequence has the same page numbers and the
+            same state slot in both
     """
 
     def __init__(self, caches: Sequence[Cache], capacity: Capacity, options: EngineOptions) -> None:
@@ -64,7 +65,8 @@ class SequenceMemory:
         return True
 
     def _more_is_computed(self, s: RunningSequence, have: int, running: Sequence[RunningSequence]) -> bool:
-        """Return whether a running sequence is computing pages that `s` could share, after its first `have` pages."""
+        """Return whether a running sequence is computing pages that `s` could share, after the first `have` pages of
+        `s`. If states are copied, make that sequence stop at the end of these pages, so that its state is copied."""
         for other in running:
             if not other.prefilling:
                 continue
@@ -81,8 +83,9 @@ class SequenceMemory:
         return min((n for n in s.stops if n > s.cached), default=s.prompt_len)
 
     def computed(self, s: RunningSequence) -> None:
-        """Make the full pages of a prompt available to other sequences after a pass over it. If another sequence has
-        computed the same page in the meantime, use that sequence's page and release this one."""
+        """Make the full pages of a prompt available to other sequences after a pass over it, and copy the state if the
+        pass ended at one of `s.stops`. If another sequence has computed the same page in the meantime, use that
+        sequence's page and release this one."""
         if not self._shares:
             return
         for i in range(s.shared, min(s.cached // self._cache.page_size, self._prefixes.full_pages(s.prompt_len))):

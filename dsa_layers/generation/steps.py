@@ -167,6 +167,7 @@ class DraftInputs(DecodeInputs):
         packing.write(self.tokens, [token for own in after for token in own])
         # A sequence that ended without a new token gets drafts too, but they are not used.
         packing.write(self.taken, [max(len(own), 1) for own in taken] + [1] * spare)
+        # The padding has one token and gains one, so its length is 2.
         packing.write(self.key_lens, [len(s.tokens) for s in sequences] + [2] * spare)
         self.states[: len(states)] = states
 

@@ -7,8 +7,9 @@
     accelerate(model, fp8_indexer=True)
 
 Parameters keep their names, so checkpoints, `state_dict`, optimisers and adapters work as before. `generate()` and
-training work as before too. Attention and indexers run the code of `dsa_layers.layers` in passes with gradients, and
-the code of `dsa_layers.engine` in other passes. Both use the lengths of sequences instead of an attention mask.
+training work as before too. Attention and indexers run the code of `dsa_layers.layers` in passes with gradients or
+within an `IndexerStage`, and the code of `dsa_layers.engine` in other passes. Both use the lengths of sequences instead
+of an attention mask.
 """
 
 from types import MethodType

@@ -41,8 +41,9 @@ class TokenLengths:
     def packed(
         self, position_ids: torch.Tensor, layer: PagedLayer | None, *, consecutive: bool, separate: bool
     ) -> "Pass | None":
-        """Return the packed tokens, or None if there are no tokens. All layers on a device get the same object. The
-        tokens follow the tokens that `layer` has stored, and `layer` must have room for them.
+        """Return the packed tokens, or None if there are no tokens. All layers on a device whose caches have equally
+        many pages get the same object. The tokens follow the tokens that `layer` has stored, and `layer` must have room
+        for them.
 
         position_ids  [B or 1, S] on the layer's device
         consecutive   whether the positions of a sequence must be consecutive. This is not required if only rope reads

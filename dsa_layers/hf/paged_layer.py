@@ -29,7 +29,7 @@ class PagedLayer(CacheLayerMixin):
     b * pages_each, ..., (b + 1) * pages_each - 1.
 
     lens  the number of stored tokens of each sequence, without padding
-    seen  the number of rows of all passes so far, including padding. It is transformers' length of the cache
+    seen  the number of rows per sequence in all passes so far, including padding: transformers' length of the cache
 
     New memory is not cleared, because the contents of unused slots never reach a result.
     """
@@ -76,7 +76,7 @@ class PagedLayer(CacheLayerMixin):
         return table if len(sequences) == len(table) else table[list(sequences)]
 
     def advance(self, new: Sequence[int], rows: int) -> None:
-        """Record a pass: `new` tokens stored of each sequence, and the number of rows, including padding."""
+        """Record a pass that has stored `new` tokens of each sequence. rows: rows per sequence, including padding."""
         self.lens = [held + more for held, more in zip(self.lens, new)]
         self.seen += rows
 

@@ -24,7 +24,7 @@ def alias(name: str) -> property:
 
 
 class RMSNormInPlace:
-    """Base class of norms. It computes transformers' RMSNorm in one kernel on a GPU, and rounds the result once."""
+    """Base class of norms. It computes transformers' RMSNorm with `dsa.rms_norm`, which rounds the result once."""
 
     eps = alias("variance_epsilon")
 
@@ -33,8 +33,8 @@ class RMSNormInPlace:
 
 
 class HeadWeightsInPlace:
-    """Base class of indexers. If `weights_proj` has an adapter or hooks, `head_weights` calls this module instead of
-    reading its weight."""
+    """Base class of indexers. If `weights_proj` is not a plain linear layer, for example because it has an adapter or
+    hooks, `head_weights` calls this module instead of reading its weight."""
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weights of the indexer's heads, fp32 [T, n_heads]."""
@@ -52,7 +52,8 @@ class AttentionInPlace:
 
     A subclass has two methods. `_storage(x)` describes the tensors of the layer's cache. `attend_packed(x, rope,
     tokens, layer, selected)` computes the attention of packed tokens x [T, D]; `layer` is None if nothing is cached.
-    Gradients are enabled in `attend_packed` if and only if x or a parameter of the layer requires them.
+    In `attend_packed` gradients are enabled if and only if the caller enables them and x or a parameter of the layer
+    requires them.
     """
 
     consecutive: ClassVar[bool] = False  # whether the positions of a sequence's tokens must be consecutive

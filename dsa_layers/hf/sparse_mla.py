@@ -17,7 +17,7 @@ from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInP
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 
-PAGE_SIZE = 64  # tokens per page, as the kernels of the byte layouts require
+PAGE_SIZE = 64  # tokens per page; the kernel for index scores accepts pages of 32 or 64 FP8 keys
 
 
 class IndexerInPlace(HeadWeightsInPlace):

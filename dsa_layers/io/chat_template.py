@@ -1,7 +1,8 @@
 """Render chat templates in jinja2's sandbox: checkpoints' templates, and dsa's own if a release has no template.
 
-The sandbox denies a template access to files, modules and attributes of Python objects. It does not limit time and
-memory. The jinja2 environment matches that of transformers, for which templates are written.
+The sandbox denies a template access to files, modules and private attributes of Python objects. It does not limit time
+and memory. Templates are written for transformers, so the jinja2 environment has transformers' options, filters and
+functions, but not its tag `generation`.
 """
 
 import json
@@ -80,7 +81,8 @@ def _to_json(value: Any, **options: Any) -> str:
 
 
 def _from_json(text: str) -> Any:
-    """Parse JSON text. Return None for invalid JSON. Only the formats in `FORMATS` use this filter."""
+    """Parse JSON text. Return None for invalid JSON. This filter is for the formats in `FORMATS`; transformers does not
+    have it."""
     try:
         return json.loads(text)
     except ValueError:

@@ -31,8 +31,8 @@ _SHOWN_PROBLEMS = 10
 
 
 def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint. If the path `name` does not exist, treat `name` as a hub id, OWNER/NAME,
-    and return the local directory in which huggingface_hub stores this model.
+    """Return the directory of a checkpoint: the path `name` if it exists. Otherwise treat `name` as a hub id,
+    OWNER/NAME, and return the local directory in which huggingface_hub stores this model.
 
     weights  True: download configuration, tokenizer, chat template and weights; False: omit the weights
 

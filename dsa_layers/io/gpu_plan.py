@@ -21,8 +21,8 @@ class GpuPlan:
     """Bytes on each of `gpus` GPUs, including a drafter's weights and cache. Every GPU stores the whole caches, because
     all heads share the latents and index keys.
 
-    weights  bytes of weights on one of the GPUs. Each GPU stores a replicated layer completely, and also the FP8
-             weights that `rank_part` copies for the GPU's part of this layer
+    weights  bytes of weights on one of the GPUs. A layer that `planned_layers` (engine/split.py) marks as replicated
+             counts whole on every GPU, and so do the FP8 weights that `rank_part` copies for the GPU's part of it
     whole    bytes of weights if a single GPU holds the model
     slot     bytes of one sequence's state slot, summed over the caches
     page     bytes of one page of `page_size` tokens, summed over the caches
@@ -36,8 +36,8 @@ class GpuPlan:
     page_size: int
 
     def tokens(self, memory: int) -> int:
-        """Return the number of tokens that the caches can hold on a GPU with `memory` bytes. Return 0 if the weights do
-        not fit."""
+        """Return the number of tokens that the caches can hold on a GPU with `memory` bytes, if weights and caches take
+        at most SHARE of the memory. Return 0 if the weights do not fit."""
         sizes = CacheSizes(self.page, self.slot, self.page_size)
         return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
@@ -49,7 +49,8 @@ class GpuPlan:
 
 
 def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
-    """Raise ValueError if a GPU with `memory` bytes cannot hold its weights and a cache for `cache_tokens` tokens."""
+    """Raise ValueError if the weights and a cache for `cache_tokens` tokens need more than SHARE of a GPU's `memory`
+    bytes."""
     if found.bytes(cache_tokens) > SHARE * memory:
         raise ValueError(
             f"gpus: each of {found.gpus} would hold {found.weights / 1e9:.1f} GB of weights, and with a cache for "
@@ -89,15 +90,15 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)
 
 
-# Fraction of a GPU's memory for weights and caches. The remainder is for activations, scores, kernels, CUDA, NCCL and
-# copies.
+# Fraction of a GPU's memory for weights and caches. The remainder is for activations, scores, loaded kernels, CUDA and
+# NCCL themselves, and dequantised copies of weights.
 SHARE = 0.9
 
 
 def room_for_caches(device: torch.device) -> int:
     """Return the number of bytes that caches may still allocate on a GPU.
 
-    This is the free memory minus (1 - SHARE) of the total memory. The latter is reserved for passes.
+    This is the free memory minus the memory that is reserved for passes, (1 - SHARE) of the total memory.
     """
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch's caching allocator holds without using it counts as free.

@@ -65,12 +65,13 @@ def load_model(
                    loader skips the copies in the checkpoint. False: `drafter` is None, and the layer is not read
     progress       True: show a progress bar on a terminal; with several ranks only rank 0 shows it
     mesh           a one-dimensional device mesh or `Ranks`: return this process's part of the model, for inference
-                   (`split`). All ranks must make the same calls. A rank reads only its slice of every tensor. FP8
-                   weights are cut only at the borders of their 128 x 128 blocks. If one rank fails, all ranks raise
+                   (`split`). All ranks must make the same calls. A rank reads only its slice of each split tensor, and
+                   its experts. FP8 weights are cut only at the borders of their 128 x 128 blocks. If one rank fails,
+                   all ranks raise
 
     The model is an instance of the class that its family defines.
-    All models accumulate the index scores of prompts in the dtype `SCORE_ACCUMULATORS` of `dsa_layers.layers.indexer`.
-    The attribute `accumulators` of an indexer changes this dtype for one indexer.
+    On Hopper, FP8 index scores of prompts are accumulated in `SCORE_ACCUMULATORS` (`dsa_layers.layers.indexer`), which
+    is fp16. The attribute `accumulators` of an indexer changes this dtype for one indexer.
     Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,
     so tensors derived from weights could not be cached between passes.
     Raises ConfigError or CheckpointError, both ValueErrors that name the file, field or tensor. Raises ValueError or

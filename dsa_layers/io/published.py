@@ -37,9 +37,9 @@ _COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})"
 def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) -> Manifest:
     """Return {name: description} of the tensors of a checkpoint in the published format.
 
-    fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization`, all weights are
-    BF16. Otherwise experts are FP4 unless the expert_dtype is "fp8". A missing expert_dtype means FP4, because one
-    early published configuration has FP4 experts and does not name their dtype.
+    fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization`, no weight is
+    quantised. Otherwise experts are FP4 unless `config.quantization.expert_dtype` is "fp8". An expert_dtype of None
+    means FP4, because the config.json of the earliest checkpoints with FP4 experts does not name the experts' dtype.
     """
     fp8 = config.quantization is not None
     if fp4_experts is None:

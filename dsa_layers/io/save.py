@@ -206,7 +206,8 @@ def write_shards(
     like         the directory whose tokenizer files are copied
     shard_bytes  maximum bytes per file (`split_into_files`)
     made_from    an identifier of the tensors' source, stored in the index. If the directory already has an equal index,
-                 existing files are kept, so a repeated call continues an interrupted one. "": no file may exist
+                 existing files are kept, so a repeated call continues an interrupted one. "": the directory must
+                 have no safetensors file
     progress     True: show a progress bar on a terminal
 
     Only the tensors of one file are in memory at a time.

@@ -34,7 +34,7 @@ class Tokenizer:
     tokenizer_config.json. The template is a program from the checkpoint: it runs in jinja2's sandbox, and is compiled
     at its first use.
     For a checkpoint without a template, dsa's template for the `model_type` in config.json ("deepseek_v32" or
-    "deepseek_v4") is used if the tokenizer has all tokens of the template.
+    "deepseek_v4") is used if the tokenizer's added tokens include `NEEDED` of io/chat_template.py.
     The padding and truncation in tokenizer.json are disabled, so a prompt is encoded whole.
     Raises TokenizerError (a ValueError), which names the file, if a file is missing or malformed.
     """
@@ -69,8 +69,7 @@ class Tokenizer:
         """Return the token ids of `text`. Special tokens that the text spells out are encoded as their ids.
 
         add_bos: whether to insert the BOS id at the start, if the tokenizer has one and the ids do not begin with it
-        The post-processor in tokenizer.json, which could add tokens, does not run. So BOS is never added twice, and EOS
-        is never added.
+        The post-processor in tokenizer.json adds no tokens here. So BOS is never added twice, and EOS is never added.
         Raises TokenizerError if the tokenizer cannot encode the text, and TypeError if `text` is not a string.
         """
         check_instance("text", text, str, "a string")
@@ -102,8 +101,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render `messages`, each {"role": ..., "content": ...}, with the chat template. Return the prompt as text,
-        which begins with BOS.
+        """Render `messages`, each {"role": ..., "content": ...}, with the chat template. Return the prompt as
+        text. Templates usually begin it with BOS; `encode` then adds no second BOS.
 
         add_generation_prompt: whether to end the prompt with the tokens that begin an answer of the assistant.
         tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
@@ -162,7 +161,8 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return the held-back text, which is U+FFFD if the ids end inside a character. Call it after the last id."""
+        """Return the held-back text, which ends in U+FFFD if the ids end inside a character. Call `flush` after the
+        last id."""
         return self._decode(self._ids)[self._shown :]
 
 

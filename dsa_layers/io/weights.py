@@ -1,7 +1,7 @@
 """Plan how the tensors of a model or of a new checkpoint are made from the tensors of a source, and load weights.
 
-A plan is a list of steps. Each step makes one target, a tensor of the model or of the new checkpoint. The plan depends
-only on names, shapes and dtypes, so planning reads no weight.
+A plan is a list of steps. Each step makes one target: a tensor of the model or of the new checkpoint, or one expert's
+slice of a tensor of all experts. The plan depends only on names, shapes and dtypes, so planning reads no weight.
 """
 
 from collections.abc import Callable

@@ -22,26 +22,27 @@ class DSAAttention(nn.Module):
     """Multi-head latent attention (MLA) over the keys that an indexer selects. If every sequence has at most top_k
     keys, the layer attends to all keys.
 
-    A token has the latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
+    A token has the queries q = W_UQ RMSNorm(W_DQ x), with rope on the last rope_dim channels of each head, the latent
+    c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
     Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents, one key for all heads: it
     absorbs W_UK and W_UV, that is, multiplies the queries by W_UK and the outputs by W_UV.
     A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
     y = W_O [o_h]. With a gate, o_h is multiplied by sigmoid(g_h) first. gate="x": g = W_G x. gate="queries": W_UQ reads
-    the query latent with and without its norm, and also returns g_h. With `sinks`, the softmax of head h has one more
-    logit, sink_h, without a value.
+    [RMSNorm(W_DQ x) | W_DQ x], and also returns g_h. With `sinks`, the softmax of head h has one more logit, sink_h,
+    without a value.
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
     batch: complete packed sequences. selected: int32 [T, top_k], the keys that the layer attended to, as rows of x,
-    padded with -1; None if the layer attended to all keys. A layer without an indexer takes the `selected` that the
-    previous layer returned.
+    padded with -1; None if the layer attended to all keys, or if an `IndexerStage` trains its indexer. A layer without
+    an indexer takes the `selected` that the previous layer returned.
     This class supports gradients but no cache. `dsa_layers.fuse` converts it to `PagedAttention`, which supports a
     cache but no gradients.
-    Parameters have the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
-    kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
-    With gate="x": gate_proj [heads * v_dim, hidden], never in FP8. With gate="queries", the rows of g_h follow the rope
-    rows of each head in q_b_proj. With `sinks`: sinks, fp32 [heads].
+    Parameters have the checkpoint's names: q_a_proj (W_DQ), q_a_layernorm, q_b_proj (W_UQ; rows: head, then nope |
+    rope), kv_a_proj_with_mqa (rows: W_DKV, then k_pe), kv_a_layernorm, kv_b_proj (rows: head, then W_UK | W_UV), o_proj
+    (W_O), indexer. With gate="x": gate_proj (W_G) [heads * v_dim, hidden], never in FP8. With gate="queries", the rows
+    of g_h follow the rope rows of each head in q_b_proj. With `sinks`: sinks, fp32 [heads].
     The constructor and `forward` raise TypeError or ValueError that names the argument. `forward` does not check the
     values of tensors.
     Source: `MLA` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1. IndexShare: arXiv 2603.12201.
@@ -250,7 +251,7 @@ def causal_attention(
     q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
     """
     if sinks is None and q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
-        # Sequences of equal length need no explicit mask, so one call of flash attention computes all sequences.
+        # In training, sequences of equal length need no explicit mask, so one call computes attention for all of them.
         by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
         out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
         return out.transpose(1, 2).flatten(0, 1)

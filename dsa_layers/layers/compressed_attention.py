@@ -86,7 +86,7 @@ class CompressedAttention(nn.Module):
         q, keys = self._rotate(q, rope), self._rotate(self.kv_norm(self.wkv(x)), rope)
         rows = batch.windows(self.window, self.window).indices
         if self.compressor is not None and self.selectable(batch).max_key_len:
-            # `keys` has the keys of the tokens, then the entries. `rows` has the rows of `keys` for each token.
+            # Append the entries to `keys`, and the rows of each token's entries among these keys to `rows`.
             entries = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
             of_entries = self._select(x, qr, rope, entry_rope, batch)
             rows = torch.cat((rows, torch.where(of_entries < 0, -1, of_entries + len(keys))), 1)

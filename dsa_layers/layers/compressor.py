@@ -21,8 +21,9 @@ class Compressor(nn.Module):
     The sum of entry i then runs over the tokens of blocks i - 1 and i: it uses the first dim channels for block i - 1
     and the last dim channels for block i. Rope rotates the last channels of an entry in interleaved pairs.
 
-    compress(x [T, hidden], cos, sin fp32 [T, R / 2], batch) -> fp32 [N, dim]: the packed entries of complete sequences.
-    cos, sin: one row per token, at the position of the entry that ends with the token (`EntryView.positions`).
+    compress(x [T, hidden], cos, sin, batch) -> fp32 [N, dim]: the packed entries of complete sequences.
+    cos, sin: fp32 [T, rope_dim / 2], one row per token, at the position of the entry that ends with the token
+    (`EntryView.positions`).
     Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
     Source: `Compressor` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """

@@ -15,8 +15,8 @@ class Experts(nn.Module):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
 
     forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared [T, hidden] or None) -> [T, hidden] in x's
-    dtype. Rows are sorted by expert, and each projection is one grouped GEMM. An expert's output for a token does not
-    depend on other tokens.
+    dtype. Rows are sorted by expert, and each projection is one grouped GEMM. Experts have no capacity limit: each
+    token gets the outputs of all its experts.
     limit: see `SwiGLU`.
     Parameters: gate_up_proj [E, 2 inner, hidden], for each expert the rows of the gate projection, then the rows of the
     up projection; down_proj [E, hidden, inner]. Checkpoints store one tensor per expert e and projection,

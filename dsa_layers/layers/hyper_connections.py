@@ -1,4 +1,5 @@
-"""Manifold-constrained hyper-connections: several residual streams, mixed by doubly stochastic matrices."""
+"""Hyper-connections, which replace the residual stream by several streams. DeepSeek-V4's are manifold-constrained: they
+mix the streams by doubly stochastic matrices. Hy4's do not mix the streams."""
 
 from typing import Any
 

@@ -22,15 +22,18 @@ from dsa_layers.layers.trained_attention import TrainedAttention
 FP8_DIM = 128  # the head_dim that `quantize` requires: the Hadamard transform and pages of FP8 keys have 128 channels
 # The default accumulator dtype of FP8 prefill scores on Hopper, for `load_model`, `dsa_layers.hf` and single layers.
 # Decoding, scores in other dtypes, and CPUs always accumulate in fp32.
-#   torch.float16  1.4 to 1.7 times as fast as fp32 accumulation. The error of scores is about 5e-4 of their root mean
-#                  square. Fewer than one in 1000 selected keys differ from the selection with torch.float32
-#   torch.float32  the scores equal DeepGEMM's, up to the order of summation
+#   torch.float16  1.4 to 1.7 times as fast as DeepGEMM, which accumulates in fp32. The error of scores is about 5e-4 of
+#                  their root mean square, and six times that for a few scores. Fewer than one in 1000 selected keys
+#                  differ from the selection with torch.float32
+#   torch.float32  1.08 to 1.10 times as fast as DeepGEMM. The scores equal DeepGEMM's, up to the order of summation
+# docs/how-to/change-the-indexer.md describes the measurements.
 SCORE_ACCUMULATORS = torch.float16
 WORKSPACE = 260 << 20  # default bytes for scores: enough for the fp32 scores of 64 tokens and a million keys
-# With at least FUSED_KEYS keys and FUSED_TOKENS tokens, one kernel with fp16 accumulation computes scores and selects
-# keys, because it is faster (docs/explanation/kernels.md, "Fused selection"). FUSED_BYTES: its workspace per token.
+# With fp16 accumulation and at least FUSED_KEYS keys and FUSED_TOKENS tokens, the op `dsa.indexer_select` computes the
+# scores and selects keys. It is then faster than an op for scores and an op for top-k (docs/explanation/kernels.md,
+# "Fused selection"). FUSED_BYTES: its largest workspace per token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
-ROW_PADDING = 512  # upper bound of the padding of a row of scores, in columns
+ROW_PADDING = 512  # upper bound of the padding of a row of `dsa.fp8_mqa_logits`, in columns
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # float keys, or e4m3 keys and their scales
 Ranges = tuple[torch.Tensor, torch.Tensor, int]  # see `KeySelection.select_packed`
 
@@ -182,8 +185,8 @@ class KeySelection(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _selects_fused(self, tokens: int, most: int) -> bool:
-        """Return whether `dsa.indexer_select`, which computes e4m3 scores and top-k in one kernel, supports these sizes
-        and is faster than separate kernels."""
+        """Return whether `dsa.indexer_select`, the op that computes e4m3 scores and top-k, supports these sizes and is
+        faster than an op for scores and an op for top-k."""
         if self.accumulators != torch.float16 or self.top_k > MAX_SELECTED:
             return False
         return most >= FUSED_KEYS and min(tokens, self.workspace // FUSED_BYTES) >= FUSED_TOKENS
@@ -216,8 +219,8 @@ class LightningIndexer(KeySelection):
 
     If `quantize`, q and k are Hadamard-transformed and cast to e4m3, as in DeepSeek-V3.2. Each head of a query and each
     key has one power-of-two scale; the scales of the queries are multiplied into w.
-    top_k, workspace, accumulators: see `KeySelection`. Accumulators have an effect only with `quantize` on Hopper;
-    their default in all models is `SCORE_ACCUMULATORS`.
+    top_k, workspace, accumulators: see `KeySelection`. Accumulators have an effect only on prefill with `quantize` on
+    Hopper; their default in all models is `SCORE_ACCUMULATORS`.
 
     `select` and `loss` implement the protocol `Indexer`. Training never quantises. Selection with `quantize` requires
     head_dim 128. The constructor raises TypeError or ValueError that names the argument.

@@ -7,7 +7,7 @@ import dsa
 from dsa.reference.autocast import without_autocast
 from dsa.runtime.checks import FLOATS, check_dtype, check_flag, check_tensor
 
-BLOCK = 128
+BLOCK = 128  # rows and columns of an FP8 weight's block, which has one scale
 HALVES = torch.bfloat16, torch.float16
 
 
@@ -34,8 +34,9 @@ class Linear(nn.Linear):
 
 
 def computes_product_alone(linear: nn.Module) -> bool:
-    """Return whether a call of the layer only multiplies by its weight: the layer is an `nn.Linear` without hooks, and
-    its weight is not offloaded. Adapters and quantised layers have other classes, so the result is False for them."""
+    """Return whether a call of the layer, which must have no bias, only multiplies by its weight: its class is
+    `nn.Linear` itself, it has no hooks, and its weight is not offloaded. Subclasses, such as adapters, quantised layers
+    and the layers in this file, give False."""
     hooks = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
 
@@ -107,8 +108,8 @@ class BlockFP8Linear(nn.Module):
         return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), dtype)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return W [O, I] dequantised to `dtype`. The result is cached until the parameters change, because every
-        decoding step needs it."""
+        """Return W [O, I] dequantised to `dtype`. The result is cached until the parameters or `dtype` change,
+        because several passes may need it."""
         if self.part_of is not None:
             whole, rows = self.part_of
             return whole.float_weight(dtype)[rows]
@@ -139,7 +140,8 @@ def make_linear(
 
 def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
     """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader`, a layer that takes x, accepts. Check
-    this for `Linear` and `BlockFP8Linear` only; other modules, such as adapters, check their inputs themselves."""
+    this for `Linear` and `BlockFP8Linear` only; other modules, such as adapters, check their inputs themselves. Check
+    nothing if x has another dtype and autocast is enabled, because the layer then converts x."""
     kind = type(reader)
     if kind is not Linear and kind is not BlockFP8Linear:
         return
@@ -159,7 +161,7 @@ class LanguageModelHead(Linear):
     """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] in W's dtype -> fp32 [..., O].
 
     For 16-bit x and W, the backward pass rounds the gradient of y to 16 bits and computes the gradients of x and W with
-    16-bit GEMMs. So the backward pass needs no fp32 copy of W, the largest matrix of a model.
+    16-bit GEMMs. So the backward pass needs no fp32 copy of W, one of a model's largest matrices.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,8 @@ class SqrtSoftplusRouter(nn.Module):
             self.tid2eid = nn.Parameter(table, requires_grad=False)
 
     def check_values(self) -> None:
-        """Raise ValueError if the table names an expert that does not exist. Otherwise, routing would read out of
-        bounds."""
+        """Raise ValueError if the table names an expert that does not exist. Without this check, routing would
+        read out of bounds."""
         if self.tid2eid is None:
             return
         low, high = (value.item() for value in self.tid2eid.aminmax())

@@ -10,8 +10,8 @@ from dsa_layers.layers.linear import Linear
 class RMSNorm(nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameter: weight [dim], fp32 as
-    in the published checkpoint.
+    x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameter: weight [dim], fp32 in
+    every model, although some checkpoints store it in BF16.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:

@@ -29,7 +29,7 @@ def yarn_frequencies(
     c(r) = dim ln(original_length / (2 pi r)) / (2 ln theta) is the index i of the frequency that makes r rotations
     within `original_length` positions. low = max(floor(c(beta_fast)), 0) and high = min(ceil(c(beta_slow)), dim - 1).
     The result is f_i * (1 - ramp_i) + f_i / factor * ramp_i, fp32 [dim / 2], where f_i is frequency i of
-    `rope_frequencies`, and ramp_i = clamp((i - low) / (high - low), 0, 1).
+    `rope_frequencies`, and ramp_i = clamp((i - low) / (high - low), 0, 1). If high = low, 0.001 replaces high - low.
     Source: YaRN (arXiv 2309.00071) as in DeepSeek-V3's inference code.
     """
 
@@ -88,7 +88,7 @@ def _bits(frequencies: torch.Tensor) -> torch.Tensor:
 
 
 class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
-    """(cos, sin), each fp32 [T, R / 2]: rotation angles that several layers use. `back` is the inverse rotation."""
+    """(cos, sin), each fp32 [T, rope_dim / 2]: angles that several layers rotate by. `back` is the inverse rotation."""
 
     @classmethod
     def of(cls, rope: tuple[torch.Tensor, torch.Tensor]) -> Self:

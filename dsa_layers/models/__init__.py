@@ -1,1 +1,1 @@
-"""Models. Each model family has one file with the configuration, the decoder block and the model."""
+"""Models. Each model family has a module with its configuration, its model and its `Family`, named FAMILY."""

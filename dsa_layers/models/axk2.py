@@ -1,6 +1,6 @@
-"""A.X-K2: DeepSeek-V3.2's model with gates on attention's output and after the norms, and other sizes.
+"""A.X-K2: DeepSeek-V3.2's model with gates on attention's output and on the outputs of blocks' norms, and other sizes.
 
-A latent has 128 channels, a rope key 32, and a head's key 64 + 32. The indexer has 16 heads.
+In A.X-K2-Light a latent has 128 channels, a rope key 32, and a head's key 64 + 32. The indexer has 16 heads.
 Source: `AXK2` of transformers 5.
 """
 
@@ -26,7 +26,7 @@ from dsa_layers.models.precision import Precision
 
 def read_dense_layers(fields: Fields, known: SimpleNamespace) -> int:
     """Read the number of first layers without experts. Published files have the field first_k_dense_replace. Files of
-    transformers 5 have the list mlp_layer_types."""
+    transformers 5 have the list mlp_layer_types, or neither field, which means one layer."""
     if "first_k_dense_replace" in fields:
         return fields.read("first_k_dense_replace", integer(minimum=0))
     counts = {known.num_hidden_layers: "num_hidden_layers"}

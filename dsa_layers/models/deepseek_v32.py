@@ -257,13 +257,14 @@ class DeepseekV32ForCausalLM(nn.Module):
     """The language model. Its parameters have the names of the published checkpoints (`model.*`, `lm_head.weight`).
 
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
-    last token, or [T, vocab_size] for all tokens with all_tokens=True. The result is `logits` applied to `states`.
+    last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
+    all tokens. The result is `logits` applied to `states`.
     `forward` raises TypeError or ValueError with the name of the argument. It does not check the values of tokens.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
 
-    page_size = 64  # tokens; the kernels for FP8 caches require 64
+    page_size = 64  # tokens; the kernel for index scores accepts pages of 32 or 64 FP8 keys
     body: ClassVar[type[DeepseekV32Model]] = DeepseekV32Model
     mtp_norm: ClassVar[str] = "shared_head.norm."  # the final norm in a multi-token-prediction layer
 
@@ -428,14 +429,15 @@ class DeepseekV32Drafter(nn.Module):
         return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
 
 
-# The quantisation of tiny checkpoints of other families
+# The field quantization_config of the tiny checkpoints of families whose published file lacks it
 FP8_BLOCKS = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
-# Small values for the tiny checkpoint. The dimensions that the kernels require keep their published values.
+# Small values for the tiny checkpoints of this family and of families with its fields. The dimensions that kernels
+# support only in some sizes keep their published values.
 TINY_CHANGES = {
     "first_k_dense_replace": 1,
     "hidden_size": 512,

@@ -300,7 +300,8 @@ class DeepseekV4ForCausalLM(nn.Module):
     `deepseek_v4_names` changes.
 
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
-    last token, or [T, vocab_size] for all tokens with all_tokens=True. The result is `logits` applied to `states`.
+    last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
+    all tokens. The result is `logits` applied to `states`.
     `forward` raises TypeError or ValueError with the name of the argument. It does not check the values of tokens.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.

@@ -75,7 +75,7 @@ def name_of(stored: str) -> str:
 
 
 def stored_name(name: str, mtp_layer: int = 0) -> str:
-    """Return the published name for a tensor of the model; the inverse of `name_of`.
+    """Return the published name for a tensor of the model; the inverse of `name_of` for published names.
 
     mtp_layer: the multi-token-prediction layer in which the checkpoint stores the drafter's tensors.
     """
@@ -85,7 +85,8 @@ def stored_name(name: str, mtp_layer: int = 0) -> str:
 
 
 def skips(name: str, *, drafter: bool) -> bool:
-    """Return whether a checkpoint tensor is in a multi-token-prediction layer and no drafter reads it.
+    """Return whether a checkpoint tensor is in a multi-token-prediction layer and no drafter reads it. Return False for
+    a tensor of an unsupported variant, so that `name_of` raises an error for it.
 
     drafter: whether the model has a drafter.
     """

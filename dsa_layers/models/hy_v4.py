@@ -1,9 +1,9 @@
 """Hy4: DeepSeek-V3.2's attention with sinks and a gate, over residual streams with independent hyper-connections.
 
-In the indexer, rope rotates the last 64 of 128 channels. After layer 0, every fourth layer has an indexer. The three
-layers after it attend to the same keys.
+In the indexer, rope rotates the last 64 of 128 channels. Layers 0, 1, 5, 9, ... have an indexer. A layer without an
+indexer attends to the same keys as the previous layer.
 Source: `HYV4` of transformers 5. transformers 5.24 rotates channels (i, i + 32), but the published weights were trained
-with pairs (2i, 2i + 1): this module and the engines rotate these pairs.
+with pairs (2i, 2i + 1): this module rotates these pairs, as vLLM and SGLang do.
 """
 
 import re
@@ -49,8 +49,9 @@ class HYV4Config(DeepseekV32Config):
     """The fields of DeepSeek-V3.2's configuration, and these:
 
     hc_mult       number of residual streams
-    hc_magnitude  upper bound of the weight with which a sublayer's output is added to a stream
-    hc_eps        added to the weights of streams
+    hc_magnitude  factor in the weight with which a sublayer's output is added to a stream: hc_magnitude * sigmoid(..) +
+                  hc_eps (`IndependentHyperConnection`)
+    hc_eps        added to this weight, and to the weights with which streams are summed
     swiglu_limit  limit of the routed experts' SwiGLU; None for no limit (0 or less in config.json)
     """
 
@@ -121,7 +122,8 @@ class HYV4DecoderBlock(DecoderBlock):
 
 
 class HYV4Model(DeepseekV32Model):
-    """`DeepseekV32Model` over residual streams. Every stream begins with the embedding; hc_head sums the streams."""
+    """`DeepseekV32Model` over residual streams. Every stream begins as the embedding; hc_head computes a weighted sum
+    of the streams."""
 
     make_block = HYV4DecoderBlock
 
@@ -194,7 +196,8 @@ FAMILY = Family(
     HYV4Config,
     HYV4ForCausalLM,
     PublishedFormat(norm_dtype="BF16"),
-    # Layers with and without an indexer, and one without experts. The published FP8 files have 1 x 32 blocks (MXFP8).
+    # Layers with and without an indexer, and one without experts. The published FP8 files have blocks of 1 x 32
+    # (MXFP8), which dsa does not read, so the tiny checkpoint has blocks of 128 x 128.
     TinyFields(
         "hy_v4_config.json",
         {

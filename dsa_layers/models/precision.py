@@ -17,8 +17,9 @@ class Precision:
     dtype         dtype of activations and of unquantised weights, except weights that are always fp32, such as norms
     fp8_linear    True: FP8 weights stay in FP8, and layers quantise their activations. False: the loader dequantises
                   FP8 weights
-    fp8_indexer   True: apply a Hadamard transform to index queries and keys and cast them to e4m3, as in training
-    kv_cache      "fp8": cache latents in 656 bytes per token (V4: 584), rounded to e4m3. "model": cache them in `dtype`
+    fp8_indexer   True: apply a Hadamard transform to index queries and keys and cast them to e4m3 (`LightningIndexer`)
+    kv_cache      "fp8": cache latents, rounded to e4m3, and rope keys in 656 bytes per token (V4: 584). "model": cache
+                  them in `dtype`
     fp4_experts   True: the FP4 weights of experts stay in FP4 in memory and are multiplied as FP8. False: the loader
                   converts them to FP8
 
@@ -50,8 +51,8 @@ class Precision:
     ) -> Self:
         """Return the precision for a checkpoint.
 
-        If the checkpoint has quantised weights, use FP8 for linear layers, indexer and cache; otherwise quantise
-        nothing. The arguments override these defaults.
+        If the checkpoint has quantised weights, use FP8 for linear layers, indexer and, if `config.has_fp8_cache`, the
+        cache; otherwise quantise nothing. The arguments override these defaults.
 
         dtype       dtype of activations; None for the dtype in the configuration
         dequantize  whether to dequantise the weights and use FP8 nowhere, except if `kv_cache` is "fp8"

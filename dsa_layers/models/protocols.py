@@ -21,7 +21,7 @@ class Model(Protocol):
                      lengths
     make_cache       method that returns a cache with `num_pages` pages for up to `state_slots` sequences
     model(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's last
-                     token, or [T, vocab_size] for all tokens with all_tokens=True
+                     token; [T, vocab_size] for all tokens with all_tokens=True and in decoding passes
     """
 
     config: ModelConfig

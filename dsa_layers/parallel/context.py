@@ -139,8 +139,8 @@ class ContextBatch(SequenceBatch):
     def of(cls, lens: Sequence[int], ranks: Ranks, device: torch.device | str) -> "ContextBatch":
         """Return this rank's share of sequences with these lengths. All ranks must call this method with equal `lens`.
 
-        Raise ValueError on all ranks if one rank's `lens` are unsuitable or differ from rank 0's. If `lens` have a
-        wrong type, the rank that has them raises TypeError instead."""
+        Raise ValueError on all ranks if one rank's `lens` has fewer tokens than there are ranks, has a length below 1
+        or differs from rank 0's. A rank whose `lens` has a wrong type raises TypeError instead."""
         with raise_on_all_ranks(ranks) as facts:
             lens = facts["lens"] = SequenceBatch.without_cache(lens).query_lens
             if sum(lens) < ranks.size:

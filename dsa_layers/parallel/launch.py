@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # environment variables that launchers such as torchrun set for a rank
 STOP_SECONDS = 5  # the time that ranks have to end after the launcher signals them
 HOST = "127.0.0.1"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
@@ -32,15 +32,16 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
     ended.
 
     The ranks have this process's environment and torchrun's variables. Rank 0 has this process's standard input, output
-    and error. The other ranks have an empty input, and their output is dropped.
+    and error. The other ranks have an empty input. Their output is dropped; each one's standard error goes to a file.
 
-    If a rank fails, the launcher stops the other ranks. The exit code is the failed rank's exit code, or 1 if a signal
-    killed it. This process writes the failed rank's last lines and a line that names the rank to standard error. Then
-    it calls `told` with that line and the exit code. It does neither if rank 0 itself exits with this code, because
-    rank 0 has printed the cause on the terminal. Exception: it always reports a rank other than 0 with exit code 1.
+    If a rank fails, the launcher stops the other ranks. If several fail, `first_failed` chooses the failed rank. The
+    exit code is the failed rank's exit code, or 1 if a signal killed it. This process writes the last lines of the
+    rank's file and a line that names the rank to standard error. Then it calls `told` with that line and the exit code.
+    It does neither if rank 0 itself exits with this code, because rank 0 has printed the cause on the terminal.
+    Exception: it always reports a rank other than 0 with exit code 1.
 
-    If this process receives one of SIGNALS, it forwards the signal to the ranks, and the exit code is 128 + the
-    signal's number.
+    If this process receives one of SIGNALS that it does not ignore, it forwards the signal to the ranks, and the exit
+    code is 128 + the signal's number.
 
     Call this function in the main thread. It replaces the handlers of SIGNALS and silences the loggers of torch's
     launcher.

@@ -19,7 +19,7 @@ MOST_CACHED = 100
 
 
 def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
-    """Return the placement of a pass. All layers get the same object, because it caches rows for them."""
+    """Return the placement of a pass. All layers of a sharded pass get the same object, which caches rows for them."""
     if ranks.size == 1:
         return WHOLE
     count = sum(batch.query_lens)
@@ -54,8 +54,8 @@ class Sharded(Placement):
     and rank r of N has pieces r and 2 N - 1 - r. Later tokens attend to more keys, so these two pieces give all ranks
     nearly the same number of query-key pairs.
 
-    Sums have the same bits as `Ranks.sum`. The `start_` methods run a collective on a separate stream, by copies
-    (`peer_copies`) or NCCL. The function that they return makes the rank's current stream wait for the collective.
+    Sums have the same bits as `Ranks.sum`. On GPUs, the `start_` methods run a collective on a separate stream, by
+    copies (`peer_copies`) or NCCL. The function that they return makes the rank's current stream wait for it.
     """
 
     is_split = sharded = True

@@ -158,7 +158,8 @@ ALONE = Ranks(0, 1)
 
 
 def check_no_gradient(*sent: torch.Tensor) -> None:
-    """Raise ValueError if a sent tensor requires gradients, because collectives between ranks would lose them."""
+    """Raise ValueError if gradients are enabled and a tensor in `sent` requires them, because collectives between ranks
+    would lose the gradients."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
         raise ValueError(
             "requires_grad: a part of a model takes no gradient; accepted: False of all of its parameters, or a pass "
@@ -228,7 +229,8 @@ def gathered(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Any]) -> Any:
-    """Call `make` on rank 0, and return its result on all ranks. If `make` raises an error, all ranks raise it."""
+    """Call `make` on rank 0, and return its result on all ranks. If `make` raises an error, all ranks raise one, as in
+    `raise_on_all_ranks`."""
     with raise_on_all_ranks(ranks):
         made = make() if ranks.rank == 0 else None
     return gathered(ranks, made)[0]
@@ -242,7 +244,7 @@ def raise_on_all_ranks(ranks: Ranks, error: type[ValueError] = ValueError) -> It
 
     The context yields a dictionary of facts. It contains DSA_BACKEND, which chooses the kernels, and the caller adds
     further facts. If a fact is not equal on all ranks, all ranks raise an `error` that names the fact. With one rank or
-    without a process group, nothing is exchanged.
+    without a process group, nothing is exchanged or converted.
     """
     facts: dict[str, Any] = {"DSA_BACKEND": os.environ.get("DSA_BACKEND") or "unset"}
     if ranks.size == 1 or not dist.is_initialized():

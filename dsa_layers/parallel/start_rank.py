@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h: the signal that the kernel sends to this process when its parent ends
 
 launcher, *command = sys.argv[1:]
 if sys.platform == "linux":

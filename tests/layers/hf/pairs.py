@@ -1,4 +1,4 @@
-"""Pairs of tiny models of every family: transformers' model with eager attention, and its copy on dsa's ops."""
+"""Pairs of tiny models for `dsa_layers.hf`: transformers' model with eager attention, and its copy on dsa's ops."""
 
 import copy
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 from dsa_layers.hf import accelerate
 from tests.layers.models import hf_models
 
-# name -> (function of hf_models, changes of its configuration). Indexers select 8 tokens, or in V4 4 entries.
+# name -> (function of hf_models, changes of its config). Indexers select 8 tokens, or 4 compressed entries in V4.
 KINDS = {
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
@@ -39,7 +39,7 @@ def pair(kind: str, directory: Path, **changes: Any) -> Pair:
 
 
 def assert_close_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Compare each parameter's gradient, relative to its largest element. The order of fp32 sums depends on the CPU."""
+    """Check that all gradients agree up to 1e-4 of their largest element. The order of fp32 sums may differ."""
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (got[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-9, name

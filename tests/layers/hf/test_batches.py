@@ -1,4 +1,4 @@
-"""Sequences in padded batches (attention_mask) and packed rows (position_ids) get the same logits as alone."""
+"""Padded (attention_mask) and packed (position_ids) sequences get the logits that transformers gives each alone."""
 
 import copy
 

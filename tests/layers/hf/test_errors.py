@@ -1,4 +1,4 @@
-"""The layers of dsa_layers.hf refuse wrong arguments and caches with a one-line error that names the argument."""
+"""Models on dsa's ops refuse wrong arguments and caches with one-line errors, from dsa_layers.hf or transformers."""
 
 import copy
 

@@ -7,12 +7,12 @@ from torch.utils._pytree import tree_leaves
 
 from tests.layers.hf.pairs import pair
 
-LENGTH = 600  # more than any width of these models
-SMALL = {"max_position_embeddings": 1024, "index_n_heads": 8}
+LENGTH = 600  # tokens; more than any width, so only tensors of queries x keys have two such dimensions
+SMALL = {"max_position_embeddings": 1024, "index_n_heads": 8}  # 32 index heads of 32 channels would exceed LENGTH
 
 
 class Squares(TorchDispatchMode):
-    """Counts the results that have two dimensions of LENGTH or more."""
+    """Counts the results of ops that have at least two dimensions of LENGTH or more."""
 
     def __init__(self):
         super().__init__()
@@ -47,4 +47,4 @@ def models(request, tmp_path_factory):
 def test_no_tensor_has_a_row_and_a_column_for_each_token(models, gradients):
     assert squares(models.ours, gradients) == 0
     assert squares(models.ours, gradients, attention_mask=torch.ones(1, LENGTH)) == 0
-    assert gradients or squares(models.theirs, gradients) > 0  # `Squares` counts those of transformers' model
+    assert gradients or squares(models.theirs, gradients) > 0  # `Squares` finds the tensors that transformers makes

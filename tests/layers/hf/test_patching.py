@@ -1,4 +1,4 @@
-"""Which classes `dsa_layers.hf.accelerate` replaces, and what it leaves unchanged."""
+"""`dsa_layers.hf.accelerate`: the classes that it replaces, what it leaves unchanged, and index scores in FP8."""
 
 import copy
 import functools

@@ -1,6 +1,7 @@
-"""Layers without an indexer reuse an earlier layer's selection, even if both layers read keys from different sources.
+"""A layer without an indexer reuses an earlier layer's selection, even if the two read keys from different sources.
 
-A layer reads keys from its cache, or, with gradients or checkpointing, from the tokens of the pass."""
+A layer reads keys from its cache. With gradients, with checkpointing or without a cache, it computes them from the
+tokens of the pass."""
 
 import copy
 from functools import partial
@@ -36,7 +37,7 @@ def copies(models, learns):
 
 
 def checkpoint(model, layers, use_reentrant=False):
-    """Checkpoint only `layers`. transformers makes no cache for a model whose layers are all checkpointed."""
+    """Checkpoint only `layers`. With transformers' `gradient_checkpointing_enable`, the model would make no cache."""
     model.train()
     function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
     for i in layers:
@@ -83,7 +84,7 @@ def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, c
     ours, theirs = copies(models, f"model.layers.{first}.")
     for model in (ours, theirs):
         checkpoint(model, checkpointed, use_reentrant)
-    # A reentrant checkpoint computes gradients of its layer only if its input requires a gradient.
+    # A reentrant checkpoint computes gradients of its layer only if the layer's input requires a gradient.
     if use_reentrant and first in checkpointed:
         for model in (ours, theirs):
             model.model.embed_tokens.requires_grad_(True)
@@ -93,9 +94,9 @@ def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, c
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens, tmp_path):
-    """The positions begin again after 12 tokens. With a cache they belong to one sequence; without one, to two. Layer
-    0 decides for all layers. Checkpointing removes a layer's cache. The other layers fill theirs, because no parameter
-    requires gradients."""
+    """The positions begin again after 12 tokens. With a cache the tokens are one sequence; without one, two. Layer 0
+    decides for all layers. Checkpointing removes a layer's cache. The other layers fill their caches, because no
+    parameter requires gradients. V4 also refuses one sequence with such positions."""
     model = pair(kind, tmp_path).ours.requires_grad_(False)
     positions = torch.cat([torch.arange(12), torch.arange(9)])[None]
     arguments = {"position_ids": positions, "use_cache": True}
@@ -110,7 +111,7 @@ def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens,
 
 @pytest.fixture
 def multi_head(monkeypatch):
-    """Make layers without gradients use the multi-head form (engine/attention_form.py) on a CPU, although only GPUs
+    """Make prefills without gradients use the multi-head form (engine/attention_form.py) on a CPU, although only GPUs
     have a kernel for it. Return a list that collects the layers that use it."""
     used, multi_head = [], PagedAttention._multi_head
     monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)

@@ -16,7 +16,7 @@ from tests.layers.hf.pairs import KINDS, Adapter, assert_close_gradients, padded
 
 @pytest.fixture(scope="module", params=KINDS)
 def models(request, tmp_path_factory):
-    # Too large for any activation. The gradient of a clamp jumps at its limit, so rounding could change the gradient.
+    # No activation reaches this limit. The gradient of a clamp jumps at its limit, so rounding could change gradients.
     changes = {"swiglu_limit": 100.0} if request.param == "deepseek_v4" else {}
     return pair(request.param, tmp_path_factory.mktemp("model"), **changes)
 
@@ -66,7 +66,7 @@ def test_gradients_with_checkpointed_activations_are_the_same(models, tokens):
 
 
 def test_gradients_of_adapters_are_the_same(models, tokens):
-    """kv_b_proj has an adapter too. Attention multiplies by parts of kv_b_proj's weight and does not call it."""
+    """kv_b_proj has an adapter too. Attention reads its weight by applying kv_b_proj to the identity matrix."""
     ours, theirs = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     torch.manual_seed(0)
     for layer, other in zip(ours.model.layers, theirs.model.layers):

@@ -1,4 +1,4 @@
-"""Conversations and their prompts in DeepSeek's formats. The prompts are written by hand."""
+"""Conversations and their prompts in DeepSeek's formats, written by hand except for the texts that `macro` reads."""
 
 import re
 

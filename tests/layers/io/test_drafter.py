@@ -26,7 +26,7 @@ def load(directory, **options):
 
 @torch.no_grad()
 def draft(model, states=None):
-    """Return (states, the drafter's states for them). states: given, or by default those of the target model."""
+    """Return (states, the drafter's states for them). By default, `model.states` computes `states`."""
     states = model.states(TOKENS[:-1], BATCH) if states is None else states
     return states, values(model.drafter(TOKENS[1:], states, BATCH))
 

@@ -69,7 +69,7 @@ def test_context_is_what_memory_the_weights_leave(name, gpus):
         found = plan(config, precision_of(config), gpus, drafter=drafter)
         for memory in (141 * 10**9, int(found.bytes(20 * found.page_size + 1) / 0.9) + 2):
             tokens = found.tokens(memory)
-            assert tokens and found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + 1)
+            assert tokens and found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + 1)  # SHARE in gpu_plan.py
         assert tokens == 21 * found.page_size
         assert found.tokens(80 * 10**9) == 0
 

@@ -1,4 +1,4 @@
-"""Wrong values in config.json or in a table of experts are refused with one clear error."""
+"""Wrong values in config.json, or in V4's table of experts per token id, are refused with one clear error."""
 
 import json
 import math
@@ -19,7 +19,7 @@ VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 
 VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
 FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2")
 PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}
-# changed field -> another field that the error may name instead
+# last part of the changed field's name -> field that the error may name instead
 SAID_ELSEWHERE = {
     "dtype": "torch_dtype",
     "num_nextn_predict_layers": "compress_ratios",

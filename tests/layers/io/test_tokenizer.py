@@ -112,8 +112,8 @@ DECODERS = {
     "Metaspace": decoders.Metaspace(),
     "each token stripped": decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
 }
-# About half of the ids are tokens of PARTS, which join to words and characters. Of the two ids after TOKENS, one is a
-# special token and one is no token.
+# More than half of the ids are tokens of PARTS, which join to words and characters. Of the two ids after
+# TOKENS, the first is a special token and the second is no token.
 ID = st.sampled_from([*range(len(PARTS))]) | st.integers(0, len(TOKENS) + 1)
 
 

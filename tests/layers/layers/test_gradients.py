@@ -13,7 +13,7 @@ TRAINED = [kind for kind in CASES if kind not in INDEXERS]
 
 @pytest.mark.parametrize("kind", TRAINED, ids=lambda kind: kind.__name__)
 def test_gradients_are_the_slope_of_the_loss(kind):
-    """The loss is a sum of results with random weights. Steps along its gradient change it as predicted."""
+    """The loss is a sum of results with random weights. Steps along its gradient change the loss as predicted."""
     case = CASES[kind]
     layer, x = case.make(), case.inputs().requires_grad_()
     for name, parameter in layer.named_parameters():
@@ -23,7 +23,7 @@ def test_gradients_are_the_slope_of_the_loss(kind):
     weights = torch.randn_like(case.run(layer, x))
     (weights * case.run(layer, x)).sum().backward()
     assert all(tensor.grad is not None and tensor.grad.any() for tensor in learned)
-    # The direction of a step is the gradient, so the slope is the gradient's squared norm, far above rounding.
+    # Adding `step` times the gradient changes the loss by `step * slope`: the slope is the gradient's squared norm.
     slope = sum(tensor.grad.double().square().sum() for tensor in learned)
     step = 1e-3 * slope**-0.5
     losses = []

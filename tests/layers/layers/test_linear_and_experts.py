@@ -1,4 +1,4 @@
-"""Linear layers, their gradients, routers and experts against formulas in float64."""
+"""Linear layers, their gradients, routers and experts agree with formulas in float64 or with simpler layers."""
 
 import pytest
 import torch

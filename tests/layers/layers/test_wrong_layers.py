@@ -72,7 +72,7 @@ def test_attention_has_an_indexer_of_its_dtype_or_none():
 
 
 def test_quantised_selection_needs_128_channels():
-    """Training calls `project`, which does not quantise, so it accepts other numbers of channels."""
+    """Training calls `project`, which does not quantise and so accepts other numbers of channels."""
     layer, given = indexer(head_dim=100, quantize=True), (torch.zeros(5, HIDDEN), torch.zeros(5, RANK))
     assert layer.project(*given, ROTARY(BATCH.positions))[0].shape == (5, 4, 100)
     message = "head_dim: must be 128 for selection with quantize=True, got 100"
@@ -88,7 +88,7 @@ NO_GRADIENTS = (
 
 
 def pages(index=PAGE, page_size=PAGE):
-    """Return a layer's cache in an engine's pages. index: tokens per page of index keys, or None for no such pages."""
+    """Return a layer's cache of FP8 pages. index: tokens per page of index keys; None: no pages of index keys."""
     latent = torch.zeros(16, page_size, 1, 656, dtype=torch.uint8)
     return LayerCache(latent, None if index is None else torch.zeros(16, index, 1, 132, dtype=torch.uint8))
 

@@ -15,7 +15,7 @@ _MLA = {
     "qk_rope_head_dim": 16, "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-2, "eos_token_id": None, "attn_implementation": "eager",
 }  # fmt: skip
-_NEWER = {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"}
+_NEWER = {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"}  # A.X-K2, Hy4
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -44,7 +44,7 @@ def glm_moe_dsa(directory: Path, **changes):
 
 
 def axk2(directory: Path, **changes):
-    """A random AXK2ForCausalLM, saved to `directory`, in fp32. As published: one group."""
+    """Save a random AXK2ForCausalLM in fp32 to `directory` and return it. It has no expert groups (as A.X-K2-Light)."""
     fields = _NEWER | {
         "num_hidden_layers": 3, "topk_group": None, "qk_nope_head_dim": 16, "v_head_dim": 24, "gated_norm_rank": 8,
         "bos_token_id": 0, "rope_parameters": YARN,
@@ -53,9 +53,9 @@ def axk2(directory: Path, **changes):
 
 
 def hy_v4(directory: Path, **changes):
-    """A random HYV4ForCausalLM, saved to `directory`, in fp32. Layers 2 to 4 share the selection of layer 1, and layer
-    6 that of layer 5. transformers rotates channels (i, i + R / 2) where the published weights expect pairs (2i,
-    2i + 1), so the saved weights have their channels in another order than transformers' model."""
+    """Save a random HYV4ForCausalLM in fp32 to `directory` and return it. Layers 2 to 4 share the selection of layer 1,
+    and layer 6 that of layer 5. transformers rotates channels (i, i + R / 2) of R = qk_rope_head_dim. The published
+    weights expect pairs (2i, 2i + 1), so the saved weights have these channels in another order than the model."""
     fields = _NEWER | {
         "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
         "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},

@@ -31,7 +31,7 @@ def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def parts(model):
-    """Return {name: tensor} of a model. A tensor of all experts is cut into a tensor per expert, as in checkpoints."""
+    """Return {name: tensor} of a model. A tensor of all experts is cut per expert and projection, as in checkpoints."""
     state = model.state_dict().items()
     pieces = ((tensor, split_experts(name, tuple(tensor.shape))) for name, tensor in state)
     return {piece: tensor[index] if index else tensor for tensor, of in pieces for piece, index in of.items()}

@@ -1,7 +1,7 @@
 """Reference implementations of multi-token-prediction layers.
 
-The decoder block is the model's block without fused layers. Everything around it is written from the formulas, with
-weights that are read from the checkpoint by their stored names.
+The decoder block, without fused layers, and its rope angles are the model's. Everything around the block is written
+from the formulas, with weights that are read from the checkpoint by their stored names.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""A.X-K2 against transformers' own."""
+"""Parity of A.X-K2 with transformers' model."""
 
 from tests.layers.models import hf_models
 from tests.layers.models.parity import ParityTests, assert_parity

@@ -28,7 +28,7 @@ def test_transformers_spelling_reads_the_same(tmp_path, name):
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "rewritten")
     fields = json.loads((tmp_path / "rewritten" / "config.json").read_text())
     assert "rope_parameters" in fields and "rope_scaling" not in fields and "torch_dtype" not in fields
-    # Other tools add fields: names of the earlier spelling with null, and flags such as unsloth_fixed.
+    # Other tools add fields: published names that transformers has renamed, with null, and flags like unsloth_fixed.
     left = {"rope_scaling": None, "compress_ratios": None, "unsloth_fixed": True}
     (tmp_path / "rewritten" / "config.json").write_text(json.dumps(fields | left))
     # GLM-5's published config has no bos_token_id; transformers writes its default.
@@ -70,7 +70,7 @@ def test_eos_token_ids_of_generation_config_go_first(tmp_path, config_eos, gener
     assert read(tmp_path, NAME, eos_token_id=config_eos).eos_token_ids == expected
 
 
-# {test id: fields that tools add to a config.json and that do not change the model}
+# {test id: fields that tools add to a config.json}. The fields change nothing, except that "both ropes" removes YaRN.
 LEFT_BY_TOOLS = {
     "indexed": {"layer_types": ["indexed_attention"] * 61},
     "sparse": {"layer_types": ["deepseek_sparse_attention"] * 61},

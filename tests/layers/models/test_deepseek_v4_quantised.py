@@ -51,7 +51,7 @@ def dequantised(tensor, scale):
 
 @pytest.fixture(scope="module")
 def worth(directory):
-    """Return {the model's name: the dequantised values} of every stored tensor that the model reads."""
+    """Return {name in the model: dequantised values} of every stored tensor that the model reads."""
     config, stored = read_config(directory), read_tensors(directory)
     model = DeepseekV4ForCausalLM(config, Precision(torch.float32, False, False, "model"))
     values = {}

@@ -1,4 +1,4 @@
-"""Parity of every family's drafter with its formulas (plain_drafters.py), in fp32 and for up to four steps."""
+"""Parity of all families' drafters with their formulas (plain_drafters.py), in fp32 and for up to four steps."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.reference.common import assert_refused
 
 TOLERANCE = 2e-5
 PAGE = 128  # tokens per page
-# Every family with its published options, and GLM-5.2 with a drafter that selects keys in every step, as in GLM-5.
+# Every family that has a drafter, and GLM-5.2 with a drafter that selects keys in every step, as in GLM-5.
 CASES = [(model, {}) for model in FAMILIES if family(model).drafter is not None]
 CASES += [("glm_moe_dsa", {"index_share_for_mtp_iteration": False})]
 TOKENS = torch.randint(0, 2048, (190,), generator=torch.Generator().manual_seed(1))
@@ -103,7 +103,7 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
         assert token == plain.logits(expected[-1:]).argmax(-1)
         last = model.drafter(token, last[-1:], decode_batch(1, total), cache)
         row = plain.join(token, expected[-1:])
-        if shares_picks(model):  # every later step attends to the keys of the first step
+        if shares_picks(model):  # later steps attend to the keys that the first step selected
             expected = plain.further(joined, row, total - 1)
         else:
             joined = torch.cat((joined, row))

@@ -1,4 +1,4 @@
-"""GLM-5's tiny checkpoint, which has the published FP8 layout, against transformers' model with the same weights."""
+"""GLM-5.2's tiny checkpoint, which has the published FP8 layout, against transformers' model with the same weights."""
 
 import pytest
 import torch
@@ -68,8 +68,8 @@ def unrounded_and_fp8_pages(directory, tmp_path_factory):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[10], [1] * 10, [150], [125] + [1] * 25], ids=str)
 def test_shared_layers_over_fp8_pages_differ_by_rounding(unrounded_and_fp8_pages, chunks):
-    """Prefill reads the keys back from the pages; decoding attends to slots of the pages. 10 tokens are fewer than the
-    128 keys that a layer selects. Decoding over FP8 pages is sparse even then, and selects all 10."""
+    """Prefill attends to keys that are rounded as in the pages; decoding attends to slots of the pages. 10 tokens are
+    fewer than the 128 keys that a layer selects. Decoding over FP8 pages is sparse even then, and selects all 10."""
     exact, model = unrounded_and_fp8_pages
     assert model.make_cache(1).layer(2).latent_is_fp8
     tokens = TOKENS[: sum(chunks)]

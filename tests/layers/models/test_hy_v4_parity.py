@@ -1,4 +1,4 @@
-"""Hy4 against transformers' own."""
+"""Parity of Hy4 with transformers' model."""
 
 from tests.layers.models import hf_models
 from tests.layers.models.parity import ParityTests, assert_parity

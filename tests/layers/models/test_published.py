@@ -1,4 +1,4 @@
-"""Manifests, models and drafters of published configurations have the tensors of the published checkpoints."""
+"""Manifests (io/published.py), models and drafters of published configurations have the tensors of the checkpoints."""
 
 import math
 from dataclasses import replace
@@ -70,7 +70,7 @@ def build(directory, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
+    ("name", "parameters"),  # multiples of 10^9 are published sizes, which are rounded
     [
         ("deepseek_v32", 671_877_944_064),
         ("glm_5_2", 743_377_019_904),
@@ -126,6 +126,7 @@ def test_glm_5_in_fp8_keeps_the_heads_the_gates_and_the_indexers_weights_proj(tm
     matrices = {name for name, t in state.items() if t.dim() == 2 and not name.endswith("_scale_inv")}
     kept = ("lm_head.weight", "embed_tokens.weight", "mlp.gate.weight", "weights_proj.weight")
     assert fp8 == {name for name in matrices if not name.endswith(kept)}
+    # 5 projections per attention layer, 2 per indexer, 3 per dense MLP, and 3 per expert (256 routed and one shared)
     assert len(fp8) == 78 * 5 + 21 * 2 + 3 * 3 + 75 * 3 * 257
     for name in fp8:
         rows, columns = state[name].shape

@@ -1,4 +1,4 @@
-"""Models and drafters of every family refuse wrong inputs. The message names the argument and its wrong value."""
+"""Models and drafters refuse wrong inputs. The message names the argument, what it got, and what is accepted."""
 
 import re
 

@@ -74,7 +74,7 @@ def of_a_rank(ranks):
 
 
 def check_documented_loop(ranks):
-    """Check that the document's loop, in which FSDP2 shards parameters, has the losses of one rank in each stage."""
+    """Check that the loop of docs/how-to/train-an-indexer.md, sharded by FSDP2, has one rank's losses in each stage."""
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
     (code,) = re.findall(r"## On several GPUs\n.*?```python\n(.*?)```", text, re.S)
     assert 'IndexerStage(model, "sparse")' in code
@@ -95,7 +95,7 @@ def check_checkpointed_layers(ranks):
 
 
 def check_gradients_of_gathered_rows(ranks):
-    """Check that the ranks' gradients of bf16 rows are added in fp32, in the order of the ranks, and rounded once."""
+    """Check that the ranks' bf16 gradients are added in fp32 in the order of the ranks, and the sum is rounded once."""
     stage = IndexerStage(Small(TOP_K), "sparse")
     share = stage.share([9, 4], ranks)
     every = torch.arange(13.0)[:, None].expand(13, 3)

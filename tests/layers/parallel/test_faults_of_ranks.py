@@ -88,7 +88,7 @@ def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
 
 
 def problems_of_loading(ranks, whole, broken, other):
-    """Return {fault: error message of loading}. In each load, rank 1 lacks something or differs from rank 0."""
+    """Return {fault: error message of `load_model`}. Rank 1 lacks a tensor or memory, or differs from rank 0."""
 
     def load(*patches, directory=whole):
         return problem(lambda: load_model(directory, mesh=ranks, **OPTIONS), *patches)

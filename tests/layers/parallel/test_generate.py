@@ -97,7 +97,7 @@ def of_rank(rank, parent):
 
 
 def start(checkpoint, *options):
-    """Start two ranks that generate until they are stopped. Return after rank 0 has written its first 4 bytes."""
+    """Start two ranks that generate for longer than a test runs. Return after rank 0 has written its first 4 bytes."""
     call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-tokens", "60000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": reset_signals}
     process = subprocess.Popen([*call, *options], env=ENVIRONMENT, **pipes)

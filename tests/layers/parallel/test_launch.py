@@ -98,7 +98,7 @@ def test_ranks_have_the_arguments_and_the_variables_of_torchrun(run, tmp_path):
 
 
 def test_the_store_listens_to_this_node_only(run):
-    """The store listens on 127.0.0.1, so its port is still free on another address of this node."""
+    """The launcher's TCPStore listens only on 127.0.0.1, so its port is still free on another address of this node."""
     source = """
         port = int(os.environ["MASTER_PORT"])
         socket.create_connection(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Joining and leaving the process group: a missing GPU is reported first, and no thread of gloo is left."""
+"""Joining and leaving the process group: a missing GPU is reported before ranks wait, and no gloo thread is left."""
 
 import subprocess
 import sys

@@ -116,8 +116,8 @@ def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
 
 @pytest.mark.slow
 def test_ranks_exchange_only_keys(of_both):
-    """A layer has one gather per long pass. V3.2 and GLM-5.2 send latents and index keys in bf16. V4 sends latents in
-    bf16 and the products of the compressors in fp32."""
+    """A layer has one gather per long pass. In V3.2 and GLM-5.2 it sends latents in bf16 and, if it has an indexer,
+    index keys in bf16. In V4 it sends latents in bf16 and the products of the compressors in fp32."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
         "deepseek_v32": [latent + index] * 2,

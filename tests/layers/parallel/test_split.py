@@ -59,7 +59,7 @@ def checkpoints(tiny_checkpoint, tmp_path_factory):
 
 
 def fuse_experts(tensors):
-    """Put the experts of each layer into one tensor, as transformers' modules hold them."""
+    """Put the experts of each layer into two tensors, as transformers' modules hold them."""
     for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
         gate, up, down = (
             torch.stack([tensors.pop(f"{layer}.experts.{e}.{part}_proj.weight") for e in range(8)])
@@ -128,6 +128,7 @@ def test_ranks_compute_what_one_process_does(checkpoints, size, way, multi_head)
             assert (part_logits - logits).abs().max() <= 2e-5 * logits.abs().max(), case
             assert torch.equal(part_logits, found[0][0]) and part_tokens == tokens, case
             assert parts.keys() == whole.keys() and elements(parts) == elements(found[0][2]), case
+        # Each rank has whole shared experts and, if attention is split by queries, whole attention.
         assert elements(found[0][2]) / elements(whole) < {"queries": 0.8, "heads": 0.75}[way], case
 
 
