@@ -14,7 +14,7 @@ from tests.layers.generation.families import FAMILIES
 
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenizer_per_size():
-    """Train one tokenizer per vocabulary size: training takes most of the time of writing a tiny checkpoint."""
+    """Train one tokenizer per vocabulary size, and use it for all tiny checkpoints, to save time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "train_tokenizer", functools.cache(tiny.train_tokenizer))
         yield

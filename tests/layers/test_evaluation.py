@@ -37,7 +37,7 @@ def test_the_loss_is_that_of_one_pass_over_each_sequence(model, sequences):
         for tokens in sequences
     ]
     expected = torch.stack(losses).sum().item() / (300 + 149)
-    for chunk in (2048, 299, 64):  # 300 inputs: chunks of 299 would leave one token
+    for chunk in (2048, 299, 64):  # 299 splits the 300 inputs in halves: a pass over one token would be decoding
         assert held_out_loss(model, sequences, chunk=chunk) == pytest.approx(expected, rel=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_deepseek_v4_reads_the_same_latest_entries_token_by_token_as_in_one_pass
     assert by_token == pytest.approx(at_once, rel=1e-5) != pytest.approx(held_out_loss(model, [tokens]), rel=1e-5)
 
 
-LATEST = [[0, -1], [0, 1], [1, 2], [2, 3]]
+LATEST = [[0, -1], [0, 1], [1, 2], [2, 3]]  # the latest two keys that each of four tokens sees
 
 
 def select_first(x, qr, rope, batch, cache=None, *, depth):
@@ -138,7 +138,7 @@ def test_keys_of_a_model_without_attention_are_refused():
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_token_reads_as_many_keys_as_its_indexer_selects(tiny_checkpoint, family):
-    """The counts equal those of a real pass. A layer without an indexer reads the selection of the layer before it."""
+    """`keys_read` counts the keys of a real pass. A layer without an indexer reads the keys of the layer before it."""
     model, length, seen = load_model(tiny_checkpoint(family), progress=False), 300, []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[1]))

@@ -1,4 +1,4 @@
-"""Tests of the public names of `dsa_layers`: they exist, and type checkers and documents find them in the package."""
+"""Tests of `dsa_layers`' public names: they exist, the stub has them, and documents import them from the package."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import dsa_layers
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
-DOCUMENTS.remove(ROOT / "docs" / "how-to" / "add-a-family.md")  # its code is a new module of the package itself
+DOCUMENTS.remove(ROOT / "docs" / "how-to" / "add-a-family.md")  # the page's code is a module inside the package
 
 
 @pytest.mark.parametrize("name", dsa_layers._MODULES)

@@ -20,7 +20,7 @@ from dsa_layers.models.registry import FAMILIES
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import read_tensors
 
-# 290 tokens: more than index_topk, and more than two of DeepSeek-V4's entries of 128 tokens.
+# 290 tokens: more than index_topk, and enough for two of DeepSeek-V4's entries, which compress up to 128 tokens each.
 PROMPT = [2 + i * i % 2000 for i in range(290)]
 QUESTION = [{"role": "user", "content": "Q"}]
 
@@ -70,13 +70,13 @@ def test_unquantised_weights_are_the_same(tiny_checkpoint, model):
         assert weight.isfinite().all() and weight.float().square().mean() > 1e-4, name
         q, scale = quantized[name], quantized.get(scale_name(model, name))
         if q.dtype == torch.int8:
-            # FP4 values are up to 2 scales apart, so rounding errs by at most 1 scale, which is at most amax / 3. BF16
-            # rounding of `weight` adds less than 1%.
+            # FP4 values are up to 2 scales apart, so rounding errs by at most 1 scale, which is less than amax / 3. The
+            # factor 1.01 is for `weight`, which is rounded to BF16.
             step = weight.float().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1) / 3
             assert ((dequantize_fp4(q, scale) - weight.float()).abs() <= step * 1.01).all(), name
         elif q.dtype == torch.float8_e4m3fn:
             values = dequantize_per_block(q, scale.float())
-            torch.testing.assert_close(values, weight.float(), rtol=2**-4 + 2**-8, atol=1e-4)
+            torch.testing.assert_close(values, weight.float(), rtol=2**-4 + 2**-8, atol=1e-4)  # e4m3, BF16
             powers = torch.equal(scale.float().log2(), scale.float().log2().round())
             assert powers == read_config(tiny_checkpoint(model)).use_ue8m0, name
         else:
@@ -122,7 +122,7 @@ def test_the_tokenizer_takes_any_text_and_has_the_family_s_chat_format(tiny_chec
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
     fields = json.loads((directory / "tokenizer_config.json").read_text())
     assert fields["model_max_length"] == config.max_position_embeddings
-    assert ("chat_template" in fields) == (model not in FORMATS)  # families with a format have no template
+    assert ("chat_template" in fields) == (model not in FORMATS)  # FORMATS: families published without a template
     text = "The lightning indexer scores 128 heads — naïve 😀\n\tdef f(x): return x"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) < len(text.encode()) * 0.7

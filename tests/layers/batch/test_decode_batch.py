@@ -31,7 +31,7 @@ def test_a_decode_batch_equals_a_sequence_batch_of_the_same_lengths(next_n):
     assert device.is_decode and device.next_n == next_n
     for name in SAME:
         assert torch.equal(getattr(device, name), getattr(host, name)), name
-    assert device.most_selected(128).tolist() == LENGTHS  # not limited to 128, because attention limits them
+    assert device.most_selected(128).tolist() == LENGTHS  # not limited to 128: the attention op limits the lengths
     assert torch.equal(device.selected_counts(128), host.visible_keys.clamp(max=128))
 
 
@@ -100,8 +100,8 @@ def assert_same(model, got, expected):
 
 
 def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
-    """Per sequence, each pass has one right token and three drafts, of which a random number is wrong. Wrong drafts are
-    written to pages, window rings and compressor states, but must not change the logits of later passes."""
+    """Each pass has one right token and three drafts per sequence, and a random number of the drafts are wrong. Passes
+    write wrong drafts to pages, window rings and compressor states, but later passes must give the same logits."""
     cache, done, drafts = filled(model), [0] * 3, 3
     generator = torch.Generator().manual_seed(drafts)
     while min(done) < COUNT:
@@ -118,7 +118,7 @@ def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
 
 
 def test_more_drafts_than_rings_have_room_for_are_refused(model):
-    """More drafts would overwrite keys that the pass still reads in DeepSeek-V4's rings. Pages have no such limit."""
+    """DRAFTS + 1 drafts would overwrite keys in V4's rings that the pass still reads. Pages have no such limit."""
     next_n = DRAFTS + 2
     cache, new = filled(model), last_tokens(COUNT - next_n, next_n)
     if isinstance(cache, CompressedKVCache):
@@ -130,7 +130,7 @@ def test_more_drafts_than_rings_have_room_for_are_refused(model):
 
 @torch.no_grad()
 def test_a_pass_without_a_token_gives_no_logits(model):
-    """A rank without work runs such passes, with and without a cache."""
+    """A rank that has no tokens runs such passes, with and without a cache."""
     cache, none = model.make_cache(2), torch.zeros(0, dtype=torch.int64)
     decoding = DecodeBatch(torch.zeros(0, 2, dtype=torch.int32), cache.page_size, none.int(), 1, none.int())
     paged = SequenceBatch.paged([], [], [], cache.page_size, state_slots=[])

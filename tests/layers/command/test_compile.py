@@ -18,7 +18,7 @@ FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Make the command compile one kernel, which takes a second, instead of the model's kernels. Return a list that
+    """Make the command compile one kernel, which takes seconds, instead of the model's kernels. Return a list that
     collects the (configuration, precision, drafts, GPUs) for which the command requests kernels."""
     found = []
 

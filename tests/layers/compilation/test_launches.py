@@ -1,5 +1,5 @@
-"""Upper bounds of the number of launches in a decoding step, per layer: dsa's kernels and PyTorch's operators. The
-time between launches limits the speed of a short step. A test that fails prints the list of launches."""
+"""Upper bounds of the number of launches in decoding and drafting passes: dsa's kernels and PyTorch's operators. The
+time between launches limits the speed of a short pass. A test that fails prints the list of launches."""
 
 import functools
 from collections import Counter
@@ -19,7 +19,8 @@ from tests.layers.compilation.configs import published
 # (sequences, tokens per sequence) of a pass: one token without drafts, else a token and its drafts.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
 # Upper bounds of a layer's launches: a row per kind of layer, in the model's order, and a column per total number of
-# tokens. V4's first layer also projects its input streams; other layers get this from the layer before.
+# tokens. Kinds of V4: "hashed" layers choose experts by token id, and "ratio r" layers compress r tokens to an entry.
+# V4's first layer also projects its input streams; each other layer gets the projection from the layer before.
 TOKENS = 1, 16, 32, 64, 128, 256, 512
 MOST = {
     "deepseek_v32": {"dense": (21, 21, 22, 22, 23, 23, 24), "experts": (26, 26, 27, 27, 30, 30, 30)},
@@ -100,7 +101,7 @@ def launches(monkeypatch):
 @functools.cache
 def made(name):
     """Return (model, cache, the model's ModuleList of layers, a list of its original layers). Cached, because this
-    takes as long as a pass."""
+    takes longer than a pass."""
     config = published(name)
     model, cache = without_memory(config, precision_of(config), drafter=True)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
@@ -149,8 +150,8 @@ def test_launches_of_a_pass(name, count, next_n, published_model, launches):
 @pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_drafts(name, count, drafts, published_model, launches):
-    """Count the launches of the captured pass that drafts tokens after a verifying pass: the drafter's pass over the
-    verified tokens, and one step for each draft after the first."""
+    """Check the number of launches of `DraftStep`, which drafts tokens after a verifying pass: the drafter's pass over
+    the verified tokens, and one step for each draft after the first. On a GPU this is one CUDA graph."""
     model, cache, _ = published_model(name)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         inputs = inputs_of(cache, 1, 1)

@@ -1,4 +1,4 @@
-"""Tests of the choice between the multi-head and the absorbed form of sparse attention, and of their results."""
+"""Tests of the multi-head and the absorbed form of sparse attention (engine/attention_form.py): choice and results."""
 
 import pytest
 import torch

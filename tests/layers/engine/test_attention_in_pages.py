@@ -1,5 +1,5 @@
-"""Tests of sparse prefills over FP8 pages. A prefill converts all latents before attention. If they would take too much
-memory, attention reads the pages."""
+"""Tests of sparse prefills over FP8 pages. A prefill converts all latents before attention. If the converted latents
+would take too much memory, attention instead reads the FP8 pages."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 def logits(model, monkeypatch, most):
     """Return (logits of the second chunks of two prompts, number of conversions of latent pages, number of calls of
-    attention in the pages). most: the limit for the bytes of converted latents."""
+    attention that reads the pages). most: the limit on the bytes of converted latents."""
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(paged_attention, "most_read", lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)

@@ -28,7 +28,7 @@ def surroundings(length):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Return two growing lists: the columns of each fp32 product, and a weak reference to its result's memory."""
+    """Return two growing lists: each fp32 product's number of columns, and a weak reference to its result's storage."""
     columns, results, product = [], [], joint_linear.fp32_product
 
     def recorded(x, weight, *scale, **options):

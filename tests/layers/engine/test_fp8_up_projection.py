@@ -22,7 +22,7 @@ OPS = ("mla_absorb_queries", "mla_values_cast_to_fp8")
 
 @pytest.fixture
 def called(monkeypatch):
-    """Make layers call OPS as on a GPU with kernels; the references run. Return the growing list of called ops."""
+    """Make layers call OPS as on a GPU, with reference implementations. Return the growing list of called ops."""
     monkeypatch.setattr(attention_form, "has_kernels", lambda _: True)
     return record(monkeypatch, *OPS)
 
@@ -90,6 +90,7 @@ def test_a_part_of_the_heads_uses_views_of_whole_blocks(called):
         assert kv_b[0].untyped_storage().data_ptr() == layer.kv_b_proj.weight.untyped_storage().data_ptr()
         got = dsa.mla_absorb_queries(q[:, heads, :192], q[:, heads, 192:], angles, angles, kv_b)
         torch.testing.assert_close(got, whole[:, heads])
+        # The tolerances let a value round to the next e4m3 number.
         for one, all_heads in zip(dsa.mla_values_cast_to_fp8(latents[:, heads], kv_b, 256), values, strict=True):
             torch.testing.assert_close(one.float(), all_heads.float().chunk(2, 1)[number], rtol=2**-3, atol=2**-9)
     assert stored(rank_part(layer, 1, 4)) is None  # a rank's 448 rows are not a multiple of the 128 rows of a block

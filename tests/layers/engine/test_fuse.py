@@ -16,7 +16,7 @@ from dsa_layers.models.deepseek_v32 import DecoderBlock
 from tests.layers.layers import small_layers
 from tests.layers.layers.small_layers import BATCH, CASES, HIDDEN, INDEXERS, ROPE, rows
 
-WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model; test_deepseek_parity.py tests it
+WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model; models/test_deepseek_parity.py tests it
 
 
 def assert_agree(got, expected):

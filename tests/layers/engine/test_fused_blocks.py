@@ -1,4 +1,4 @@
-"""Tests of fused blocks, norms with FP8 casts, and hyper-connections: results have the same bits as separate ops."""
+"""Tests of fused blocks, norms with FP8 casts and hyper-connections. Blocks and norms have the bits of separate ops."""
 
 from collections import Counter
 
@@ -76,7 +76,7 @@ def test_a_decoder_block_has_the_bits_of_its_formula(mlp, calls):
     block, x = fuse(small_layers.decoder_block(mlp, fp8=True, dtype=BF16)), small_layers.rows(BF16)
     found, _ = block(x, *ROPE, BATCH)
     assert type(block) is FusedDecoderBlock
-    # In order: the block's input, the queries' latents, the keys (no cast), and the sum after attention.
+    # The norms of the block's input, of the queries' latents, of the keys (no cast), and of the sum after attention.
     assert calls == ["rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8", "rms_norm", "add_rms_norm_cast_to_fp8"]
     y, _ = block.self_attn(block.input_layernorm(x), *ROPE, BATCH)
     h = x + y

@@ -137,7 +137,7 @@ def test_only_the_last_fp32_layer_may_have_a_scale(scales, joined, fp32_products
 
 
 def test_the_projections_of_a_compressor_are_one_product(fp32_products):
-    """Each projection has 48 rows. Only FP8 layers need a multiple of 128 rows to be joined."""
+    """Each projection has 48 rows. Only joined FP8 layers must begin at a multiple of 128 rows (`_blocks_fit`)."""
     model = fuse(small_layers.compressor(24, dtype=torch.bfloat16))
     layers = model.joint_layers()
     expected = [layer(X) for layer in layers]

@@ -52,7 +52,7 @@ CASES = {
 @pytest.mark.parametrize(("make", "x", "ops"), CASES.values(), ids=CASES)
 @torch.no_grad()
 def test_routing_gives_what_router_and_sort_give(make, x, ops, monkeypatch):
-    """One op routes and sorts few 16-bit tokens. Other inputs need an op per step. The rank has experts 4 to 8."""
+    """One op routes and sorts few 16-bit tokens. Otherwise the sort is a separate op. The rank has experts 4 to 8."""
     router, tokens = make(), torch.arange(len(x)) % 5
     own = Experts(5, x.shape[1], 32, dtype=x.dtype)
     own.first, own.total = 4, len(router.weight)

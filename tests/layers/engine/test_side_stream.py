@@ -1,4 +1,4 @@
-"""Test on a CPU that the two streams of a CUDA graph are independent: neither accesses memory that the other writes."""
+"""Test on a CPU that, before the join, neither stream of a CUDA graph accesses memory that the other writes."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -77,7 +77,7 @@ def watched(monkeypatch):
     @contextmanager
     def watch(*reads):
         for earlier in open_:
-            earlier.reads = ()  # callers keep only the last `SideStream`, so earlier ones hold no tensors
+            earlier.reads = ()  # callers drop all but the last `SideStream`, so earlier ones hold no tensors
         open_.append(made := Watched(accesses, open_, reads))
         found.append(made)
         accesses.into = made.inside

@@ -6,7 +6,7 @@ from dsa_layers.generation.steps import DraftStep
 
 
 class Guesses:
-    """A function that drafts the next tokens of sequences: those of `truth`, with about 30% of them made wrong."""
+    """A function that drafts the right next tokens, `truth` per sequence, but replaces about 30% of them by token 1."""
 
     def __init__(self, truth, drafts):
         self.truth, self.drafts, self.generator = truth, drafts, torch.Generator().manual_seed(drafts)

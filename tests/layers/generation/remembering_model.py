@@ -85,7 +85,7 @@ class ValuesCache(Cache):
 
 
 class RememberingModel(torch.nn.Module):
-    """The model of this file.
+    """A model that generates `next_token`.
 
     stateful  whether the cache has states
     passes    the query lengths of each pass

@@ -49,4 +49,4 @@ def test_the_room_of_a_gpu_leaves_a_tenth(monkeypatch):
 
 
 def test_more_sequences_than_pages_take_no_room():
-    assert engine_of(max_sequences=10**18).cache.state_slots.num_pages == 17
+    assert engine_of(max_sequences=10**18).cache.state_slots.num_pages == 17  # a sequence per page, 64 / 4, and padding

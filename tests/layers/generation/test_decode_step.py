@@ -47,7 +47,7 @@ def generate(model, limits, **options):
 def test_captured_steps_give_the_same_tokens(model, monkeypatch):
     limits, captured = [30, 5, 12, 3, 16], capture_passes(monkeypatch)
     got = generate(model, limits)
-    # (sequences, pages), rounded up to powers of two. Five sequences end one by one; the last one needs three pages.
+    # (sequences, pages), rounded up to powers of two. Five sequences end one by one; the last one grows to three pages.
     assert [(inputs.count, inputs.pages) for _, inputs in captured] == [(8, 2), (4, 2), (2, 2), (1, 2), (1, 4)]
     few = generate(model, limits, max_sequences=2)
     with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import is_free
 from tests.layers.generation.replay import capture_passes
 
-# The first prompt has more than the 128 tokens that V3.2's indexer selects. Two take several chunks of 60 tokens.
+# The first prompt has more than the 128 tokens that V3.2's indexer selects. Two prompts take several chunks of 60.
 TEXT = [2 + i * i % 2000 for i in range(400)]
 PROMPTS = [TEXT[:170], [7, 8, 9], list(range(5, 80)), [3]]
 LIMITS = [18, 13, 6, 15]
@@ -102,7 +102,7 @@ def calls(size):
 @pytest.mark.parametrize("drafts", [2, 0])
 def test_tokens_and_drafts_of_shared_pages(model, drafts, monkeypatch):
     size, seen = page_size(model), guess(monkeypatch)
-    pages = 6  # fewer than all prompts need, so sequences must wait or evict pages of earlier prompts
+    pages = 6  # so few that, with drafts, a sequence evicts a page of an earlier prompt
     options = {"page_size": size, "prefill_chunk": size + 7, "draft_tokens": drafts}
     shared = Generator(model, cache_tokens=pages * size, prefix_cache=True, **options)
     alone = Generator(model, cache_tokens=4 * size, max_sequences=1, **options)

@@ -109,7 +109,7 @@ def test_requests_that_have_ended_lately_have_streams():
 
 
 def test_a_stream_that_is_dropped_ends_its_request():
-    """Each stream is in a cycle. The garbage collector may drop it while a thread holds the engine's lock."""
+    """Each stream is in a reference cycle. The garbage collector may drop it while a thread holds the engine's lock."""
     engine = engine_of()
     for i in range(30):
         stream = stream_of(engine, [i % 5, 1], SamplingParams(9))
@@ -170,8 +170,8 @@ def test_an_abort_by_another_thread_during_a_pass(by_stream):
 
 @pytest.mark.parametrize("kind", ["prefill", "extend"])
 def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch, caplog):
-    """`step` raises the error, and so do the streams of these requests. If the stream of another request runs the pass,
-    that stream continues."""
+    """`step` raises the error, and so do the streams of the requests that the pass computed. If the stream of another
+    request runs the pass, that stream continues."""
     engine = engine_of(prefill_chunk=3)
     first, second = (stream_of(engine, prompt, SamplingParams(4)) for prompt in ([1, 2], [2] * 6))
     found = [next(first).token]
@@ -212,7 +212,7 @@ def test_requests_that_are_refused(prompt, params, error, message):
 
 
 class Robbed:
-    """A wrapper of an engine's lock. When it is first acquired, it removes the request's next event, like a reader."""
+    """A wrapper of an engine's lock. When it is first acquired, it removes the next event, like another reader."""
 
     def __init__(self, lock, request):
         self.lock, self.request, self.taken = lock, request, []

@@ -40,7 +40,7 @@ def test_full_pages_of_earlier_calls(stateful, drafts):
     prompt = text(42)
     assert computed(generator, [prompt]) == 42
     assert computed(generator, [prompt]) == 2
-    assert computed(generator, [prompt[:40]]) == (4 if not stateful else 40)
+    assert computed(generator, [prompt[:40]]) == (4 if not stateful else 40)  # the only copied state is after 40 tokens
     assert computed(generator, [prompt[:40]]) == 4  # the last token must be computed, so the tenth page is not reused
     assert computed(generator, [[*prompt[:40], (prompt[40] + 1) % VOCABULARY]]) == (5 if drafts else 1)
     assert computed(generator, [[*prompt, *text(9, 1)]]) == 11

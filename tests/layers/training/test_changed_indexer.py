@@ -1,4 +1,4 @@
-"""Models generate and train with an indexer of another class, which has only `select`, `store` and `loss`."""
+"""Models generate and train with an indexer of another class: `top_k`, `select`, `store` and `loss` are enough."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ROTARY = RotaryEmbedding(rope_frequencies(16, 1e4))
 
 
 class DotProductIndexer(nn.Module):
-    """I[t, s] = (W_q qr[t]) . (W_k x[s]): one head, without ReLU, rope and weights."""
+    """An indexer with the scores I[t, s] = (W_q qr[t]) . (W_k x[s]): one head, without ReLU, rope or head weights."""
 
     def __init__(self, hidden, q_lora_rank, top_k, head_dim=128):
         super().__init__()
@@ -71,7 +71,7 @@ def test_it_selects_with_a_cache(model):
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_any_scores_and_lightning_scores_have_one_loss(stage):
-    """`kl` of the matrix of all lightning scores equals `lightning_kl`, whose ops never store that matrix."""
+    """`kl` of the matrix of all lightning scores equals `lightning_kl`, whose kernels never store that matrix."""
     torch.manual_seed(3)
     batch = SequenceBatch.without_cache([13, 8, 1])
     tokens, heads = 22, 3

@@ -59,7 +59,7 @@ def test_passes_are_those_of_inference(name, top_k):
 
 
 def test_sequences_of_one_length_attend_densely_as_by_themselves():
-    """With gradients, one call of attention computes all sequences. Without gradients, it takes a call per sequence."""
+    """With gradients, one call of attention computes all sequences. Without gradients, there is a call per sequence."""
     model, (tokens, _) = Small(100), inputs()
     batch = SequenceBatch.without_cache([11, 11, 11])
     got = model(tokens, batch)
@@ -134,7 +134,7 @@ def test_a_drafter_is_left_out_unless_asked_for(name):
 
 
 def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
-    """Without drafter=True, the drafter refuses a share: it would see only the keys of this rank's pieces."""
+    """Without drafter=True, the drafter refuses a rank's share of the tokens: it would see only the share's keys."""
     model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, drafter=True, progress=False)
     tokens = torch.arange(31)
     for drafter in (False, True):
@@ -225,8 +225,8 @@ def test_wrapped_layers_are_found_once(wrap):
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 @pytest.mark.parametrize("parameter", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.bias"])
 def test_an_indexer_without_numbers_has_no_loss(name, parameter):
-    """With NaN scores the loss is NaN. In the sparse stage no key is selected, and the op's loss would be 0, as for a
-    perfect indexer."""
+    """With NaN scores the loss is NaN. In the sparse stage no key is selected then, and the op returns 0, the loss of a
+    perfect indexer, which `SparseAttention` replaces by NaN."""
     model, (tokens, batch) = Small(6), inputs()
     with torch.no_grad():
         model.layers[0].indexer.get_parameter(parameter).fill_(torch.nan)
