@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 import torch
 
 import dsa
-from dsa.kernels.mla.limits import GROUP_SIZES
+from dsa.kernels.mla.limits import GROUP_SIZES, HEAD_DIM, HEAD_DIM_V
 from dsa.runtime import backends
 from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, redistribute
@@ -155,9 +155,10 @@ class PagedAttention(DSAAttention):
         if self.indexer is None:
             step.sparse = selected.topk_indices is not None
         else:
-            # Decoding with FP8 pages supports only sparse attention. Batch-invariant decoding is always sparse too, so
-            # that the choice does not depend on the lengths of other sequences.
-            always = step.decode and (cache.latent_is_fp8 or is_batch_invariant())
+            # Decoding with FP8 pages, and with latents of other sizes than 512 and 64 on GPUs, supports only sparse
+            # attention. Batch-invariant decoding is always sparse too, so that the choice does not depend on the
+            # lengths of other sequences.
+            always = step.decode and (cache.latent_is_fp8 or is_batch_invariant() or self._lacks_dense_decode(x))
             step.sparse = always or batch.max_key_len > self.indexer.top_k
         step.multi_head = not step.decode and (not step.sparse or self._takes_multi_head_form(x, step, selected))
         # The absorbed form gathers the selected keys directly from the pages if the pages have x's dtype. From FP8
@@ -302,10 +303,22 @@ class PagedAttention(DSAAttention):
         # The op cannot do so if the pages have another float dtype than kv.
         as_stored = cache.latent_is_fp8 or cache.latent.dtype == kv.dtype
         keep = not step.in_pages and as_stored and batch.query_lens == batch.key_lens
-        rows = torch.empty_like(kv) if keep else None
         pages = cache.latent, batch.slots
+        if not self._has_latent_kernels():
+            kv = self._norm_and_rotate(kv, step.angles)
+            dsa.write_kv_cache(kv, *pages)
+            return kv if keep else None
+        rows = torch.empty_like(kv) if keep else None
         dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, *pages, eps=norm.eps, out=rows)
         return rows
+
+    def _lacks_dense_decode(self, x: torch.Tensor) -> bool:
+        return not self._has_latent_kernels() and backends.runs_kernel("flash_mla_with_kvcache", x)
+
+    def _has_latent_kernels(self) -> bool:
+        """Return whether all latent kernels support the layer's sizes, which are those of FP8 pages. For other sizes
+        there are only kernels of sparse attention."""
+        return self.kv_lora_rank == HEAD_DIM_V and self.rope_dim == HEAD_DIM - HEAD_DIM_V
 
     def _stay_in_pages(self, x: torch.Tensor, step: AttentionPass) -> bool:
         """Return whether a sparse prefill reads keys directly from the pages.

@@ -110,8 +110,8 @@ def check_invariant(model: Model) -> None:
         if isinstance(layer, DSAAttention) and not can_stay_stored(layer):
             sizes = f"nope_dim={layer.nope_dim}, rope_dim={layer.rope_dim}, v_dim={layer.v_dim}"
             raise ValueError(
-                f"batch_invariant: takes attention whose kv_b kernels read as it is stored (128 or 192 nope_dim, 64 "
-                f"rope_dim, 512 kv_lora_rank, a multiple of 128 v_dim), got {sizes}, "
+                f"batch_invariant: takes attention without a gate whose kv_b kernels read as it is stored (128 or 192 "
+                f"nope_dim, 64 rope_dim, 512 kv_lora_rank, a multiple of 128 v_dim), got gate={layer.gate!r}, {sizes}, "
                 f"kv_lora_rank={layer.kv_lora_rank} in {name}"
             )
 

@@ -95,7 +95,7 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
         found["quantization_config"] = {name: value for name, value in quantization.items() if name != "expert_dtype"}
         if "expert_dtype" in published:
             found["expert_dtype"] = storage
-    if not drafter:
+    if not drafter and "num_nextn_predict_layers" in found:
         found["num_nextn_predict_layers"] = 0
         if "compress_ratios" in found:  # the ratios of the multi-token-prediction layers are at the end
             found["compress_ratios"] = found["compress_ratios"][: found["num_hidden_layers"]]

@@ -90,6 +90,8 @@ FAMILY = Family(
             **TINY_CHANGES,
             "bos_token_id": 0,
             "eos_token_id": 1,
+            "num_attention_heads": 8,  # so that two ranks share the blocks of 128 rows of q_b_proj
+            "num_key_value_heads": 8,
             "mlp_layer_types": ["dense", *["sparse"] * 3],
             "num_hidden_layers": 4,
             "quantization_config": FP8_BLOCKS,

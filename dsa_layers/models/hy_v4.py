@@ -98,12 +98,18 @@ class HYV4DecoderBlock(DecoderBlock):
     forward: see `DecoderBlock`. x and the result are the streams.
     """
 
-    def __init__(self, config: HYV4Config, precision: Precision, *, indexed: bool, dense: bool) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(hidden, *_parts(config, precision, indexed=indexed, dense=dense), eps=eps)
-        streams = {"magnitude": config.hc_magnitude, "eps": eps, "hc_eps": config.hc_eps}
-        self.attn_hc = IndependentHyperConnection(hidden, config.hc_mult, **streams)
-        self.ffn_hc = IndependentHyperConnection(hidden, config.hc_mult, **streams)
+    def __init__(
+        self,
+        hidden: int,
+        self_attn: DSAAttention,
+        mlp: MoE | SwiGLU,
+        attn_hc: IndependentHyperConnection,
+        ffn_hc: IndependentHyperConnection,
+        *,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(hidden, self_attn, mlp, eps=eps)
+        self.attn_hc, self.ffn_hc = attn_hc, ffn_hc
 
     def forward(
         self,
@@ -121,11 +127,19 @@ class HYV4DecoderBlock(DecoderBlock):
         return self.ffn_hc.expand(self.mlp(self.post_attention_layernorm(y)), x, post), selected
 
 
+def decoder_block(config: HYV4Config, precision: Precision, *, indexed: bool, dense: bool) -> HYV4DecoderBlock:
+    """Return a layer of the model. indexed, dense: see `attention` and `mlp` of DeepSeek-V3.2."""
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    streams = {"magnitude": config.hc_magnitude, "eps": eps, "hc_eps": config.hc_eps}
+    connections = (IndependentHyperConnection(hidden, config.hc_mult, **streams) for _ in range(2))
+    return HYV4DecoderBlock(hidden, *_parts(config, precision, indexed=indexed, dense=dense), *connections, eps=eps)
+
+
 class HYV4Model(DeepseekV32Model):
     """`DeepseekV32Model` over residual streams. Every stream begins as the embedding; hc_head computes a weighted sum
     of the streams."""
 
-    make_block = HYV4DecoderBlock
+    make_block = staticmethod(decoder_block)
 
     def __init__(self, config: HYV4Config, precision: Precision) -> None:
         super().__init__(config, precision)

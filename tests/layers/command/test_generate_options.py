@@ -114,7 +114,7 @@ def test_a_checkpoint_that_is_no_directory_is_refused(tmp_path, error):
     [
         ("tokenizer.json", None, "no such file"),
         ("generation_config.json", b'{"top_p": 2}', "field top_p: must be above 0 and at most 1, got 2.0"),
-        ("config.json", b'{"model_type": "llama"}', "field 'model_type' is 'llama'; accepted: 'deepseek_v32', "),
+        ("config.json", b'{"model_type": "llama"}', "field 'model_type' is 'llama'; accepted: 'axk2', "),
     ],
 )
 def test_files_that_are_wrong_are_named(damaged, error, name, content, problem):

@@ -6,6 +6,11 @@ import pytest
 from dsa_layers.models import registry
 from dsa_layers.models.family import family
 
+
+def has_drafter(name):
+    return family(name).drafter is not None
+
+
 SLOW = "axk2", "glm_moe_dsa"
 
 
@@ -14,4 +19,4 @@ def parameters(families):
 
 
 FAMILIES = parameters(registry.FAMILIES)
-DRAFTED = parameters(name for name in registry.FAMILIES if family(name).drafter is not None)
+DRAFTED = parameters(name for name in registry.FAMILIES if has_drafter(name))

@@ -13,11 +13,22 @@ from dsa_layers.io import loading as loading_module
 from dsa_layers.io.loading import load_model
 from dsa_layers.models.family import family
 from dsa_layers.models.glm_moe_dsa import DraftedStates
+from tests.layers.generation.families import DRAFTED
 from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
 
-PREFIX = {"deepseek_v32": "model.layers.4.", "glm_moe_dsa": "model.layers.5.", "deepseek_v4": "mtp.0."}
+PREFIX = {
+    "deepseek_v32": "model.layers.4.",
+    "deepseek_v4": "mtp.0.",
+    "glm_moe_dsa": "model.layers.5.",
+    "hy_v4": "model.mtp_layers.0.",
+}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
+
+
+@pytest.fixture(scope="module", params=DRAFTED)
+def model_type(request):
+    return request.param
 
 
 def load(directory, **options):

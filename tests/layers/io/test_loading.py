@@ -9,20 +9,23 @@ import torch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.io import loading
 from dsa_layers.io.loading import load_model
+from tests.layers.generation.families import has_drafter
 
 NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid")
 
 
-def test_all_but_the_routers_biases_learn(directory):
-    options = {"dtype": torch.float32, "dequantize": True, "progress": False}
-    model = load_model(directory, trainable=True, drafter=True, **options)
+def test_all_but_the_routers_biases_learn(directory, model_type):
+    options = {"dtype": torch.float32, "dequantize": True, "progress": False, "drafter": has_drafter(model_type)}
+    model = load_model(directory, trainable=True, **options)
     assert model.training
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad is not name.endswith(NOT_LEARNED), name
     tokens, batch = torch.arange(301), SequenceBatch.without_cache([200, 100])
     states = model.states(tokens[:-1], batch)
-    drafted = model.drafter.logits(model.drafter(tokens[1:], states, batch))
-    for logits in (model(tokens[:-1], batch, all_tokens=True), drafted):
+    results = [model(tokens[:-1], batch, all_tokens=True)]
+    if model.drafter is not None:
+        results.append(model.drafter.logits(model.drafter(tokens[1:], states, batch)))
+    for logits in results:
         torch.nn.functional.cross_entropy(logits, tokens[1:]).backward()
     for name, parameter in model.named_parameters():
         # Selected indices have no gradient, so this loss does not train indexers. A separate loss does.

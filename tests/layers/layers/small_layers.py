@@ -10,13 +10,14 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
-from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
+from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 
 HIDDEN, RANK, STREAMS, RATIO = 256, 128, 4, 4
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
@@ -47,6 +48,16 @@ def decoder_block(mlp=moe, **options) -> DecoderBlock:
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         nn.init.uniform_(norm.weight, 0.5, 1.5)
     return block
+
+
+def hy_block() -> HYV4DecoderBlock:
+    connections = [IndependentHyperConnection(HIDDEN, STREAMS) for _ in range(2)]
+    for connection in connections:
+        nn.init.normal_(connection.fn, std=0.05)
+        nn.init.normal_(connection.base)
+    layer = attention(indexer(quantize=False), gate="x", sinks=True)
+    nn.init.normal_(layer.sinks)
+    return HYV4DecoderBlock(HIDDEN, layer, moe(), *connections)
 
 
 def compressor(dim=128, **options) -> Compressor:
@@ -121,6 +132,7 @@ CASES = {
     Compressor: Case(compressor, lambda layer, x: layer.compress(x, *ENTRY_ROPE, BATCH)),
     DSAAttention: Case(lambda: attention(indexer()), lambda layer, x: layer(x, *ROPE, BATCH)[0]),
     DecoderBlock: Case(decoder_block, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
+    HYV4DecoderBlock: Case(hy_block, lambda layer, x: layer(x, *ROPE, BATCH)[0], streams),
     HyperConnection: Case(hyper, expand_collapsed, streams),
     HyperDecoderBlock: Case(hyper_block, run_hyper_block, streams),
     HyperHead: Case(lambda: hyper(HyperHead), _call, streams),

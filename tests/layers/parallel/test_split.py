@@ -17,11 +17,12 @@ from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.models.family import family
+from dsa_layers.models.family import family, read_config
 from dsa_layers.models.registry import FAMILIES
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training import IndexerStage
+from tests.layers.generation.families import has_drafter
 from tests.layers.io.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
@@ -71,9 +72,11 @@ def fuse_experts(tensors):
 
 @torch.inference_mode()
 def logits_of(model):
-    """Return the model's logits and the logits of the drafter's first step."""
+    """Return the model's logits and, if it has a drafter, the logits of the drafter's first step."""
     batch, tokens = SequenceBatch.without_cache(LENGTHS), torch.tensor(TOKENS[:260])
     states = model.states(tokens, batch)
+    if model.drafter is None:
+        return model.logits(states)
     drafted = model.drafter(tokens.roll(-1), states, batch)
     return torch.cat((model.logits(states), model.drafter.logits(drafted)))
 
@@ -81,8 +84,9 @@ def logits_of(model):
 def outcome(directory, **options):
     """Return (logits, generated tokens, {weight: shape}). deepseek_v4 compresses four tokens to one cache entry. Five
     tokens are generated, so each sequence completes an entry while decoding."""
-    model = load_model(directory, **OPTIONS | options)
-    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2)
+    drafter = has_drafter(read_config(directory).model_type)
+    model = load_model(directory, **OPTIONS | {"drafter": drafter} | options)
+    generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2 * drafter)
     completions = generator.generate(PROMPTS, SamplingParams(max_tokens=5))
     weights = {name: tensor.shape for name, tensor in model.state_dict().items()}
     return logits_of(model), [completion.tokens for completion in completions], weights
