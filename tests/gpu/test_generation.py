@@ -36,6 +36,7 @@ from tests.layers.generation.guesses import Guesses, guess
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
 FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
+ALL = [*FAMILIES, "axk2", "hy_v4"]  # A.X-K2 has no drafter, and neither of the two has batch-invariant kernels
 # {weights: limit}. Where CPU and GPU first choose different tokens, the CPU's logits of the two must differ by less.
 # The logits' standard deviation is 2. An e4m3 number that is rounded the other way changes by 1/16 to 1/8. This can
 # change the experts that a router with random weights chooses.
@@ -46,7 +47,7 @@ NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 def load_tiny(tmp_path_factory):
     """Return a function that loads the tiny model of a family, without end tokens."""
     root = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
+    for family in ALL:
         write_tiny_checkpoint(root / family, model=family)
 
     def load(family, device="cuda", **options):
@@ -60,7 +61,7 @@ def without_end(model):
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_greedy_tokens_equal_the_references(family, load_tiny):
     """In fp32 without quantisation, CPU and GPU differ only in the last bits."""
     tokens = []
@@ -201,7 +202,7 @@ def test_captured_gradients_of_experts():
 
 
 @pytest.mark.parametrize("weights", NEAR_TIE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
     """Rounding can decide between two tokens with similar logits. Here the routers ignore the tokens, because rounding
     could also decide between two experts of a random router, and change the logits much more."""
@@ -323,7 +324,7 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
     assert calc_diff(*logits) < 4e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypatch):
     """The second run of a step writes the same to the caches. The sequences end one after another."""
     model = load_tiny(family)
@@ -405,7 +406,7 @@ def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
     assert [len(one.tokens) for one in first] == [6, 0, 0, 6]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
     """PyTorch's sync debug mode raises if the host waits for the GPU. One sequence has more keys than are selected, the
     other has fewer."""

@@ -46,7 +46,9 @@ def test_models_with_other_passes_and_a_prefix_cache_are_refused(checkpoint, ker
         check_invariant(model)
     attention._compiled_call_impl = None
     attention.nope_dim = 64
-    with pytest.raises(ValueError, match=r"got gate=None, nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"):
+    with pytest.raises(
+        ValueError, match=r"got gate=None, nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"
+    ):
         check_invariant(model)
     with pytest.raises(ValueError, match=r"^batch_invariant: takes a model with FP8 weights.*, got None$"):
         check_invariant(RememberingModel())
