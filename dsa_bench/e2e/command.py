@@ -24,7 +24,7 @@ from dsa_layers import compilation
 from dsa_layers.engine.fuse import prepare
 from dsa_layers.models.protocols import CheckpointModel
 
-NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "parallel")
+NAMES = ("accuracy", "against_transformers", "drafts", "latency", "million", "one_gpu", "parallel")
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 Run = TypeVar("Run")

@@ -130,13 +130,13 @@ def stack(
     for key, parameter in model.named_parameters():
         cut = cuts.get(key)
         generator.manual_seed(zlib.crc32(f"{key} {ranks.rank if cut else 'whole'}".encode()))
-        _fill(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
+        fill(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
     model.init_buffers(device)
     prepare(model)
     return model.eval()
 
 
-def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
+def fill(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
     """Fill a parameter with random values of unit gain, so that activations stay of order 1 from layer to layer.
 
     columns: the columns of the tensor before it was split; `values` may be a part of it.

@@ -121,10 +121,11 @@ NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 
 
 def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (weight, scales) of kv_b if this pass can use kernels that read kv_b in FP8, else None.
+    """Return (weight, scales) of kv_b if this pass uses the kernels that read kv_b in FP8, else None.
 
-    q [T, heads, nope + rope]: the queries of the pass. The kernels need at most MOST_TOKENS tokens or a batch-invariant
-    decoding pass, bf16 queries, a layer that `can_stay_stored` accepts, and a GPU that has the kernels.
+    q [T, heads, nope + rope]: the queries of the pass. The kernels require bf16 queries, a layer that `can_stay_stored`
+    accepts, and a GPU that has them. They are used for up to MOST_TOKENS tokens, and in batch-invariant decoding for
+    any number of tokens.
     """
     few = len(q) <= MOST_TOKENS or has_any_rows()
     if q.dtype != torch.bfloat16 or not few or not has_kernels(q) or not can_stay_stored(layer):

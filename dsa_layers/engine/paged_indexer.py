@@ -36,7 +36,8 @@ class PagedSelection(KeySelection):
         The result has positions in the sequence, or cache slots if `step.in_pages`.
 
         queries    wq_b(qr) for the local rows
-        projected  the projections of all rows. With a cache, the caller has already written their keys to the cache
+        projected  what the index keys are computed from, for all rows: wk(x) in `PagedIndexer`, `compressor.project(x)`
+                   in `PagedCompressedIndexer`. It is not read with a cache: the caller has already written the keys
         weights    `head_weights` for the local rows
         """
         view = self.selectable(step.batch)

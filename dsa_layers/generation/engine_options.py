@@ -94,8 +94,9 @@ def check_invariant(model: Model) -> None:
     activations, and is not compiled. If it has MLA's kv_b projections, kernels can read them in FP8, as the checkpoint
     stores them (`can_stay_stored`).
 
-    A model on several GPUs is supported too. `Ranks.sum` adds the ranks' parts in the order of the ranks for every size
-    and transport, and each GPU has all rows in decoding (`placement_of`)."""
+    A model on several GPUs is supported too, because neither of these depends on the number of rows in a pass:
+    `Ranks.sum` always adds the ranks' parts in the order of the ranks, with any kernel or collective, and in decoding
+    each GPU has all rows (`placement_of`)."""
     weight, precision = next(model.parameters()), getattr(model, "precision", None)
     if not backends.runs_kernel("linear_fp32", weight):
         where = "the references" if weight.is_cuda else f"a model on {weight.device}"

@@ -60,8 +60,8 @@ def save_model(
     progress     True: show a progress bar on a terminal
 
     A model without a drafter is saved without multi-token-prediction layers.
-    Raises TypeError or ValueError, which names the argument or the field of config.json, also if this file describes
-    another model. No file is written if an error is raised for these reasons.
+    Raises TypeError or ValueError for a wrong argument, or if the config.json of `like` is not supported or describes
+    another model. The message names the argument or the field. In these cases no file is written.
     """
     directory, like = path_of("directory", directory), path_of("like", like)
     check_choice("dtype", dtype, STORAGES)
