@@ -192,7 +192,7 @@ def number(minimum: float = 1e-9, maximum: float = 1e9, default: Any = _REQUIRED
         # Python compares int and float exactly, so an integer too large for a float is rejected. NaN is rejected too.
         return type(value) in (int, float) and minimum <= value <= maximum
 
-    return _accepting(f"a finite number above 0, from {minimum:g} to {maximum:g}", fits, default, float)
+    return _accepting(f"a number from {minimum:g} to {maximum:g}", fits, default, float)
 
 
 def epsilon() -> Any:

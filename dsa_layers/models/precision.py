@@ -60,6 +60,8 @@ class Precision:
         """
         fp8 = config.quantization is not None and not dequantize
         dtype = getattr(torch, config.dtype) if dtype is None else dtype
+        if kv_cache == "fp8" and not config.has_fp8_cache:
+            raise ValueError("kv_cache: must be 'model', because FP8 caches do not have this model's sizes, got 'fp8'")
         if kv_cache is None:
             kv_cache = "fp8" if fp8 and config.has_fp8_cache else "model"
         return cls(dtype, fp8, fp8, kv_cache)
