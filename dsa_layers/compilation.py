@@ -28,7 +28,7 @@ from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.parallel.ranks import Ranks
 
-MOST_ROWS = 32768  # about the most new tokens of a prefill pass; larger passes use the same kernels
+MOST_ROWS = 32768  # limit of a prefill pass's new tokens; larger passes use the same kernels
 MOST_SEQUENCES = 1024  # limit of a decoding pass
 MOST_KEYS = 2**24  # limit of a decoding pass: number of sequences * tokens of the longest sequence
 # Limit of a prefill pass's index scores: new tokens * earlier tokens. A pass with more scores computes them in chunks
@@ -39,8 +39,9 @@ META = torch.device("meta")
 
 
 def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0, gpus: int = 1) -> list[Variant]:
-    """Return the sorted kernel variants for sm_90 that a generator's passes over the model request, with all tiles.
+    """Return the kernel variants for sm_90 that a generator's passes over the model request, sorted.
 
+    The result also has the shipped variants that differ from a requested one only in the tile.
     drafts: the number of draft tokens; if it is above 0, the drafter's variants are included
     gpus: the number of GPUs that share the model. The result is the variants of one rank. It includes the kernels that
     sum over the ranks, which exist for up to 8 GPUs
@@ -72,6 +73,7 @@ def without_memory(
 
     Layers of the same kind request the same kernels, so only the first layer of each kind computes. The other layers
     pass on their input.
+    drafter: whether the model has its drafter
     gpus: the number of GPUs that share the model; the result is one rank's part
     Raises DoesNotDivide if the GPUs cannot share the model evenly.
     """

@@ -6,7 +6,7 @@ class ConfigError(ValueError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded. The message names the file or tensor, and what was expected and found."""
+    """A checkpoint that cannot be loaded. The message names the file or tensor, and the expected and found values."""
 
 
 class TokenizerError(ValueError):

@@ -39,7 +39,7 @@ def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: in
 def predictions(
     model: Model, sequences: Sequence[Sequence[int]], chunk: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the logits [T, vocab_size] and the targets [T] of each pass.
+    """Yield the logits [T, vocab_size] and the targets [T] of the T tokens of each pass.
 
     The inputs of a sequence are all its tokens except the last, split into parts of at most `chunk` tokens. Each part
     is one pass. The passes compute one sequence after the other and use a paged cache, as in generation.

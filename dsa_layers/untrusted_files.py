@@ -72,7 +72,7 @@ def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dic
     text = read_text(path, error, max_bytes)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as problem:  # ValueError also if an integer has more digits than Python parses
+    except (ValueError, RecursionError) as problem:  # ValueError also for integers with too many digits for Python
         raise error(f"{path}: not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise error(f"{path}: must hold a JSON object, got {shown_json(value)}")

@@ -28,10 +28,11 @@ class DecodeBatch(TokenBatch):
     next_n           new tokens per sequence. A cache with windows per sequence has room for at most
                      dsa_layers.cache.drafts.DRAFTS + 1 new tokens; its layers raise ValueError for more
 
-    The host code of a layer depends only on B, next_n, max_pages and max_key_len. So a CUDA graph can capture a pass,
-    including the construction of its batch. A replay of the graph reads the lengths, up to max_key_len, that the caller
-    has written to the same tensors.
-    The constructor raises TypeError or ValueError that names the argument. It does not check the contents of tensors.
+    The host code of a layer reads sizes, such as B and max_key_len, but no values of these tensors. So, if the model's
+    `captures_decode` is true, a CUDA graph can capture a pass, including the construction of its batch. A replay of the
+    graph reads the values, with lengths up to max_key_len, that the caller has written to the same tensors.
+    For an argument of a wrong type, shape or device, or a number out of range, the constructor raises TypeError or
+    ValueError with the argument's name. It does not check the contents of tensors.
     """
 
     block_table: torch.Tensor
@@ -103,8 +104,8 @@ class DecodeBatch(TokenBatch):
         return self.cu_query_lens[1:].long() - 1
 
     def of_size(self) -> dict[str, Any]:
-        """Return the values that depend only on B and next_n. The caller gives these values to `unchecked` for later
-        batches of the same size. Such a batch then launches no kernels to compute the values."""
+        """Return {name: value} of the three properties above and of `groups`. The caller gives these values to
+        `unchecked` for later batches of the same size. Such a batch launches no kernels to compute them."""
         return {name: getattr(self, name) for name in ("sequences", "cu_query_lens", "last_tokens", "groups")}
 
     @property
@@ -113,8 +114,9 @@ class DecodeBatch(TokenBatch):
 
 
 class Running(Protocol):
-    """The interface of a running sequence. The cache has all of `tokens` except the last one. drafts: guesses of the
-    next tokens. All sequences of a pass have the same number of drafts."""
+    """The interface of a running sequence. tokens: its text; the cache has all of these tokens except the last one.
+    drafts: guesses of the next tokens, equally many in all sequences of a pass. pages, state_slot: the numbers of its
+    pages and of its state slot in the cache."""
 
     tokens: Sequence[int]
     drafts: Sequence[int]
@@ -131,7 +133,7 @@ class DecodeInputs:
     next_n  tokens per sequence
     tokens  int64 [count * next_n]: the last token of each sequence, followed by its drafts
 
-    `DecodeBatch` describes the other tensors: key_lens (its key_lens_tensor), block_table and state_slots.
+    `DecodeBatch` describes page_size and the other tensors: key_lens (key_lens_tensor), block_table and state_slots.
     """
 
     def __init__(self, count: int, pages: int, page_size: int, device: torch.device, next_n: int = 1) -> None:

@@ -39,7 +39,7 @@ def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int32 [B + 1]: the first row of each sequence, then the total number of rows. If all lengths are
+    """Return int32 [B + 1]: the first row of each of B sequences, then the total number of rows. If all lengths are
     equal and not 0, the device computes the tensor and nothing is copied."""
     if len(set(lens)) == 1 and lens[0]:
         return torch.arange(0, sum(lens) + 1, lens[0], dtype=torch.int32, device=device)
@@ -66,8 +66,8 @@ def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> 
 
 def packed_rows(indices: torch.Tensor, starts: torch.Tensor, sequences: int) -> torch.Tensor:
     """Convert positions in a sequence to rows among all packed sequences. Return int32 [T, K]: `indices` [T, K] plus
-    `starts` [T], the first row of each token's sequence; -1 stays -1. A single sequence begins at row 0, so the result
-    is `indices` itself."""
+    `starts` [T], the first row of each token's sequence; -1 stays -1. sequences: the number of sequences. If it is 1,
+    the result is `indices` itself, because a single sequence begins at row 0."""
     if sequences == 1:
         return indices
     return torch.where(indices < 0, indices, indices + starts[:, None])

@@ -12,10 +12,10 @@ class Placement:
     are for several ranks.
 
     Tensors between layers, such as residual streams, have one row per token. The local rows of a rank are the rows of
-    these tensors that the rank stores: all T rows, or only some if `sharded`. If a layer needs all rows of a tensor,
-    such as keys, it all-gathers the tensor. If each rank computes a subset of a layer's heads, channels or experts for
-    all rows, the results are partial sums, and the ranks reduce them. If `sharded`, a rank can
-    compute shared experts, and attention whose weights it has whole, for its local rows: then nothing is reduced.
+    these tensors that the rank stores: all T rows, or only some if `sharded`. A layer that needs all rows of a tensor,
+    for example of keys, all-gathers the tensor. If each rank computes a subset of a layer's heads, channels or experts
+    for all rows, the results are partial sums, and the ranks reduce them. If `sharded`, a rank can compute shared
+    experts, and attention whose weights it has whole, for its local rows: then nothing is reduced.
     """
 
     is_split = False  # whether several ranks compute each layer together
@@ -52,7 +52,8 @@ class Placement:
 
     def start_reduce(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
         """Start `reduce`. Return a function (shared=None, residual=None) that finishes the reduction and returns
-        residual + (sum + shared). shared and residual have the local rows."""
+        residual + (sum + shared), where sum is the result of `reduce`. shared and residual have the local rows; None
+        adds nothing."""
 
         def finish(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
             y = self.reduce(part)

@@ -1,4 +1,4 @@
-"""The base class of token batches and of views of compressed entries: the keys among which a new token selects."""
+"""The keys among which a new token selects: the base class of token batches and of views of compressed entries."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +27,8 @@ class cached_property:
 
 
 class SelectableKeys:
-    """The keys of a pass. Subclasses have the attributes below. When a layer first reads a cached property, the value
-    is computed from these attributes. The other layers of the pass reuse the value.
+    """The keys of a pass over T new tokens of B sequences. Subclasses have the attributes below. When a layer first
+    reads a cached property, the value is computed from these attributes. The other layers of the pass reuse the value.
 
     device           device of the tensors
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page; None without a cache
@@ -57,8 +57,8 @@ class SelectableKeys:
 
     @property
     def visible_by_sequence(self) -> torch.Tensor:
-        """int32 [B], or [B, next_n] for several new tokens: `visible_keys` of a decoding pass in the shape that
-        `dsa.fp8_paged_mqa_logits` takes."""
+        """`visible_keys` of a decoding pass in the shape that `dsa.fp8_paged_mqa_logits` takes: int32 [B] if next_n is
+        1, else [B, next_n]."""
         return self.visible_keys if self.next_n == 1 else self.visible_keys.unflatten(0, (-1, self.next_n))
 
     @cached_property
@@ -72,9 +72,9 @@ class SelectableKeys:
         return packing.selected_slots(self.block_table, self.page_size, self.sequences, indices)
 
     def selected_counts(self, columns: int) -> torch.Tensor | None:
-        """Return int32 [T]: min(columns, visible keys), the number of keys that each new token selects. Return None if
-        `least_visible` is at least `columns`: every token then selects `columns` keys. The layers of a pass share the
-        tensor."""
+        """Return int32 [T]: min(columns, visible keys), the number of keys that each new token selects. columns: the
+        most keys that a token selects. Return None if `least_visible` is at least `columns`: every token then selects
+        `columns` keys. The layers of a pass share the tensor."""
         if self.least_visible >= columns:
             return None
         if columns not in self._counts:
@@ -83,9 +83,9 @@ class SelectableKeys:
 
     def most_selected(self, columns: int) -> torch.Tensor | None:
         """Return int32 [B], in a decoding pass: the number of keys that each sequence's last token sees. The last token
-        sees the most keys. Return None if `least_visible` is at least `columns`. The result is
-        topk_length or extra_topk_length of `dsa.flash_mla_with_kvcache`, which treats a number above `columns` as
-        `columns`. So no kernel is needed here to limit the numbers."""
+        sees the most keys. Return None if `least_visible` is at least `columns`. The result is the argument topk_length
+        or extra_topk_length of `dsa.flash_mla_with_kvcache`. For indices with `columns` columns, this op treats a
+        larger number as `columns`, so no kernel is needed here to limit the numbers."""
         if self.least_visible >= columns:
             return None
         return self.visible_keys if self.next_n == 1 else self._last_visible

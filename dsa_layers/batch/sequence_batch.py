@@ -26,8 +26,9 @@ class SequenceBatch(TokenBatch):
                  stores all data in pages
 
     Lengths are Python integers, so that no layer copies a length from the device.
-    The constructor raises TypeError or ValueError that names the argument, also if block_table has too few columns for
-    key_lens. It does not check the contents of block_table; `paged` builds block_table from checked page numbers.
+    The constructor raises TypeError or ValueError, with the argument's name, for a wrong type, shape or device, for
+    invalid numbers, and if block_table has too few columns for key_lens. It does not check the contents of block_table;
+    `paged` builds block_table from checked page numbers.
     """
 
     query_lens: tuple[int, ...]
@@ -79,7 +80,7 @@ class SequenceBatch(TokenBatch):
         state_slots: Sequence[int] | None = None,
     ) -> "SequenceBatch":
         """Return a batch of sequences with a paged cache. pages: for each sequence, a list of its physical page
-        numbers."""
+        numbers. Raise TypeError or ValueError for invalid or too few pages, and as the constructor does."""
         if not isinstance(pages, Sequence):
             raise TypeError(f"pages: must be a list of pages for each sequence, got {shown(pages)}")
         pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
@@ -178,8 +179,8 @@ def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_key_lens(query_lens: Sequence[int], key_lens: Sequence[int], room: Sequence[int] | None) -> None:
-    """Raise ValueError if a sequence's key length is below its query length, or above `room`, the number of tokens that
-    its pages can hold. room: None without pages."""
+    """Raise ValueError if a sequence's key length is below its query length or above its number in `room`. room: for
+    each sequence, the number of tokens that its pages can hold; None without pages."""
     if all(map(le, query_lens, key_lens)) and (room is None or all(map(le, key_lens, room))):
         return
     for i, (new, total) in enumerate(zip(query_lens, key_lens)):

@@ -87,8 +87,8 @@ class TokenBatch(SelectableKeys):
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
     def group_rows(self, groups: int, tokens: int) -> packing.GroupRows:
-        """Return the row permutations for `tokens` tokens and `groups` groups of channels. All layers of the pass share
-        the result."""
+        """Return the `packing.GroupRows` for `tokens` tokens and `groups` groups of channels. All layers of the pass
+        share the result."""
         if (groups, tokens) not in self.groups:
             self.groups[groups, tokens] = packing.GroupRows.of(tokens, groups, self.device)
         return self.groups[groups, tokens]
@@ -127,8 +127,8 @@ def check_batch(batch: object, *, whole: bool = True) -> None:
 
 
 def check_no_cache(cache: object, batch: TokenBatch) -> None:
-    """Raise ValueError unless a layer that `dsa_layers.fuse` has not converted can compute the pass. Such a layer
-    supports no cache, so all keys must be new."""
+    """Raise ValueError unless `cache` is None and all keys of the pass are new. A layer that `dsa_layers.fuse` has not
+    converted supports only such passes."""
     if cache is not None:
         raise ValueError("cache: must be None before dsa_layers.fuse, which prepares a layer for inference")
     check_all_keys_are_new(batch)

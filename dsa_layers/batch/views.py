@@ -15,10 +15,10 @@ from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
 class EntryView(SelectableKeys):
     """The compressed entries of a batch's sequences.
 
-    Entry i of a sequence summarises the tokens i * ratio to i * ratio + ratio - 1. The pass that computes the last of
-    these tokens also computes the entry. A cache page of page_size tokens has page_size / ratio entries.
+    Entry i of a sequence belongs to the block of tokens i * ratio to i * ratio + ratio - 1. The pass that computes the
+    last of these tokens also computes the entry. A cache page of page_size tokens has page_size / ratio entries.
 
-    batch: the `TokenBatch` of the tokens
+    batch: the `TokenBatch` of the tokens; ratio: tokens per block
     """
 
     batch: SelectableKeys
@@ -101,8 +101,8 @@ class EntryView(SelectableKeys):
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
-        """int32 [B, next_n, max_key_len]: the slots of the entries that each new token may see, padded with -1.
-        There is at least one column."""
+        """int32 [B, next_n, max(max_key_len, 1)], in a decoding pass: the slots of the entries that each new token may
+        see, padded with -1."""
         slots = dsa.window_slots(
             self.batch.block_table, self.key_lens_tensor, 1, self.page_size, max(self.max_key_len, 1)
         )
@@ -121,7 +121,7 @@ class WindowView:
     """The cache slots that the sliding windows of a batch read and write.
 
     A token sees the last `window` tokens, including itself. Sequence b has a ring of `ring` slots: page state_slots[b]
-    of the cache. Slot p mod ring stores the token at position p. With a ring of window + K - 1 slots, a sequence can
+    of the cache. Slot p mod ring has the key of position p. With a ring of window + K - 1 slots, a sequence can
     continue after any of its last K tokens, for example after rejected drafts.
 
     batch: the `TokenBatch` of the tokens

@@ -1,4 +1,4 @@
-"""The cache of a model with compressed attention: one ring of window keys per sequence, and pages of entries."""
+"""The cache of a model with compressed attention: window rings and compressor states per sequence, pages of entries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class EntryCache:
 class CompressedLayerCache:
     """The cache of a layer.
 
-    window         [state slots, window + DRAFTS, 1, width]: one ring of window keys per sequence. width: the channels
-                   of a key for a float dtype, or 584 bytes for uint8
+    window         [state slots, window + DRAFTS, 1, width]: one ring of window keys per sequence. width: with a float
+                   dtype, the channels of a key; with uint8, its 584 bytes. DRAFTS: see drafts.py
     entries        cache of the layer's compressor; None for a layer without a compressor
     index_entries  cache of the compressor of the layer's indexer; None for a layer without an indexer
     """
@@ -62,6 +62,7 @@ class CompressedKVCache(Cache):
 
     layers       for each layer, the shapes of its entries and of its indexer's entries; a shape is None if the layer
                  has no such entries
+    num_pages    pages per layer, each for the entries of page_size tokens
     state_slots  maximum number of sequences at a time
     entries      storage of windows and entries: "fp8" for 584 bytes per token or entry, or a float dtype
     window       tokens that a token sees through the window, including itself

@@ -1,4 +1,4 @@
-"""The allocator of cache pages, the base class of a model's cache, and the paged cache of latents and index keys."""
+"""The allocator of cache pages, the base class and sizes of caches, and the paged cache of latents and index keys."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -114,8 +114,8 @@ class CacheSizes:
         return cls(held(2, 1) - one, held(1, 2) - one, page_size)
 
     def pages(self, room: int, sequences: int) -> int:
-        """Return the number of pages that fit into `room` bytes together with the state slots. Each sequence needs one
-        state slot and at least one page, so there are min(pages, sequences) state slots."""
+        """Return the number of pages that fit into `room` bytes together with the state slots. sequences: the
+        maximum number at a time. Each needs a state slot and a page, so there are min(pages, sequences) state slots."""
         pages = max(room, 0) // (self.page + self.slot)
         if pages > sequences:
             pages = (room - sequences * self.slot) // self.page
@@ -166,6 +166,8 @@ class LayerCache:
 class PagedKVCache(Cache):
     """The latent and index pages of all layers. All data of a sequence is in its pages; state slots store nothing.
 
+    latent_dim     channels of latent | rope key
+    index_dim      channels of an index key
     latent, index  storage of latents and index keys: "fp8" for the byte layouts of LayerCache, or a float dtype
     index_layers   layers that have index pages; None means all layers
     state_slots    maximum number of sequences at a time

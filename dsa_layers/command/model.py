@@ -43,7 +43,7 @@ def start_ranks(args: argparse.Namespace) -> int | None:
 
     Return None if this process must run the command itself: it is the only process, or a launcher has started it as a
     rank. If args.device or args.dequantize is None, set it to the default for this machine.
-    Raise ValueError if --gpus and --device contradict each other, if the machine has fewer GPUs than ranks, or if the
+    Raise ValueError if --gpus contradicts --device or the launcher, if the machine has fewer GPUs than ranks, or if the
     GPUs cannot hold the model. These checks do not read the weights.
     """
     started = started_ranks()
@@ -73,8 +73,8 @@ def start_ranks(args: argparse.Namespace) -> int | None:
 
 
 def join_ranks(args: argparse.Namespace) -> Ranks | None:
-    """Join the group of ranks. Return this process's rank, or None if there is only one process. Set args.device to the
-    rank's device, and silence the output of all ranks except rank 0."""
+    """Join the group of ranks and return its `Ranks`, or return None if there is only one process. Set args.device to
+    this rank's device, and silence this rank unless it is rank 0."""
     if started_ranks() in (None, 1):
         return None
     ranks, device = join(args.device)
@@ -156,7 +156,7 @@ def plan(args: argparse.Namespace) -> int:
     found = plans(config, precision, MOST_GPUS, drafter=args.draft > 0)
     if args.gpus:
         found = {args.gpus: plan_of(config, precision, args.gpus, drafter=args.draft > 0)}
-    first = next(iter(found.values()))  # a GpuPlan: a single GPU divides nothing, and `plan_of` raises any error
+    first = next(iter(found.values()))  # never an error: one GPU needs no split, and `plan_of` raises its errors
     drafters = " with the drafter's" if args.draft else ""
     print(
         f"{args.checkpoint}: {first.whole / 1e9:.1f} GB of weights{drafters}, a cache of "

@@ -12,7 +12,7 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.models.registry import FAMILIES
 from dsa_layers.options import at_least, gigabytes, path, positive
 
-# A text that the shipped model was not trained on. Its license is LICENSE.python.txt in the same folder.
+# A text that the shipped model was not trained on. The text's license is LICENSE.python.txt in the same folder.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
 COMPARED_TOKENS = 4096  # default of `dsa compare --max-tokens`
 SELECTIONS = 16  # upper limit of the default of `dsa compare --length`, as a multiple of index_topk
@@ -439,7 +439,7 @@ def _add_tiny(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
 
 
-# {parameter of the library: option}, for options whose name is not the parameter's
+# {parameter of the library: option}, for options that are not named after the parameter
 _OPTIONS = {"draft_tokens": "--draft", "drafter": "--draft"}
 _POSITIONAL = {"checkpoint", "directory", "op"}
 

@@ -159,7 +159,7 @@ class Declared:
     def read(cls, fields: Fields, **given: Any) -> Self:
         """Read an instance from `fields`. given: values of dataclass fields that are not read from `fields`.
 
-        Raises ConfigError with the name of the field, its value and the accepted values.
+        Raises ConfigError if a value is not accepted, a required field is missing, or fields contradict each other.
         """
         for name, declared in cls.checked.items():
             fields.read(name, declared)
@@ -216,8 +216,8 @@ def refused(problem: str) -> Any:
 
 
 def each_of(*choices: Any, counts: dict[int, str]) -> Any:
-    """Declare a field that holds a list of choices, a string of one-letter choices, or null. counts: each accepted
-    number of items, with the source of this number for error messages."""
+    """Declare a field that holds a list of choices, a string of one-letter choices, or null. Except for null, the value
+    is converted to a tuple. counts: {accepted number of items: source of this number, for error messages}."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, list | str) or len(value) not in counts:
@@ -249,7 +249,7 @@ def _accepting(
     listed: str, fits: Callable[[Any], bool], default: Any, convert: Callable[[Any], Any] = lambda value: value
 ) -> Any:
     """Declare a field. listed: the accepted values, as error messages list them. fits: whether a value is accepted.
-    default: the value of a missing or null field. convert: from the accepted JSON value to the configuration's."""
+    default: the value of a missing or null field. convert: function from an accepted JSON value to the result."""
     return dataclasses.field(metadata={"accepted": (listed, fits, default, convert)})
 
 

@@ -30,8 +30,8 @@ class YarnConfig(Declared):
     """YaRN's extension of the context from n = `original_max_position_embeddings` tokens to `factor` * n tokens.
 
     Frequencies with at least beta_fast rotations within n tokens stay unchanged; those with at most beta_slow rotations
-    are divided by factor. With m(x) = 0.1 * x * ln(factor) + 1, the softmax scale is multiplied by
-    m(mscale_all_dim)^2, and cos and sin are multiplied by m(mscale) / m(mscale_all_dim).
+    are divided by factor; those in between are interpolated. With m(x) = 0.1 * x * ln(factor) + 1, the softmax scale is
+    multiplied by m(mscale_all_dim)^2, and cos and sin are multiplied by m(mscale) / m(mscale_all_dim).
     """
 
     factor: float = number(minimum=1, maximum=1e6)
@@ -176,7 +176,7 @@ class ModelConfig(Declared):
 
     @property
     def has_fp8_cache(self) -> bool:
-        """Whether the byte layouts of FP8 caches have this model's sizes."""
+        """Whether FP8 caches, whose byte layouts are for fixed sizes, support this model's sizes."""
         return True
 
     @property

@@ -1,15 +1,16 @@
 """The choice between the multi-head and the absorbed form of sparse attention in a prefill.
 
 Both forms give the same result up to rounding. The multi-head form expands the latents to keys and values per head and
-attends to all visible tokens under a mask. The absorbed form attends to the latents of the selected keys only; all
-heads share these latents. The multi-head form visits more keys, but needs 320 multiply-adds per query, key and head,
-where the absorbed form needs 1088 (DeepSeek-V3.2). So the multi-head form is faster while a sequence has at most a few
-times top_k keys. For a given model, GPU and number of ranks, the choice depends only on the lengths of the sequences.
+attends to all visible tokens under a mask. The absorbed form attends only to the latents of the selected keys, at most
+top_k per query; all heads share these latents. The multi-head form visits more keys, but needs 320 multiply-adds per
+query, key and head, where the absorbed form needs 1088 (DeepSeek-V3.2). So the multi-head form is faster while a
+sequence has at most a few times top_k keys. For a given model, GPU and number of ranks, the choice depends only on the
+lengths of the sequences.
 
 If each rank has fewer heads than TILE_OF_HEADS (split.py), the ranks split a long prefill by heads in the multi-head
 form and by queries in the absorbed form. A rank computes the same fraction of either form. But the split by heads
 exchanges queries, selections and results (`Communication`). For a layer of V3.2 on 8 GPUs this exchange takes 0.1
-microseconds per token, and the whole absorbed form takes 0.13. So there the absorbed form is always faster.
+microseconds per token, and the whole absorbed form takes at most 0.13. So there the absorbed form is always faster.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 
 # Multiply-adds per microsecond, measured on an H200. MULTI_HEAD: masked multi-head attention. ABSORBED: absorbed
-# attention. EXPANDING: the FP8 products that expand latents to keys and values. ABSORBING: the 16-bit products that
-# absorb the projections.
+# attention. EXPANDING: the FP8 products that expand latents to keys and values. ABSORBING: the 16-bit products by
+# kv_b's matrices in the absorbed form.
 MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
 # Collectives on two H200s with NVLink. LATENCY: duration of a collective with few bytes, in microseconds. BANDWIDTH:
 # bytes that a rank receives per microsecond, including the copies before and after the collective.
@@ -55,9 +56,9 @@ class Communication:
     """The data that ranks exchange in the multi-head form but not in the absorbed form.
 
     processes    the number of ranks
-    token_bytes  bytes of a new token's query latents, selected keys and result. All ranks receive the latents and the
-                 selected keys. One rank receives the partial results of the token. On average a rank receives
-                 (processes - 1) / processes of these bytes per token
+    token_bytes  bytes of a new token's query latents, indices of selected keys, and result. All ranks receive the
+                 latents and the indices. One rank receives the partial results of the token. On average a rank
+                 receives (processes - 1) / processes of these bytes per token
     collectives  the number of collectives in a layer's pass
     """
 
@@ -82,6 +83,7 @@ def multi_head_is_faster(
 
     query_lens     the number of new tokens of each sequence
     key_lens       the number of all tokens of each sequence
+    top_k          the most keys that a query selects
     sizes          the sizes of the layer, with the number of heads of one rank
     communication  the exchange of the multi-head form; None if both forms exchange the same data
     """
@@ -121,7 +123,7 @@ NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 
 
 def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (weight, scales) of kv_b if this pass uses the kernels that read kv_b in FP8, else None.
+    """Return (weight, scales) of kv_b if this decoding pass uses the kernels that read kv_b in FP8, else None.
 
     q [T, heads, nope + rope]: the queries of the pass. The kernels require bf16 queries, a layer that `can_stay_stored`
     accepts, and a GPU that has them. They are used for up to MOST_TOKENS tokens, and in batch-invariant decoding for

@@ -1,4 +1,4 @@
-"""Products in fp32 for inference, and the mode in which results do not depend on the batch (batch-invariant)."""
+"""Products in fp32 for inference, and the mode in which a result does not depend on the batch (batch-invariant)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +14,19 @@ from dsa.reference.autocast import without_autocast
 from dsa.runtime import backends
 from dsa_layers.layers.linear import HALVES
 
-# Use the kernel of `dsa.linear_fp32` for at most this number of results. For more results PyTorch's product is faster,
-# because the kernel reads the whole matrix once per 32 tokens.
+# Outside batch-invariant decoding, use the kernel of `dsa.linear_fp32` for at most this number of results (tokens times
+# rows of the matrix). For more, PyTorch's product is faster, because the kernel reads the matrix once per 32 tokens.
 MOST_RESULTS = 3 * 2**14
 
 
 @without_autocast
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
-    """Return y = x W^T, accumulated in fp32, with the columns from `scaled_from` on multiplied by `scale`.
+    """Return y = x W^T, accumulated in fp32, with y's columns from `scaled_from` on multiplied by `scale`.
 
-    x [..., I], weight [O, I] -> fp32 [..., O], without gradients. On a GPU, tensor cores multiply 16-bit operands of
-    equal dtype; within fp32's range, the product of two 16-bit numbers is exact in fp32. `dsa.linear_fp32` multiplies
-    such operands if the result is small (`_are_few`), and always in batch-invariant decoding passes.
+    x [..., I], weight W [O, I] -> y fp32 [..., O], without gradients. On a GPU, tensor cores multiply 16-bit operands
+    of equal dtype; within fp32's range, the product of two 16-bit numbers is exact in fp32. On all devices,
+    `dsa.linear_fp32` multiplies 16-bit operands of equal dtype in batch-invariant decoding passes, and in other passes
+    if the result is small (`_are_few`).
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES
     if halves and has_any_rows():
@@ -44,7 +45,7 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, s
 
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the kernel of `dsa.linear_fp32` accepts the operands' shapes and strides and is faster than
+    """Return whether the kernel of `dsa.linear_fp32` accepts the operands' shapes and alignment and is faster than
     PyTorch's product. On a GPU without the kernel, return False."""
     if x.dim() != 2 or x.shape[1] % CHANNEL_MULTIPLE:
         return False
@@ -67,7 +68,7 @@ _PASS: ContextVar[str | None] = ContextVar("batch_invariant", default=None)
 def batch_invariant(kind: Literal["decoding", "prompt"] | None) -> Iterator[None]:
     """Make the passes inside the `with` block batch-invariant.
 
-    kind: "decoding" for decoding passes, "prompt" for passes over one prompt, None to disable batch invariance.
+    kind: "decoding" for decoding passes, "prompt" for passes over one prompt. None: the passes are not batch-invariant.
     """
     token = _PASS.set(kind)
     try:
@@ -84,7 +85,7 @@ def is_batch_invariant() -> bool:
 def of_attention() -> dict[str, bool]:
     """Return the keyword arguments that batch invariance adds to a call of an attention op.
 
-    The dict is empty without batch invariance, so a replacement of an op need not accept `enable_batch_invariant`.
+    Without batch invariance the dict is empty. A function that replaces an op then need not accept the argument.
     """
     return {"enable_batch_invariant": True} if is_batch_invariant() else {}
 

@@ -50,7 +50,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     MoE: FusedMoE,
     SwiGLU: FusedSwiGLU,
 }
-# {class: {submodule: its accepted classes}}. If a submodule has another class, `fuse` does not replace the module.
+# {class: {submodule: its accepted classes}}. If a submodule has another class, `fuse` keeps the module's class.
 _PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
     CompressedAttention: {"compressor": (PagedCompressor, type(None))},
     CompressedIndexer: {"compressor": (PagedCompressor,)},
@@ -75,11 +75,11 @@ Module = TypeVar("Module", bound=nn.Module)
 def fuse(module: Module) -> Module:
     """Prepare a model or a layer for inference, in place, and return it.
 
-    `fuse` changes the class of each layer in FUSED. The new class has the same parameters and submodules and is faster;
-    attention then accepts a cache. A fused layer may bypass its submodules, so hooks on linear layers inside it may not
-    run. All parameters then have requires_grad=False. `fuse` also calls `prepare`, which may make weights that multiply
-    the same input views of one tensor.
-    `fuse` does not replace subclasses of the layers, or layers whose submodules have unknown classes.
+    `fuse` changes the class of each module whose class is in FUSED. The new class has the same parameters and
+    submodules and is faster; attention then accepts a cache. A fused layer may bypass its submodules, so hooks on
+    linear layers inside it may not run. All parameters then have requires_grad=False. Unless a parameter is on the meta
+    device, `fuse` also calls `prepare`, which may make weights that multiply the same input views of one tensor.
+    `fuse` keeps the class of subclasses of the layers in FUSED, and of layers with submodules that _PARTS rejects.
     Call `fuse` after the weights are on their device and before a CUDA graph is captured. `load_model`, unless the
     model is trainable, calls `fuse` on the meta device and `prepare` after it has loaded the weights.
     """

@@ -89,7 +89,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]  # (post, comb), the last two result
 class MixedStreams(NamedTuple):
     """Residual streams and their projection.
 
-    streams  X [T, n, D]
+    streams  X [T, n, D]: n streams of D channels
     mix      fp32 [T, (2 + n) n]: the projection of X that the next hyper-connection needs; None if not computed yet
     """
 
@@ -102,8 +102,8 @@ class _FusedMixing(StreamMixing):
 
     `dsa.hyper_mix` reads fn as three bf16 parts, so that it can use tensor cores.
 
-    fn_parts  bf16 [3, ...]: three tensors that sum to fn (`split_in_bf16`). `prepare` computes the parts, also when fn
-              is loaded or moved. After any other change of fn, call `prepare` again
+    fn_parts  bf16 [3, *fn.shape]: three tensors that sum to fn (`split_in_bf16`). `prepare` computes them. The methods
+              that load or move fn call `prepare`; after any other change of fn, call it again
     """
 
     fn_parts: torch.Tensor | None = None
@@ -136,10 +136,10 @@ class _FusedMixing(StreamMixing):
 
 
 def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """Split an fp32 weight into three bf16 tensors, [3, ...].
+    """Split an fp32 weight into three bf16 parts. Return [3, *weight.shape].
 
-    Their sum is exactly the weight for magnitudes from 2^-110 to 3.396e38. Smaller weights may lose low bits. Larger
-    weights become infinite in bf16, so their sum is NaN.
+    The parts' sum is exactly the weight for magnitudes from 2^-110 to 3.396e38. Smaller weights may lose low bits.
+    Larger weights become infinite in bf16, so the sum of their parts is NaN.
     """
     parts, rest = [], weight.detach().float()
     for _ in range(3):
@@ -149,15 +149,16 @@ def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
 
 
 class FusedHyperConnection(_FusedMixing, HyperConnection):
-    """`HyperConnection` for inference. It applies a sublayer to the streams X as follows:
+    """`HyperConnection` for inference. It applies a sublayer to the streams of `mixed`, a `MixedStreams`, as follows:
 
-        x, cast, weights = enter(X, norm, readers)
-        X = leave(sublayer(x, cast), X, weights, following)
+        x, cast, weights = enter(mixed, norm, readers)
+        mixed = leave(sublayer(x, cast), mixed, weights, following)
 
-    `following` is the next hyper-connection, or None. For at least 256 channels the results have the same bits as
-    `collapse`, norm and `expand`. If the readers share an FP8 cast and X is bf16, `enter` calls one op for the
-    collapse, the norm and the cast. If X is bf16 on a GPU, `leave` calls one op for the expansion and the projection of
-    `following`; this op runs one kernel for up to 4 tokens.
+    `readers` are the sublayer's layers that multiply x. `following` is the next hyper-connection, or None. For at least
+    256 channels the results have the same bits as `collapse`, norm and `expand`. If the streams are bf16 and the
+    readers' cast can be fused (`norm_cast_scaling`), `enter` calls one op for the collapse, the norm and the cast. If
+    the streams are bf16 on a GPU and `following` has an fp32 fn, `leave` calls one op for the expansion and the
+    projection of `following`; this op runs one kernel for up to 4 tokens.
     """
 
     def enter(
@@ -165,7 +166,7 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
     ) -> tuple[torch.Tensor, Cast | None, Weights]:
         """Return (x, cast, (post, comb)).
 
-        x     norm(collapse(X)), [T, D]
+        x     norm(collapse(mixed.streams)), [T, D]
         cast  x in FP8 with scales, for the layers `readers`; None as in `norm_and_cast`
         """
         x, mix = mixed
@@ -183,7 +184,11 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
     def leave(
         self, y: torch.Tensor, mixed: MixedStreams, weights: Weights, following: "FusedHyperConnection | None"
     ) -> MixedStreams:
-        """Return the new streams. y [T, D]: the output of the sublayer."""
+        """Return the new streams, with the projection of `following` if one op computes both.
+
+        y        [T, D]: the output of the sublayer
+        weights  (post, comb), which `enter` returned
+        """
         parts = None if following is None else following.parts_for(mixed.streams)
         if parts is None:
             return MixedStreams(self.expand(y, mixed.streams, *weights), None)
@@ -198,7 +203,7 @@ class FusedHyperBlock(HyperDecoderBlock):
     """`HyperDecoderBlock` with a `PagedCompressedAttention` and a `FusedMoE`.
 
     following  a tuple with the first hyper-connection of the next block, or (). In a tuple, the hyper-connection is not
-               registered as a submodule. With `following`, the block returns `MixedStreams`, which the next block reads
+               registered as a submodule. If it is not (), the block returns `MixedStreams`, which the next block reads
     ranks, is_first, is_last  see `FusedDecoderBlock`
     """
 

@@ -28,7 +28,7 @@ class FusedSwiGLU(SwiGLU):
 
     cast       x in FP8 with scales, for `joint_layers` (`norm_and_cast`)
     placement  the placement of the rows of x, cast, residual and the result, if the layer is split over ranks
-    part       if this is a shared expert with all channels: a copy with this rank's channels (`rank_part`)
+    part       if this is a shared expert of a model on several ranks: a copy with this rank's channels (`rank_part`)
     part_of_ranks  the ranks that have such copies
     """
 
@@ -51,7 +51,7 @@ class FusedSwiGLU(SwiGLU):
         return y if residual is None else residual + y
 
     def product(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
-        """Return y for all rows of x. If `cast` is not None, return y for its rows, and use only the dtype of x."""
+        """Return y for the rows of x. If `cast` is not None, return y for the rows of `cast`, in the dtype of x."""
         gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
@@ -113,8 +113,8 @@ class FusedMoE(MoE):
     ) -> torch.Tensor:
         """Compute `forward` for sharded x.
 
-        The routed experts need all rows. The ranks exchange these rows while the router runs, in FP8 if `cast` is not
-        None.
+        The routed experts need all rows. The ranks exchange the rows of `cast`, or of x if it is None, while the router
+        runs.
         """
         gathering = placement.start_all_gather(*((x,) if cast is None else cast))
         choosing = placement.start_all_gather(
@@ -131,7 +131,7 @@ class FusedMoE(MoE):
         return total(shared, residual)
 
     def _outputs(self, x: torch.Tensor, cast: Cast | None, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """Return what `Experts.outputs` returns. cast: rows in FP8 with scales, which FP8 experts read instead of x."""
+        """Return the same as `Experts.outputs`. FP8 experts read `cast`, rows in FP8 with scales, if it is not None."""
         if cast is None or not self.experts.fp8:
             return self.experts.outputs(x, by_expert, top_k)
         order, _, ends = by_expert
@@ -145,7 +145,8 @@ Router = GroupedSigmoidRouter | SqrtSoftplusRouter
 
 
 def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (experts, weights), as `forward` of the router does."""
+    """Return (experts, weights), as `forward` of the router does. tokens: the token ids of x's rows, for a router that
+    chooses experts by the token id; else None."""
     logits = fp32_product(x, gate.weight)
     table = _table(gate)
     if table is None:
@@ -180,13 +181,13 @@ def _bias(gate: Router) -> torch.Tensor:
 
 
 def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the op `op` accepts these operands and is faster than separate ops. On a GPU without its kernel,
-    return False."""
+    """Return whether the op named `op` accepts these operands and is faster than separate ops. On a GPU without the
+    op's kernel, return False."""
     if has_any_rows():  # `op` sums logits in another order than `fp32_product`, which larger batches use
         return False
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return False
-    # For more tokens PyTorch's product with the router's matrix is faster.
+    # For more than MAX_TOKENS tokens, PyTorch's product with the router's matrix is faster.
     few = len(x) <= MAX_TOKENS and len(weight) <= MAX_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
     if not few or not has_aligned_rows(x) or not has_aligned_rows(weight):
         return False

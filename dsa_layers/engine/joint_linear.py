@@ -28,8 +28,8 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
 
     If all layers are FP8 layers with equal use_ue8m0, they share a cast of x. If their weights are adjacent (`join`),
     they also share one product, which gives the same bits as separate products. If all layers are `FP32Linear`s with
-    adjacent weights of one dtype and only the last has a scale other than 1, they share one product, which may add in
-    another order than separate products. Otherwise each layer computes a separate product.
+    adjacent weights of one dtype, and all but the last have scale 1, they share one product, which may add in another
+    order than separate products. Otherwise each layer computes a separate product.
     """
     if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
@@ -55,9 +55,9 @@ def multiply_as_one(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, 
 
 
 def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placement: Placement) -> torch.Tensor:
-    """Gather the rows of x, or of the cast of x, from all ranks and return y [T, O] for all rows.
+    """Gather the rows of `cast`, or of x if `cast` is None, from all ranks. Return the layer's y [T, O] for all rows.
 
-    placement: the placement of the rows of x and its cast.
+    placement: the placement of the rows of x and of `cast`, which is x in FP8 with scales.
     """
     if cast is None:
         (x,) = placement.all_gather(x)
@@ -75,9 +75,9 @@ def norm_and_cast(
 ) -> tuple[torch.Tensor, torch.Tensor, Cast | None]:
     """Return (h, y, cast): h = residual + x, or h = x without a residual; y = norm(h); cast = y in FP8 with scales.
 
-    x, residual: [T, D]. The cast is None if the layers share no cast, or no kernel computes it (`norm_cast_scaling`).
-    If there is a cast, one GPU kernel computes h, y and the cast. For D of at least 256, the results have the same bits
-    as those of three separate ops (`dsa.rms_norm_cast_to_fp8`).
+    x, residual: [T, D]. layers: the layers that multiply y. The cast is None if they share no cast, or no kernel can
+    fuse it with the norm (`norm_cast_scaling`). If there is a cast, one kernel computes h, y and the cast on a GPU. For
+    D of at least 256, the results have the same bits as those of separate ops (`dsa.rms_norm_cast_to_fp8`).
     """
     use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], layers)
     if use_ue8m0 is None:
@@ -99,10 +99,10 @@ def norm_cast_scaling(norm: nn.Module, channels: int, layers: Sequence[nn.Module
 def join(model: nn.Module) -> None:
     """Make the weights of layers that multiply the same input adjacent in memory.
 
-    These are the layers in each module's `joint_layers()` and `joint_fp32_layers()`, if `join_layers` can join them.
-    Their weights become views of one tensor, and so do their FP8 scales; nothing else changes. After `.to()` the
-    weights may no longer be adjacent; then each layer computes a separate product. Call `join` after the weights are
-    loaded and before a CUDA graph is captured.
+    Each module's `joint_layers()` and `joint_fp32_layers()` are such groups of layers. If `join_layers` can join a
+    group, its weights become views of one tensor, and its FP8 scales views of another; nothing else changes. After
+    `.to()` the weights may no longer be adjacent; then each layer computes a separate product. Call `join` after the
+    weights are loaded and before a CUDA graph is captured.
     """
     # A submodule may list a subset of its parent's layers. `modules` yields the parent first, so the larger group is
     # joined first.
@@ -125,7 +125,7 @@ def join_layers(layers: Sequence[Layer]) -> None:
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
     """Return whether one product can compute all layers if their weights are adjacent: all are FP8 layers with equal
-    use_ue8m0, or all are `FP32Linear`s of one dtype and only the last has a scale other than 1."""
+    use_ue8m0, or all are `FP32Linear`s of one dtype and all but the last have scale 1."""
     first = layers[0]
     if any(type(layer) is not type(first) for layer in layers):
         return False
@@ -148,7 +148,8 @@ def _parameters(layers: Sequence[Layer]) -> list[list[torch.Tensor]]:
 
 
 def _whole(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
-    """Return the joined weight and, for FP8 layers, the joined scales; None if the parameters are not adjacent."""
+    """Return the joined weight and, for FP8 layers, the joined scales. Return None if these are not adjacent in
+    memory, or if an FP8 block would belong to two layers."""
     whole = tuple(map(_side_by_side, _parameters(layers))) if _blocks_fit(layers) else (None,)
     return None if any(part is None for part in whole) else whole
 
@@ -168,7 +169,11 @@ def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch) -> torch.Tensor:
-    """Return then(grouped(x).flatten(1)), [T, outputs of `then`]. x: [T, groups, I]."""
+    """Return then(grouped(x).flatten(1)), [T, outputs of `then`].
+
+    x      [T, groups, I], with I channels per group
+    batch  the batch of the pass, which caches the row permutations between the orders by token and by group
+    """
     layer = grouped.matrices
     if not isinstance(layer, BlockFP8Linear):
         return then(grouped(x).flatten(1))
@@ -182,7 +187,7 @@ def grouped_products_of_cast(
 ) -> torch.Tensor:
     """Return `grouped_products` in `dtype` for an x that is already in FP8.
 
-    activations: x in FP8 [groups * T, I] with scales; the rows of a group are adjacent.
+    activations: x in FP8, [groups * T, I] with scales; the T rows of a group are adjacent.
     """
     layer, groups = grouped.matrices, grouped.groups
     tokens = len(activations[0]) // groups

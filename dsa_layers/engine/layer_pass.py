@@ -1,4 +1,4 @@
-"""The inputs of a fused layer in a pass, except x: tokens, rope angles, cache, and the placement of rows."""
+"""The inputs of a fused layer in a pass, except x: tokens, rope angles, cache, placement of rows; and their check."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,8 @@ class EntryPass(LayerPass):
 
 
 def check_inference(x: torch.Tensor, batch: TokenBatch, cache: object, kind: type) -> None:
-    """Check the arguments of a fused layer's pass. kind: the class of the layer's cache."""
+    """Raise ValueError if gradients are enabled and x requires them, or if `cache` is None and a sequence has earlier
+    tokens. Raise TypeError if `cache` is neither None nor of the class `kind`."""
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "

@@ -26,15 +26,15 @@ from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 MOST_CHANNELS = 256  # the most channels of a head that `dsa.mha_varlen_fwd` supports on a GPU
-# A sparse prefill first converts the latents in FP8 pages to 16 bits, if the 16-bit latents take at most MOST_READ
-# bytes (174762 keys of V3.2; twice as many with few heads, see `most_read`). Otherwise attention reads the FP8 pages
-# directly. Measured with 64 heads: the prefill with conversion takes 0.83 times as long as the prefill without it for
-# 131072 keys, and 1.29 times for 262144 keys.
+# In the absorbed form, a sparse prefill first converts the keys in FP8 pages to 16 bits, if the 16-bit keys take at
+# most MOST_READ bytes (174762 keys of V3.2; twice as many with few heads, see `most_read`). Otherwise attention reads
+# the FP8 pages directly. Measured with 64 heads: the prefill with conversion takes 0.83 times as long as the prefill
+# without it for 131072 keys, and 1.29 times for 262144 keys.
 MOST_READ = 192 << 20
 
 
 def most_read(heads: int) -> int:
-    """Return the limit on the bytes of the 16-bit latents for this number of heads.
+    """Return the limit on the bytes of the 16-bit keys for this number of heads.
 
     With few heads the limit is twice as large, because the 16-bit kernel then shares keys between neighbouring queries.
     The factor 2 is not measured directly. It is computed from measured parts (docs/explanation/kernels.md, "Sparse MLA,
@@ -64,15 +64,14 @@ class AttentionPass(LayerPass):
 
 
 class Latents(NamedTuple):
-    """Projections of x. If the rows are sharded, the latents of the queries have this rank's rows; keys and index keys
-    have all rows.
+    """Projections of x. If the rows are sharded, `keys` and `index_keys` have all rows, the others this rank's rows.
 
-    queries        [T, q_lora_rank]: latents of the queries
+    queries        [T, q_lora_rank]: latents of the queries, after the norm
     unnormed       `queries` before the norm
     cast           `queries` in FP8 with scales, for FP8 layers; else None
     keys           [T, latent + rope]: latents and rope channels of the keys, before the norm
     index_keys     wk(x) of the lightning indexer; None if the indexer computes wk(x) itself or need not run
-    index_weights  `head_weights` of the indexer; None unless the index keys are already in the cache
+    index_weights  `head_weights` of the indexer if `_latents` has also written the index keys to the cache; else None
     """
 
     queries: torch.Tensor
@@ -88,12 +87,13 @@ class PagedAttention(DSAAttention):
 
     A pass is sparse if its queries attend to selected keys only, else dense. A dense prefill uses the multi-head form,
     with keys and values per head. A sparse prefill uses the multi-head form if a kernel supports it and it is faster
-    (attention_form.py). In that case one bit per query and key marks the selected keys, and a NaN in a value can reach
-    queries of the sequence that did not select its key. Other sparse prefills and decoding use the absorbed form, in
-    which all heads attend to the latents.
+    (attention_form.py). In that case one bit per query and key marks the selected keys, and a NaN in a key's value can
+    reach queries of the sequence that did not select the key. Other sparse prefills and decoding use the absorbed form,
+    in which all heads attend to the latents.
 
     forward(x, cos, sin, batch, cache=None, selected=None, cast=None) -> ([T, hidden], `Selected`), without gradients.
 
+    batch     the new tokens of all ranks. Without a cache, no sequence may have earlier tokens
     selected  the `Selected` that the previous layer returned, for a layer without an indexer
     cast      x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
 
@@ -102,7 +102,7 @@ class PagedAttention(DSAAttention):
 
     ranks          the ranks that compute the layer. With several ranks, x and the result are this rank's local rows
                    (`placement_of`)
-    part           a copy of this layer with this rank's heads (`rank_part`), if this layer has all heads
+    part           a copy of this layer with this rank's heads (`rank_part`), if this layer has the heads of all ranks
     part_of_ranks  the ranks that have such copies
 
     A rank computes some heads for all rows, and the ranks sum the results. If this layer has a `part` and each rank has
@@ -155,9 +155,9 @@ class PagedAttention(DSAAttention):
         if self.indexer is None:
             step.sparse = selected.topk_indices is not None
         else:
-            # Decoding with FP8 pages, and with latents of other sizes than 512 and 64 on GPUs, supports only sparse
-            # attention. Batch-invariant decoding is always sparse too, so that the choice does not depend on the
-            # lengths of other sequences.
+            # Decoding supports only sparse attention with FP8 pages, and in GPU kernels with keys of other sizes than
+            # 512 latent and 64 rope channels. Batch-invariant decoding is always sparse too, so that the choice does
+            # not depend on the lengths of other sequences.
             always = step.decode and (cache.latent_is_fp8 or is_batch_invariant() or self._lacks_dense_decode(x))
             step.sparse = always or batch.max_key_len > self.indexer.top_k
         step.multi_head = not step.decode and (not step.sparse or self._takes_multi_head_form(x, step, selected))
@@ -219,16 +219,16 @@ class PagedAttention(DSAAttention):
     def _latents(self, x: torch.Tensor, cast: Cast | None, step: AttentionPass) -> Latents:
         """Return the projections of x.
 
-        This method gathers the keys' latents from all ranks; `_project_queries` gathers the queries' latents.
+        This method gathers `keys` and `index_keys` from all ranks; `_project_queries` gathers the queries' latents.
         """
         indexes = (step.sparse or step.cache is not None) and isinstance(self.indexer, PagedIndexer)
         weights = None
-        # Launch the indexer's kernels on the second stream now, while the first stream runs small kernels. Later the
-        # product that computes the queries occupies all SMs. `_run` launches the selection on the second stream after
-        # these kernels and joins it, so this `join` waits for them too.
+        # Launch the kernels for the indexer's weights and keys on the second stream now, while the first stream runs
+        # small kernels. Later the product that computes the queries occupies all SMs. `_run` launches the selection
+        # on the second stream after these kernels, so `side.join()` in `_run` waits for them too.
         early = indexes and step.decode and step.sparse
         if early:
-            _ = step.batch.slots  # compute `slots` before the fork, because both streams read it
+            _ = step.batch.slots  # compute `slots` before the second stream begins, because both streams read it
             with side_stream(x):
                 weights = self.indexer.head_weights(x)
         layers = self.joint_layers() if indexes else self.joint_layers()[-2:]
@@ -237,7 +237,7 @@ class PagedAttention(DSAAttention):
             with side_stream(x, *keys):
                 self.indexer.write(*keys, step)
         readers = (self.q_b_proj, self.indexer.wq_b) if indexes and step.sparse else (self.q_b_proj,)
-        if self.gate == "queries":  # q_b_proj reads the unnormed latents, too
+        if self.gate == "queries":  # q_b_proj also reads the unnormed latents, so it cannot use the cast
             readers = readers[1:]
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
         kv, *keys = step.placement.all_gather(kv, *keys)
@@ -299,8 +299,8 @@ class PagedAttention(DSAAttention):
         attention reads packed keys, and the pages are FP8 or have kv's dtype. Otherwise return None.
         """
         batch, cache, norm = step.batch, step.cache, self.kv_a_layernorm
-        # If all keys are new, the op also writes the stored values to `out`, so that the pages need not be read back.
-        # The op cannot do so if the pages have another float dtype than kv.
+        # If all keys are new, `write_mla_cache` also writes the stored values to `out`, so that the pages need not be
+        # read back. It cannot do so if the pages have another float dtype than kv.
         as_stored = cache.latent_is_fp8 or cache.latent.dtype == kv.dtype
         keep = not step.in_pages and as_stored and batch.query_lens == batch.key_lens
         pages = cache.latent, batch.slots
@@ -316,12 +316,12 @@ class PagedAttention(DSAAttention):
         return not self._has_latent_kernels() and backends.runs_kernel("flash_mla_with_kvcache", x)
 
     def _has_latent_kernels(self) -> bool:
-        """Return whether all latent kernels support the layer's sizes, which are those of FP8 pages. For other sizes
-        there are only kernels of sparse attention."""
+        """Return whether a key has 512 latent and 64 rope channels, as in FP8 pages. For other sizes, sparse attention
+        may have a kernel, but dense decoding and `dsa.write_mla_cache` have none."""
         return self.kv_lora_rank == HEAD_DIM_V and self.rope_dim == HEAD_DIM - HEAD_DIM_V
 
     def _stay_in_pages(self, x: torch.Tensor, step: AttentionPass) -> bool:
-        """Return whether a sparse prefill reads keys directly from the pages.
+        """Return whether a sparse prefill in the absorbed form reads keys directly from the pages.
 
         It does so if the pages have x's dtype, or if they are FP8 and all keys in x's dtype would take more than
         `most_read` bytes.
@@ -459,8 +459,8 @@ class PagedAttention(DSAAttention):
         return self._apply_sinks(out, lse.transpose(0, 1))
 
     def _apply_sinks(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Add the sinks to the denominator of a softmax with the result out [T, heads, ...] and the log-sum-exp lse
-        [T, heads]."""
+        """Return attention's result with the sinks in the softmax's denominator. out [T, heads, ...], lse [T, heads]:
+        the result and the log-sum-exp without sinks."""
         if self.sinks is None:
             return out
         return (out * (lse - self.sinks).sigmoid()[..., None]).to(out.dtype)

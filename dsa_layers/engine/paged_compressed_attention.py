@@ -23,8 +23,8 @@ from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-# The kernels that fuse rope with the norm or the cast support heads of at most MOST_CHANNELS channels, a multiple of
-# VECTOR.
+# The kernels that fuse rope with the norm or the cast support heads of at most MOST_CHANNELS channels. The channels and
+# the rope channels must be multiples of VECTOR.
 MOST_CHANNELS, VECTOR = 512, 8
 FEW_HEADS = 32  # for at most FEW_HEADS heads, a prefill uses another kernel, which cannot cast its results to FP8
 
@@ -41,9 +41,9 @@ class QueryLatents(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """Projections of x.
+    """Projections of x. If the rows are sharded, `latents` and `index_weights` have this rank's rows, the others all.
 
-    latents        latents of the queries, for this rank's rows
+    latents        latents of the queries
     keys           [T, dim]: keys of the tokens, before the norm
     entries        `Products` of the compressor; None without a compressor
     index_entries  `Products` of the lightning indexer's compressor; None if the indexer computes them itself or the
@@ -67,8 +67,10 @@ class PagedCompressedAttention(CompressedAttention):
 
     forward(x, rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden], without gradients.
 
-    rope  cos and sin; pass a `RopeAngles` if several layers rotate by the same angles
-    cast  x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
+    rope        cos and sin; pass a `RopeAngles` if several layers rotate by the same angles
+    entry_rope  cos and sin for the entries that the new tokens may complete; None without a compressor
+    batch       the new tokens of all ranks. Without a cache, no sequence may have earlier tokens
+    cast        x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
 
     ranks, part, part_of_ranks  see `PagedAttention`. With several ranks, each rank computes its heads for all rows. But
                                 if `part` is not None and the rows are sharded, each rank instead computes all
@@ -108,7 +110,8 @@ class PagedCompressedAttention(CompressedAttention):
         return self.wq_a, self.wkv
 
     def joint_fp32_layers(self) -> tuple[FP32Linear, ...]:
-        """Return the fp32 layers of both compressors, which multiply x in one product; () without both compressors.
+        """Return the fp32 layers of the compressor and of the indexer's compressor, which multiply x in one product.
+        Return () if there is no `PagedCompressor` or no `PagedCompressedIndexer`.
 
         They include the indexer's `weights_proj` only if the indexer's n_heads is a multiple of 4. Otherwise the rows
         of the results would not begin at multiples of 16 bytes, as the compressors' kernels require.
@@ -132,7 +135,7 @@ class PagedCompressedAttention(CompressedAttention):
         return self._prefill(q, keys, *entries, step)
 
     def _selects(self, batch: TokenBatch) -> bool:
-        """Return whether the layer has an indexer and some sequence has more than top_k entries."""
+        """Return whether the layer has an indexer and some sequence may have more than top_k entries."""
         return self.indexer is not None and self.selectable(batch).max_key_len > self.indexer.top_k
 
     @property
@@ -265,7 +268,7 @@ class PagedCompressedAttention(CompressedAttention):
         """Return whether a prefill's attention casts its results to FP8 for wo_a.
 
         It does so if wo_a has FP8 weights, a head has the 512 channels (64 of them with rope) that the fused kernel
-        supports, and there are more than FEW_HEADS heads. For fewer heads, attention uses a kernel that cannot cast.
+        supports, and there are more than FEW_HEADS heads. For at most FEW_HEADS, the kernel cannot cast.
         """
         takes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
         return takes and type(self.wo_a.matrices) is BlockFP8Linear
@@ -316,8 +319,9 @@ class PagedCompressedAttention(CompressedAttention):
         """Return (entries, rows), or (None, None) without a compressor.
 
         entries  [N, dim]: all compressed entries of all sequences, packed
-        rows     int32 [T, K]: for each of `step.queries`, the rows of `entries` to which it attends. They come first;
-                 their number is min(K, entries that the query may see), and attention ignores the other columns
+        rows     int32 [T, K]: for each of `step.queries`, the rows of `entries` to which it attends. K is top_k if the
+                 indexer selects, else the most entries of a sequence. Attention reads only a query's first columns, as
+                 many as entries that it may see, but at most K
 
         If there is a cache, also write the new entries and index entries to it.
         """
@@ -393,7 +397,7 @@ class PagedCompressedAttention(CompressedAttention):
 def _check_entries(name: str, entries: EntryCache | None, ratio: int, batch: TokenBatch) -> None:
     """Raise ValueError unless the cache has `entries` and their page size matches the page size of the batch.
 
-    ratio: tokens per entry.
+    name: the cache's attribute, for the message. ratio: tokens per entry.
     """
     if entries is None:
         raise ValueError(f"cache: must have {name} where the layer compresses tokens, got None")

@@ -31,7 +31,7 @@ class PagedSelection(KeySelection):
         step: LayerPass,
         placement: Placement,
     ) -> torch.Tensor:
-        """Return int32 [T, top_k]: the selected keys for the local rows of `placement`.
+        """Return int32 [T, top_k]: the selected keys for the local rows of `placement`, padded with -1.
 
         The result has positions in the sequence, or cache slots if `step.in_pages`.
 
@@ -67,7 +67,7 @@ class PagedSelection(KeySelection):
         raise NotImplementedError
 
     def make_keys(self, projected: Any, step: LayerPass, dtype: torch.dtype) -> torch.Tensor:
-        """Return all keys of a pass without a cache, in `dtype` and not quantised."""
+        """Return all keys of a pass without a cache, in `dtype` and not quantised. projected: as in `pick`."""
         raise NotImplementedError
 
     def _all_keys(self, projected: Any, step: LayerPass, dtype: torch.dtype) -> Keys:
@@ -141,7 +141,7 @@ class PagedIndexer(PagedSelection, LightningIndexer):
         return self.keys(projected, step.angles)
 
 
-Products = tuple[torch.Tensor, torch.Tensor]  # (wkv(x), wgate(x)) of a compressor, both fp32 [T, c]
+Products = tuple[torch.Tensor, torch.Tensor]  # (wkv(x), wgate(x)) of a compressor, both fp32 [T, channels]
 
 
 class PagedCompressor(Compressor):

@@ -13,7 +13,7 @@ class SideStream:
     """The value that `side_stream` yields.
 
     stream  the second stream; None if all launches are on one stream
-    reads   the tensors to which `side_stream` holds references
+    reads   the tensors that this object keeps alive until `join`
     """
 
     stream: torch.cuda.Stream | None = None
@@ -35,8 +35,8 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
     same time. If several blocks are not joined yet, `join` of the last one waits for all. Without a graph, a second
     stream would only add host overhead.
 
-    reads: the tensors that the block reads and that the caller may drop before `join`. `side_stream` holds references
-    to them until `join`, so that their memory is not reused. The first tensor determines the device.
+    reads: the tensors that the block reads and that the caller may drop before `join`. The yielded value holds
+    references to them until `join`, so that their memory is not reused. The first tensor determines the device.
 
     Until `join`, the two streams must not write a tensor that the other stream reads or writes. If both streams read
     a `cached_property` of the batch, compute the property before the block. Memory that the block allocates belongs to

@@ -1,7 +1,8 @@
 """Tensor parallelism: conversion of a whole model on the meta device to the part of one rank.
 
 `split` cuts a sharded parameter into equal parts, one per rank; rank r has part r. A linear layer that is cut along
-dimension 1 follows layers that are cut along dimension 0, and returns a partial sum of the result.
+dimension 1 follows layers that are cut along dimension 0, and returns a partial sum of the result. `split` does not cut
+replicated layers (`ShardingPlan`). After the weights are loaded, `make_parts` gives each a copy with the rank's part.
 """
 
 import copy
@@ -28,8 +29,9 @@ from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 # The largest tile of the sparse attention kernels has 64 heads. Fewer heads save little, because a query gathers its
-# keys once for all heads: 16 heads take two thirds of the time of 64. So ranks that would have fewer than TILE_OF_HEADS
-# heads each split the queries of long prefills instead of the heads (`planned_layers`).
+# keys once for all heads: 16 heads take two thirds of the time of 64. So if each rank would have fewer than
+# TILE_OF_HEADS heads, the ranks split the queries of long prefills instead of the heads, except in the multi-head form
+# (`ShardingPlan.replicated`).
 TILE_OF_HEADS = 64
 SCALES = "_scale_inv"  # the end of the names of FP8 weights' scales
 
@@ -109,7 +111,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
 
     blocks: see `cuts_of`.
 
-    Attention and MLPs compute partial sums and add them over the ranks (`Placement`), and the head joins the ranks'
+    The embedding, attention and MLPs compute partial sums and add them over the ranks, and the head joins the ranks'
     columns of logits. `split` does not cut replicated layers. Activations between layers, and selected keys, have the
     same bits on all ranks that hold them.
     Raise DoesNotDivide (a ValueError) and leave the model unchanged if the model cannot be cut evenly.
@@ -148,8 +150,9 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
 
 
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
-    """Return {parameter's name: its cut} for a whole model.
+    """Return {parameter's name: its cut} for the parameters of a whole model that `split` cuts.
 
+    ranks: the number of ranks.
     blocks: whether the checkpoint stores projections in FP8. Then no 128 x 128 block may be cut, as it has one scale.
     Raise DoesNotDivide if the model, including the parts of replicated layers, cannot be cut evenly.
     """
@@ -225,7 +228,7 @@ def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
     """Return a copy of the layer with one rank's part of the parameters. The copy computes a partial sum.
 
     The parameters are views of the layer's parameters. Exception: if `join_layers` makes cut FP8 weights adjacent for
-    one product, these weights are copies.
+    one product, these weights and their scales are copies.
     """
     part, plan = copy.copy(layer), plan_of(layer)
     part._modules, part._parameters = dict(layer._modules), dict(layer._parameters)

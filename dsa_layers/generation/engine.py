@@ -43,11 +43,12 @@ class Scheduler:
     options    fields of `EngineOptions`
 
     Sequences start in the order of their requests. A sequence starts if fewer than max_sequences run and the cache has
-    room for its prompt and all its new tokens, so no sequence is ever evicted. Passes over chunks of prompts (prefill)
-    alternate with passes that extend all sequences whose prompts are computed (decode).
+    room for its prompt and all its new tokens, so no sequence is ever evicted. With prefix_cache it may also wait for
+    pages to share. Passes over chunks of prompts (prefill) alternate with passes that extend all sequences whose
+    prompts are computed (decode).
 
     Any thread may call the methods at any time. Passes run one at a time. If a pass raises an exception, the requests
-    that it computes end. `step` raises the exception, and the streams of these requests raise it too.
+    that the pass computes end. `step` raises the exception, and the streams of these requests raise it too.
 
     If a model is split over ranks (load_model's mesh), one thread of each rank must make the same calls in the same
     order, and must close streams instead of dropping them. Requests that differ between ranks are refused. Rank 0
@@ -84,13 +85,13 @@ class Scheduler:
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._numbers = 0
-        # The first waiting sequence, if it could not start. None again after memory is released, or after a prefill
+        # The first waiting sequence, if it could not start. Reset to None after memory is released, or after a prefill
         # pass, which may have computed pages that the sequence can share.
         self._blocked: RunningSequence | None = None
         self._extends_next = False
-        # Held to add, end and release requests, and to add and take their events. The lock is free during a pass, so
-        # that `add_request` and `abort` do not wait for the pass. While a pass runs, only its thread removes sequences
-        # from `_waiting` and `_running`.
+        # A thread holds this lock to add, end and release requests, and to add and take their events. The lock is free
+        # during a pass, so that `add_request` and `abort` do not wait for the pass. While a pass runs, only its thread
+        # removes sequences from `_waiting` and `_running`.
         self._changed = threading.Condition()
         self._worker: int | None = None  # the identifier of the thread that runs a pass
 
@@ -117,8 +118,8 @@ class Scheduler:
         return self._submit(checked).number
 
     def abort(self, request: int) -> None:
-        """End a request, and drop its events that no stream has returned. It has no further events, not even one with a
-        finish_reason. The engine frees its memory as soon as no pass is running. An ended or unknown request is no
+        """End a request, and drop its events that no stream has returned. The request has no further events, not even
+        one with a finish_reason. Its memory is freed as soon as no pass is running. An ended or unknown request is no
         error."""
         with self._changed:
             if request in self._requests:
@@ -128,7 +129,7 @@ class Scheduler:
                 self._release_ended()
 
     def step(self) -> list[TokenEvent]:
-        """Run a pass and return its events, in the order in which the sequences started; [] if nothing is unfinished.
+        """Run a pass and return its events, in the order in which sequences started; [] if no request is unfinished.
 
         If the largest logit of a sequence is NaN or infinite, the sequence ends with finish_reason "error", and the
         other sequences continue.

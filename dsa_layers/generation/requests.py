@@ -1,4 +1,4 @@
-"""Requests and their results: prompts, running sequences, token events, completions, and throughput."""
+"""Requests, their sequences and their results; checks of prompts and stop strings; and throughput."""
 
 from collections import deque
 from collections.abc import Sequence, Set
@@ -28,8 +28,8 @@ class Logprob(NamedTuple):
 class TokenEvent:
     """One new token of one sequence.
 
-    sequence       the number of the sequence. In a `Generator`, numbers start at 0 in each call, and a prompt has n
-                   consecutive numbers. An `Engine` numbers the sequences of all requests
+    sequence       the number of the sequence. In a `Generator`, numbers start at 0 in each call, and a prompt has
+                   SamplingParams.n consecutive numbers. An `Engine` numbers the sequences of all requests
     token          the token id; None if finish_reason is "error"
     text           text that has become complete with this token. It may be empty, because the text of the last tokens
                    may be held back. The texts of all events, joined, are the text of the sequence
@@ -49,13 +49,14 @@ class TokenEvent:
 
 @dataclass
 class Completion:
-    """A finished sequence.
+    """The result of a sequence.
 
     prompt_tokens  the number of tokens of the prompt
     tokens         the new tokens, including the end-of-sequence token if it ended the sequence
     text           the text of the new tokens
-    finish_reason  "eos", "stop" (a stop string), "length" (max_tokens or the model's context), or "error" if the
-                   largest logit was NaN or infinite. With "error", tokens and text end before the error
+    finish_reason  "eos" (an end-of-sequence token), "stop" (a stop string), "length" (max_tokens or the model's
+                   context), or "error" if the largest logit was NaN or infinite; None before the sequence ends. With
+                   "error", tokens and text end before the error
     error          the message, if finish_reason is "error"
     prompt         the index of the prompt in the call
     logprobs       `TokenEvent.logprobs` of each token, if SamplingParams.logprobs is set
@@ -168,10 +169,11 @@ def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None
 
 
 class StopStrings:
-    """Convert tokens to text, up to the first stop string. The last characters may be the beginning of a stop
-    string. They are held back until later text decides this.
+    """Convert tokens to text, up to the first stop string. The last characters may be the beginning of a stop string.
+    They are held back until more text follows, or until the last token.
 
     decoder  the decoder of a tokenizer; None without a tokenizer: the text is then empty
+    stop     the stop strings
     """
 
     def __init__(self, decoder: StreamDecoder | None, stop: Sequence[str]) -> None:
@@ -198,7 +200,7 @@ class StopStrings:
 
 @dataclass(eq=False)
 class Request:
-    """The sequences that one call has added to an engine.
+    """The `sequences` that one call has added to an engine.
 
     number  the number of the request, different from those of all other requests. In an `Engine` it is also the number
             of the first sequence, and the other sequences have the numbers that follow
@@ -212,7 +214,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return all(s.ended for s in reversed(self.sequences))  # later sequences usually end last
+        return all(s.ended for s in reversed(self.sequences))  # first the sequence that usually ends last
 
     @property
     def needs_pass(self) -> bool:
@@ -226,12 +228,13 @@ class Request:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A sequence of a request.
+    """A sequence of the request `request`.
 
     index       the number of the sequence: `TokenEvent.sequence`
     name        the name of the prompt in errors
     prompt      the index of the prompt in the request
     tokens      the tokens of the prompt, followed by the generated tokens
+    params      the sampling parameters
     limit       the largest number of tokens, including the prompt
     text        the converter from generated tokens to text
     eos         the tokens that end the sequence
@@ -240,7 +243,7 @@ class RunningSequence:
     pages       the cache pages of the sequence. The first `shared` pages may be shared with other sequences
     state_slot  the state slot of the sequence in the cache
     cached      the number of tokens that are in the cache
-    stops       numbers of prompt tokens: a pass that reaches one of them must end there
+    stops       values of `cached` at which a prefill pass must end, so that the state can be copied
     ended       whether the sequence has no further events. Its memory is then released before the next pass
     """
 
@@ -273,7 +276,7 @@ class RunningSequence:
         """Add the next tokens to the sequence, up to its end, and return their events.
 
         tokens    the next tokens. The last one is None if no token could be chosen
-        logprobs  the log-probabilities of each token, or an empty list
+        logprobs  the log-probabilities of each token except None, or an empty list
         """
         events = []
         for token, own in zip_longest(tokens, logprobs):

@@ -1,8 +1,9 @@
 """Choose the next tokens of sequences from logits.
 
-Tokens are sampled on the device of the logits. Probabilities are scaled and rounded down to integers; the largest one
-is 2^45 for a vocabulary of 129280. Sums of integers are exact in any order, so on one device a row's token does not
-depend on the other rows. Another device may round an exponential differently, which almost never changes a token.
+Tokens are sampled on the device of the logits. The probabilities of a row are scaled and rounded down to integers; the
+largest integer is 2^45 for a vocabulary of 129280. Sums of integers are exact in any order, so on one device a row's
+token does not depend on the other rows. Another device may round an exponential differently, which almost never changes
+a token.
 """
 
 import random
@@ -72,7 +73,7 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[Runni
 
 
 def draw(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B, 1]: a token for each row, sampled from its logits.
+    """Return int64 [B, 1]: a token for each of B rows, sampled from the row's logits.
 
     logits       fp32 [B, vocab_size]
     largest      fp32 [B, 1]: the maximum of each row. If it is not finite, the row's token is undefined
@@ -119,15 +120,16 @@ def draw_of_likeliest(
 
 
 def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return int64 weights: probabilities times a common factor, rounded down. vocab_size weights sum to below 2^62."""
+    """Return int64 weights: a row's probabilities times one factor, rounded down. vocab_size weights sum to below 2^62.
+    The first three arguments are those of `draw`, but `logits` may have only the largest logits of each row."""
     # Subtract the maximum first, so that a tiny temperature does not overflow.
     exact = logits.double().sub_(largest).div_(temperature).exp_()
     return exact.mul_(2.0 ** (62 - vocab_size.bit_length())).long()
 
 
 def _first_beyond(sums: torch.Tensor, total: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B, 1]: in each row, the first index at which the cumulative sum exceeds numbers * total. This
-    product may be rounded up to the total, so it is limited to total - 1."""
+    """Return int64 [B, 1]: in each row, the first index at which `sums`, cumulative sums, exceed numbers * total. This
+    product may be rounded up to `total`, so it is limited to total - 1."""
     return torch.searchsorted(sums, torch.minimum((numbers * total).long(), total - 1), right=True)
 
 

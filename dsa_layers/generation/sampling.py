@@ -37,14 +37,14 @@ class SamplingParams:
     max_tokens      the largest number of new tokens, including the end-of-sequence token
     temperature     the divisor of the logits. 0 is greedy decoding: the largest logit, ties to the lowest token id
     top_k           the number of likeliest tokens to sample from; 0 keeps all tokens
-    top_p           a fraction of the probability of all tokens that min_p and top_k keep: sampling keeps the fewest of
-                    these tokens whose probabilities reach this fraction, the likeliest first; 1 keeps all of them
+    top_p           a fraction above 0 of the sum of probabilities of all tokens that min_p and top_k keep. Only the
+                    likeliest of these tokens remain: the fewest whose sum reaches this fraction; 1 keeps all of them
     seed            the seed of the sequence's random numbers, which do not depend on other sequences. If one
                     SamplingParams is for several prompts, sequence i of the call uses seed + i. None: a random seed
     stop            strings that end the sequence and are not part of its text. Special tokens have no text, so their
                     names are refused. A string that is not in a list is one stop string. None: no stop strings
-    n               the number of sequences per prompt; sequence k uses seed + k. With prefix_cache they share the
-                    prompt's pages. n > 1 requires a temperature above 0
+    n               the number of sequences per prompt. The k-th of them, from 0, uses seed + k. With prefix_cache, they
+                    share the prompt's full pages. n > 1 requires a temperature above 0
     min_p           the smallest probability of kept tokens, as a fraction of the largest probability; 0 keeps all
     repetition_penalty  the divisor of positive logits, and the factor of negative logits, of tokens that occur in the
                     prompt or the generated text; from 0.001 to 1000. 1 changes nothing
@@ -57,7 +57,8 @@ class SamplingParams:
     Names and meanings are vLLM's. Penalties apply first, in greedy decoding too. Then temperature, min_p, top_k and
     top_p apply in this order.
 
-    Raise TypeError or ValueError that names a wrong parameter. numpy numbers are accepted; a bool is not a number.
+    For a wrong parameter, the constructor raises TypeError or ValueError, which names the parameter. It accepts numpy's
+    numbers, but no bool.
     """
 
     max_tokens: int = 256
@@ -112,14 +113,15 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
-    """Return the fields of SamplingParams that a checkpoint's generation_config.json sets, among temperature, top_k,
-    top_p, min_p and repetition_penalty.
+    """Return {field of SamplingParams: value} for the fields that a checkpoint's generation_config.json sets. Only
+    temperature, top_k, top_p, min_p and repetition_penalty are read.
 
     directory  the checkpoint's directory or hub id
 
     "do_sample": false sets temperature to 0. "do_sample": true without a temperature sets it to 1, as in transformers.
     The result is empty, which means greedy decoding, if the file does not exist or sets none of these fields.
-    Raise ConfigError (a ValueError) that names the file, the field, its value and the accepted values.
+    For malformed JSON or a value that is not accepted, raise ConfigError (a ValueError), which names the file and the
+    field.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
     if not path.exists():

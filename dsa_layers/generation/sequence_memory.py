@@ -1,4 +1,4 @@
-"""The pages and the state slot of each running sequence."""
+"""The pages and the state slot of each running sequence, and the prefix cache: pages and states that prompts share."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ class SequenceMemory:
     full pages of prompts are shared, and the last token of a prompt is always computed. So a sequence never writes to a
     shared page. A sequence waits to start while another sequence computes pages that both can share.
 
-    If the caches store a state per sequence, a prefix can be shared only if there is a copy of the state at its end.
-    Copies are made at two places: at the end of a prompt's last full page, and at the end of the pages that two prompts
-    have in common. A drafter's cache entry for a position depends on the next token. So with drafts, two pages are
-    equal only if the tokens after them are equal too.
+    If the caches store a state per sequence, a prefix can be shared only if there is a copy of the state at the end of
+    the prefix. Copies are made at two places: at the end of a prompt's last full page, and at the end of the pages that
+    two prompts have in common. A drafter's cache entry for a position depends on the next token. So with drafts, two
+    pages are equal only if the next tokens after the pages are equal too.
 
     caches  the model's cache, and the drafter's cache if there is one. A sequence has the same page numbers and the
             same state slot in both
@@ -65,7 +65,7 @@ class SequenceMemory:
         return True
 
     def _more_is_computed(self, s: RunningSequence, have: int, running: Sequence[RunningSequence]) -> bool:
-        """Return whether a running sequence is computing pages that `s` could share, after the first `have` pages of
+        """Return whether a running sequence is computing pages that `s` could share, beyond the first `have` pages of
         `s`. If states are copied, make that sequence stop at the end of these pages, so that its state is copied."""
         for other in running:
             if not other.prefilling:
@@ -83,9 +83,9 @@ class SequenceMemory:
         return min((n for n in s.stops if n > s.cached), default=s.prompt_len)
 
     def computed(self, s: RunningSequence) -> None:
-        """Make the full pages of a prompt available to other sequences after a pass over it, and copy the state if the
-        pass ended at one of `s.stops`. If another sequence has computed the same page in the meantime, use that
-        sequence's page and release this one."""
+        """With a prefix cache, store the full pages of a prompt after a pass, so that other sequences can share them,
+        and copy the state if the pass ended at one of `s.stops`. If a page with the same tokens is already stored, use
+        that page and release the page of `s`."""
         if not self._shares:
             return
         for i in range(s.shared, min(s.cached // self._cache.page_size, self._prefixes.full_pages(s.prompt_len))):
@@ -107,8 +107,9 @@ class PrefixPages:
     """Full pages of earlier prompts. A lookup compares all tokens of the page and all tokens before the page.
 
     Each page has a count of the sequences that use it. An unused page stays until `make_room` frees it. `make_room`
-    frees the least recently used page first, and never a page before the pages that follow it.
+    frees the least recently used page first, and a page only after the pages that follow it in prompts.
 
+    allocator: the allocator of the cache's pages
     look_ahead: number of tokens after a page that must match too, because the contents of the page depend on them
     """
 
@@ -137,7 +138,7 @@ class PrefixPages:
         return next((i for i in range(most) if self._tokens(tokens, i) != self._tokens(prompt, i)), most)
 
     def full_pages(self, tokens: int) -> int:
-        """Return the number of pages that `add` accepts for a prompt of `tokens` tokens."""
+        """Return the number of pages of a prompt of `tokens` tokens that can be stored: full pages with look-ahead."""
         return max(tokens - self._look_ahead, 0) // self._page_size
 
     def use(self, pages: Sequence[int]) -> None:
@@ -154,9 +155,9 @@ class PrefixPages:
                 self.unused[page] = None
 
     def add(self, before: Sequence[int], tokens: Sequence[int], page: int) -> int:
-        """Store `page`, which follows the pages `before` of a prompt, and return it. The page then belongs to this
-        object. But if a page with the same tokens is already stored, return the stored page instead. Increment the user
-        count of the returned page."""
+        """Store `page`, which follows the pages `before` of the prompt `tokens`, and return it. The page then belongs
+        to this object. But if a page for the same tokens is already stored, return the stored page instead. Increment
+        the user count of the returned page."""
         key = self._key(before, tokens)
         found = self._pages.setdefault(key, page)
         self._keys[found] = key
@@ -198,8 +199,8 @@ class StateCopies:
         return page in self._slots
 
     def keep(self, page: int, state_slot: int) -> None:
-        """Copy the state of a sequence, unless a copy for `page` exists. The sequence's cached tokens must be exactly
-        the prefix that ends with `page`."""
+        """Copy the state in `state_slot`, unless a copy for `page` exists. The cached tokens of the slot's sequence
+        must be exactly the prefix that ends with `page`."""
         if page not in self._slots:
             self._slots[page] = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
             self._copy(state_slot, self._slots[page])

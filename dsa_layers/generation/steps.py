@@ -28,6 +28,8 @@ class CapturedStep(Generic[Inputs]):
     captured, and later passes replay the graph: one launch instead of thousands. The first pass runs twice. This is
     correct because it writes the same values to the same addresses both times. The next pass overwrites the results.
 
+    captures  whether passes on a GPU are captured. On a CPU they never are
+
     A subclass has two methods: `_inputs(count, pages)` creates the input tensors of a size, and `_run(inputs)` runs the
     pass.
     """
@@ -37,9 +39,10 @@ class CapturedStep(Generic[Inputs]):
         self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}
 
     def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
-        """Run a pass of at least this size and return its results.
+        """Run a pass over `count` sequences of at most `pages` pages each, and return its results. If the size is
+        rounded up, the results have more than `count` rows.
 
-        fill  a function that writes to the input tensors
+        fill  a function that writes to the input tensors, which may be larger
         """
         if not self.captures:
             inputs = self._inputs(count, pages)
@@ -51,7 +54,7 @@ class CapturedStep(Generic[Inputs]):
             fill(inputs)
             self._graphs[size] = (inputs, *self._capture(inputs))
         inputs, graph, results = self._graphs[size]
-        check_ranks()  # a replay runs no Python code, so sums over ranks cannot raise their error there
+        check_ranks()  # a replay runs no Python code, so sums over ranks cannot raise this error themselves
         fill(inputs)
         graph.replay()
         return results
@@ -64,7 +67,7 @@ class CapturedStep(Generic[Inputs]):
         with torch.cuda.stream(side):
             self._run(inputs)
         torch.cuda.current_stream(self._device).wait_stream(side)
-        gc.collect()  # now, because the collector could destroy another engine's graph, which would break the capture
+        gc.collect()  # if the collector destroyed an old graph during the capture, the capture would fail
         graph = torch.cuda.CUDAGraph()
         # All graphs share one pool: one graph runs at a time, and its results are read before the next graph runs.
         pool = next((g.pool() for _, g, _ in self._graphs.values()), None)
@@ -99,6 +102,7 @@ class DecodeStep(CapturedStep[DecodeInputs]):
     A call with sequences returns (logits, states). logits fp32 [B, 1 + drafts, vocab_size] predict the token after each
     of these tokens. states [B * (1 + drafts), ...] are the model's states at these tokens, or None without drafts.
 
+    drafts     the number of drafts of each sequence
     capture    whether the pass is captured. It is never captured on a CPU, nor for a model whose decoding passes cannot
                be captured
     invariant  whether a sequence's results are independent of other sequences and of the number of drafts, bit for bit
@@ -145,10 +149,11 @@ class DraftInputs(DecodeInputs):
     """The input tensors of a drafting pass, which follows a verifying pass (`DecodeStep`).
 
     tokens    int64 [count * (1 + drafts)]: the token after each position of the verifying pass. Positions after the
-              accepted tokens have 0
+              last accepted draft have 0
     states    [count * (1 + drafts), ...]: the model's states at these positions
     taken     int32 [count]: the number of tokens that each sequence gained in the verifying pass
     key_lens  int32 [count]: the number of tokens of each sequence after that pass
+    row       the state at one position, with the shape and dtype of all states
     """
 
     def __init__(
@@ -173,7 +178,7 @@ class DraftInputs(DecodeInputs):
 
 
 class DraftStep(CapturedStep[DraftInputs]):
-    """The drafter's passes. They compute `drafts` next tokens of each sequence, one after another and greedily.
+    """The drafter's passes. They compute the next `drafts` tokens of each sequence, one after another and greedily.
 
     The parameter `cache` is the model's cache. The attribute `cache` is the drafter's cache, which has the same numbers
     of pages and state slots. Call the object after a verifying pass (`DecodeStep`), and call `after_prompts` after the
@@ -236,6 +241,7 @@ class DraftStep(CapturedStep[DraftInputs]):
         """Return the drafts, int64 [B, drafts].
 
         states  [B, ...]: the drafter's states at the token before each sequence's last token
+        inputs  the sequences' block table, state slots and lengths
         """
         found = [self._drafter.logits(states).argmax(-1)]
         for i in range(self._drafts - 1):
@@ -272,8 +278,8 @@ class Passes:
                 self._draft(sequences, [[0]] * count, states)
 
     def prefill(self, work: Sequence[tuple[RunningSequence, int]]) -> list[tuple[RunningSequence, TokenEvent]]:
-        """Run a pass over the next n prompt tokens of each (sequence, n) in `work`. Return each sequence whose prompt
-        ends in this pass, and the event of its first new token."""
+        """Run a pass over the next n prompt tokens of each (sequence, n) in `work`. Return (sequence, event) for the
+        first new token of each sequence whose prompt ends in this pass."""
         chunks = [Chunk(n, s.cached, s.pages, s.state_slot) for s, n in work]
         batch = prefill_batch(chunks, self._cache.page_size, self._device)
         tokens = self._packed([s.tokens[s.cached : s.cached + n] for s, n in work])
@@ -304,8 +310,8 @@ class Passes:
     def extend(
         self, sequences: Sequence[RunningSequence], throughput: Throughput
     ) -> list[tuple[RunningSequence, TokenEvent]]:
-        """Run a decoding pass, and compute the next drafts. Return each sequence with the events of its new token and
-        of the drafts that the model accepts. Count drafts and accepted drafts in `throughput`."""
+        """Run a decoding pass, and compute the next drafts. Return (sequence, event) for each new token: the drafts
+        that the model accepts, and then the model's next token. Count drafts and accepted drafts in `throughput`."""
         logits, states = self._decode(sequences)
         events = _taken(sequences, logits)
         for s in sequences:

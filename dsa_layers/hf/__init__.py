@@ -33,8 +33,8 @@ def accelerate(model: nn.Module, *, fp8_indexer: bool = False) -> nn.Module:
                  is 128; an index key then takes 132 bytes in the cache. Scores in prefill use the same accumulators as
                  with `load_model` (`dsa_layers.layers.indexer`)
 
-    A second call may change fp8_indexer. Raise ValueError if the model has no layers of these families, ImportError if
-    transformers is not installed, and RuntimeError if the version of transformers is not tested.
+    A second call may change fp8_indexer. Raise ValueError if the model has no layers of DeepseekV32, GlmMoeDsa or
+    DeepseekV4, ImportError if transformers is not installed, and RuntimeError if its version is not tested (VERSION).
     """
     check_instance("model", model, nn.Module, "a torch.nn.Module")
     check_flag("fp8_indexer", fp8_indexer)

@@ -19,8 +19,8 @@ from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
 
-# Tokens per page. With the published compression rates a page has 64 entries in a layer with an indexer, and 2 in a
-# heavily compressed layer.
+# The number of tokens per page is the least common multiple of PAGE_SIZE and the compression rates. With the published
+# rates, it is 256: a page has 64 entries in a layer with an indexer, and 2 in a heavily compressed layer.
 PAGE_SIZE = 256
 
 

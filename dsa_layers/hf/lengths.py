@@ -15,6 +15,7 @@ class TokenLengths:
     """The mask of a pass over [B, S] rows, some of which may be padding. transformers creates this object through its
     AttentionMaskInterface.
 
+    batch_size, q_length  B and S
     attention_mask  bool [B, earlier + S]: False for padding, which may be at any position; None if every row is a
                     token. A sequence consists of its tokens in order, without the padding
     """
@@ -42,9 +43,9 @@ class TokenLengths:
         self, position_ids: torch.Tensor, layer: PagedLayer | None, *, consecutive: bool, separate: bool
     ) -> "Pass | None":
         """Return the packed tokens, or None if there are no tokens. All layers on a device whose caches have equally
-        many pages get the same object. The tokens follow the tokens that `layer` has stored, and `layer` must have room
-        for them.
+        many pages get the same object. The tokens follow the tokens that `layer` has stored.
 
+        layer         the layer's cache, which must have room for the tokens; None if the layer has no cache
         position_ids  [B or 1, S] on the layer's device
         consecutive   whether the positions of a sequence must be consecutive. This is not required if only rope reads
                       positions
@@ -141,7 +142,7 @@ class Pass:
         return x if self.rows is None else x[self.rows]
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, D]: the rows of x [T, D] in the tokens' positions, and 0 in rows of padding."""
+        """Return [B, S, D]: the rows of x [T, D] at the tokens' places in the B * S rows, and 0 for padding."""
         if self.rows is not None:
             x = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy(0, self.rows, x)
         return x.unflatten(0, self.shape)
@@ -162,7 +163,7 @@ class Pass:
 
     def entry_angles(self, rotary: torch.nn.Module, ratio: int, like: torch.Tensor) -> RopeAngles:
         """Return (cos, sin) for the entries that may end at the T tokens. An entry has `ratio` tokens, and its angles
-        are those of its first token."""
+        are those of its first token. rotary: transformers' rotary embedding, called with `like` as its input x."""
 
         def of_entries() -> RopeAngles:
             positions = (self.positions + (1 - ratio)).clamp(min=0)[None]

@@ -51,9 +51,10 @@ class AttentionInPlace:
     """Base class of attention layers. The mask is a `TokenLengths`, and attention is computed on packed tokens.
 
     A subclass has two methods. `_storage(x)` describes the tensors of the layer's cache. `attend_packed(x, rope,
-    tokens, layer, selected)` computes the attention of packed tokens x [T, D]; `layer` is None if nothing is cached.
-    In `attend_packed` gradients are enabled if and only if the caller enables them and x or a parameter of the layer
-    requires them.
+    tokens, layer, selected)` computes the attention of packed tokens x [T, D], whose `Pass` is `tokens`. `rope` is
+    `position_embeddings`, `layer` is None if nothing is cached, and `selected` is `prev_topk_indices` if the layer has
+    no indexer, else None. In `attend_packed` gradients are enabled if and only if the caller enables them and x or a
+    parameter of the layer requires them.
     """
 
     consecutive: ClassVar[bool] = False  # whether the positions of a sequence's tokens must be consecutive
@@ -69,8 +70,8 @@ class AttentionInPlace:
         prev_topk_indices: Selected | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None] | tuple[torch.Tensor, None, Selected]:
-        """Return what transformers' layer returns: the result [B, S, hidden], None, and selected keys if the layer
-        returns them. The selected keys are a `Selected` instead of top-k indices."""
+        """Return the results of transformers' layer: the output [B, S, hidden], None and, if `returns_selected`, the
+        selected keys. These are a `Selected` instead of transformers' top-k indices."""
         self._check(attention_mask, options)
         device, lengths = hidden_states.device.type, attention_mask
         if torch.is_autocast_enabled(device):

@@ -1,7 +1,7 @@
 """Render chat templates in jinja2's sandbox: checkpoints' templates, and dsa's own if a release has no template.
 
-The sandbox denies a template access to files, modules and private attributes of Python objects. It does not limit time
-and memory. Templates are written for transformers, so the jinja2 environment has transformers' options, filters and
+The sandbox denies a template access to files, modules and private attributes of Python objects. It limits neither time
+nor memory. Templates are written for transformers, so the jinja2 environment has transformers' options, filters and
 functions, but not its tag `generation`.
 """
 

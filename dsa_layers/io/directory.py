@@ -154,8 +154,8 @@ def raise_problems(directory: Path, problems: list[str]) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read an index file. Return {tensor's name: file's name}. Raises CheckpointError if an entry is not the name of a
-    file in the same directory."""
+    """Read an index file. Return {tensor's name: file's name}. Raises CheckpointError if the index is malformed or if
+    it names a file outside its directory."""
     index = read_json_object(path, CheckpointError, _MAX_INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):

@@ -22,7 +22,8 @@ class GpuPlan:
     all heads share the latents and index keys.
 
     weights  bytes of weights on one of the GPUs. A layer that `planned_layers` (engine/split.py) marks as replicated
-             counts whole on every GPU, and so do the FP8 weights that `rank_part` copies for the GPU's part of it
+             counts whole on every GPU. The FP8 weights that `rank_part` copies for the GPU's part of such a layer
+             count too
     whole    bytes of weights if a single GPU holds the model
     slot     bytes of one sequence's state slot, summed over the caches
     page     bytes of one page of `page_size` tokens, summed over the caches
@@ -37,20 +38,20 @@ class GpuPlan:
 
     def tokens(self, memory: int) -> int:
         """Return the number of tokens that the caches can hold on a GPU with `memory` bytes, if weights and caches take
-        at most SHARE of the memory. Return 0 if the weights do not fit."""
+        at most SHARE (below) of the memory. Return 0 if there is no room for a page."""
         sizes = CacheSizes(self.page, self.slot, self.page_size)
         return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
     def bytes(self, cache_tokens: int) -> int:
-        """Return the bytes in use on a GPU with caches for `cache_tokens` tokens. In the worst case every page belongs
-        to a different sequence. The sequence that pads a batch takes one more page and one more slot."""
+        """Return the largest number of bytes in use on a GPU with caches for `cache_tokens` tokens. It is reached if
+        each page belongs to another sequence, up to SEQUENCES sequences. One page and one slot are for padding."""
         pages = math.ceil(cache_tokens / self.page_size)
         return self.weights + (pages + 1) * self.page + (min(pages, SEQUENCES) + 1) * self.slot
 
 
 def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
-    """Raise ValueError if the weights and a cache for `cache_tokens` tokens need more than SHARE of a GPU's `memory`
-    bytes."""
+    """Raise ValueError if the weights and a cache for `cache_tokens` tokens need more than SHARE (below) of a GPU's
+    `memory` bytes."""
     if found.bytes(cache_tokens) > SHARE * memory:
         raise ValueError(
             f"gpus: each of {found.gpus} would hold {found.weights / 1e9:.1f} GB of weights, and with a cache for "

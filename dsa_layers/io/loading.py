@@ -65,18 +65,18 @@ def load_model(
                    loader skips the copies in the checkpoint. False: `drafter` is None, and the layer is not read
     progress       True: show a progress bar on a terminal; with several ranks only rank 0 shows it
     mesh           a one-dimensional device mesh or `Ranks`: return this process's part of the model, for inference
-                   (`split`). All ranks must make the same calls. A rank reads only its slice of each split tensor, and
-                   its experts. FP8 weights are cut only at the borders of their 128 x 128 blocks. If one rank fails,
-                   all ranks raise
+                   (`split`). All ranks must make the same calls. A rank reads only its slice of each split tensor, only
+                   its experts, and all of the other tensors. FP8 weights are cut only at the borders of their 128 x 128
+                   blocks. If one rank fails, all ranks raise. None: return the whole model
 
     The model is an instance of the class that its family defines.
     On Hopper, FP8 index scores of prompts are accumulated in `SCORE_ACCUMULATORS` (`dsa_layers.layers.indexer`), which
     is fp16. The attribute `accumulators` of an indexer changes this dtype for one indexer.
     Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,
     so tensors derived from weights could not be cached between passes.
-    Raises ConfigError or CheckpointError, both ValueErrors that name the file, field or tensor. Raises ValueError or
-    TypeError, which names the argument, for any other wrong argument. Raises DoesNotDivide, a ValueError, if the model
-    cannot be split into equal parts for the ranks. No error leaves a partly loaded model.
+    Raises ConfigError or CheckpointError for a checkpoint that cannot be used; these ValueErrors name the file, field
+    or tensor. Raises ValueError or TypeError, which names the argument, for any other wrong argument. Raises
+    DoesNotDivide, a ValueError, if the model cannot be split into equal parts for the ranks.
     """
     device = check_device(device)
     check_flag("dequantize", dequantize)
@@ -126,8 +126,9 @@ def precision_of(
 ) -> Precision:
     """Return the precision that `load_model` chooses for a checkpoint.
 
-    files: the checkpoint, whose tensors determine whether the experts are FP4. The config.json of the earliest FP4
-    checkpoints does not say so. None: `config` determines it
+    files: the checkpoint, whose tensors determine whether the experts are FP4, because the config.json of the earliest
+    checkpoints with FP4 experts does not name their dtype. None: `config` determines whether the experts are FP4
+    widen_experts: whether FP4 experts are converted to FP8
     options: keyword arguments of `Precision.of`
     """
     precision = Precision.of(config, **options)
@@ -157,6 +158,7 @@ class RankParts:
 
     cuts: {parameter's name: its cut} of the model (`split`)
     experts: the number of experts per layer, over all ranks
+    ranks: the `Ranks` of this process
     """
 
     def __init__(self, cuts: dict[str, Cut], experts: int, ranks: Ranks) -> None:
@@ -178,8 +180,8 @@ class RankParts:
         return {name: () if cut is None else cut.part(self._rank)}
 
     def _is_read(self, name: str) -> bool:
-        """Return whether this rank reads a part: False for an expert of another rank. The result is True for an expert
-        number that is too large, so that `make_plan` reports an unexpected tensor."""
+        """Return whether this rank reads the part `name`: False for an expert of another rank. The result is True for
+        an expert number that is too large, so that `make_plan` reports an unexpected tensor."""
         match = _OF_EXPERT.fullmatch(name)
         return match is None or int(match[1]) in self._own or int(match[1]) >= self._experts
 

@@ -37,9 +37,9 @@ _COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})"
 def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) -> Manifest:
     """Return {name: description} of the tensors of a checkpoint in the published format.
 
-    fp4_experts: whether routed experts are FP4; None: `config` decides. Without `config.quantization`, no weight is
-    quantised. Otherwise experts are FP4 unless `config.quantization.expert_dtype` is "fp8". An expert_dtype of None
-    means FP4, because the config.json of the earliest checkpoints with FP4 experts does not name the experts' dtype.
+    fp4_experts: whether routed experts are FP4. None: they are FP4 if `config.quantization` exists and its expert_dtype
+    is not "fp8". An expert_dtype of None means FP4, because the config.json of the earliest checkpoints with FP4
+    experts does not name the experts' dtype. Projections are quantised only if `config.quantization` exists.
     """
     fp8 = config.quantization is not None
     if fp4_experts is None:
@@ -78,8 +78,8 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
     """Return config.json's fields for weights in the format `storage`, and the configuration that these fields
     describe.
 
-    like: a directory with the model's config.json. "fp8" and "fp4" keep the quantization_config of this file, or use
-    that of the family's published release if the file has none
+    like: a directory with the model's config.json. If `storage` is "fp8" or "fp4", the quantization_config of this file
+    is kept. If the file has none, that of the family's published release is used
     drafter: whether the files contain the multi-token-prediction layers
     Raises ConfigError for fields that `load_model` would refuse.
     """
@@ -104,12 +104,12 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
 
 
 def with_scale_suffix(name: str) -> str:
-    """Return a tensor's name, in which a scale is spelled x.weight_scale_inv. Some families' checkpoints spell scales
-    x.scale."""
+    """Return a tensor's name with the ending .scale, which scales have in some families' checkpoints, replaced by
+    .weight_scale_inv."""
     return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
 
 
 def scales_of(manifest: Manifest) -> dict[str, str]:
-    """Return {quantised weight's name: its scale's name}."""
+    """Return {quantised weight's name: its scale's name as `manifest` spells it}."""
     spelled = {name: with_scale_suffix(name) for name in manifest}
     return {full.removesuffix(SCALE_SUFFIX): name for name, full in spelled.items() if full.endswith(SCALE_SUFFIX)}

@@ -111,8 +111,8 @@ def convert_checkpoint(
 
     config.json describes the new weights and is written last. Tokenizer files are copied.
     Raises ConfigError or CheckpointError if `load_model` would refuse `source`, or if tensors are missing or
-    unexpected. Raises ValueError or TypeError, which names the argument, for any other wrong argument. No file is
-    written if an error is raised for these reasons.
+    unexpected. Raises ValueError or TypeError, which names the argument, for any other wrong argument. If an
+    error concerns a tensor's values, or reading or writing a file, finished files stay. Otherwise no file is written.
     """
     directory = path_of("directory", directory)
     check_choice("dtype", dtype, STORAGES)

@@ -67,13 +67,13 @@ def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None,
     """Split a tensor of all experts into one tensor per expert and projection. Return {name of a part: its slice}. For
     any other tensor, return {name: ()}, where () is the whole tensor.
 
-    `experts.gate_up_proj` [E, 2 I, H] contains, for each expert e, the rows of `experts.e.gate_proj.weight` and then
-    the rows of `experts.e.up_proj.weight`. `experts.down_proj` [E, H, I] contains `experts.e.down_proj.weight`. Scales
-    are split in the same way, for blocks of any size: the suffix `_scale_inv` marks the scales of quantised weights,
-    and `_block_scale` the additional block scales of a model's FP4 weights.
+    With E experts, I inner and H hidden channels, `experts.gate_up_proj` [E, 2 I, H] contains, for each expert e, the
+    rows of `experts.e.gate_proj.weight` and then the rows of `experts.e.up_proj.weight`. `experts.down_proj` [E, H, I]
+    contains `experts.e.down_proj.weight`. Scales are split in the same way, for blocks of any size: the suffix
+    `_scale_inv` marks the scales of quantised weights, and `_block_scale` the additional scales of FP4 weights.
     experts: the required E; None accepts any E. Callers pass E if they know it: a corrupt header can claim 10^9 experts
     first: the number of the first expert in the names of parts
-    Raises CheckpointError for a tensor of all experts with any other shape.
+    Raises CheckpointError for a tensor of all experts with any other shape or number of experts.
     """
     match = _FUSED.fullmatch(name)
     if match is None:

@@ -138,8 +138,8 @@ class StreamDecoder:
 
     A character can span several tokens, so the decoder holds back text that ends in U+FFFD until a token completes the
     character. The decoder decodes the previous piece's tokens again together with the new tokens, because some
-    tokenizers strip the leading space of a text's first token. `tokenizers.decoders.DecodeStream` would raise an
-    exception for some ids whose bytes are not UTF-8.
+    tokenizers strip the leading space of a text's first token. `tokenizers.decoders.DecodeStream` is not used, because
+    it raises an exception for some ids whose bytes are not UTF-8.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -179,7 +179,8 @@ def _failures(problem: str) -> Iterator[None]:
 
 
 def _token_text(path: Path, name: str, value: Any) -> str:
-    """Return the text of a special token. value: the field of tokenizer_config.json, a string or {"content": ...}."""
+    """Return the text of the special token `name`. value: the field `name` of the file `path`. It must be a string or
+    {"content": string}."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
         raise TokenizerError(
@@ -189,7 +190,8 @@ def _token_text(path: Path, name: str, value: Any) -> str:
 
 
 def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str]) -> tuple[Path, str | None]:
-    """Return the path of the chat template and its text. The text is None if there is no template.
+    """Return the path of the chat template and its text. Without a template, return the path of tokenizer_config.json
+    and None.
 
     config: the fields of tokenizer_config.json
     tokens: the tokenizer's added tokens

@@ -244,7 +244,7 @@ def load_weights(
     name_of          a function that converts the name of a checkpoint tensor to the model's name
     parts_of         a function (name, shape) -> {name of a part: slice} for a model tensor, such as one part per
                      expert. The loader makes each part of the model from the checkpoint's part of the same name
-    stored_parts_of  the same function for a checkpoint tensor; None: `parts_of`
+    stored_parts_of  such a function for a checkpoint tensor; None: `parts_of`
     progress         True: show one progress bar, on a terminal only
 
     `name_of` and `stored_parts_of` may raise CheckpointError, with the reason, to refuse a tensor of the checkpoint.
@@ -256,12 +256,12 @@ def load_weights(
     - bf16, fp16, fp32 or fp64: a float tensor, which is cast, or an F8_E4M3 or FP4 matrix, which is dequantised;
     - any other dtype: a tensor of this dtype.
     After `name_of`, the scale of a quantised matrix is named `<name>_scale_inv`. FP8 has one F32 or F8_E8M0 scale per
-    128 x 128 block. FP4 (I8 of [O, I / 2]) has one F8_E8M0 scale per 32 columns.
+    128 x 128 block. FP4 (I8 [rows, columns / 2]) has one F8_E8M0 scale per 32 columns.
 
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint`, and for tensors that are
     missing, unexpected, refused, duplicated, or of the wrong shape or dtype. These checks precede the first read, and
-    one error lists all problems. Raises CheckpointError also if a file cannot be read, or if e4m3 cannot represent a
-    block of FP4 weights. This includes weights that stay FP4, because matrix products convert FP4 to e4m3.
+    one error counts the tensors' problems and shows the first ten. Raises CheckpointError also if a file cannot be
+    read, or if e4m3 cannot represent a block of FP4 weights that become FP8 or get a `_block_scale`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems: list[str] = []

@@ -1,1 +1,1 @@
-"""Drop-in `nn.Module` layers, one kind of layer per file."""
+"""`nn.Module` layers, one kind of layer per file, and the attention in indexer training (trained_attention.py)."""

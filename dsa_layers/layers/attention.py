@@ -35,16 +35,16 @@ class DSAAttention(nn.Module):
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
     batch: complete packed sequences. selected: int32 [T, top_k], the keys that the layer attended to, as rows of x,
-    padded with -1; None if the layer attended to all keys, or if an `IndexerStage` trains its indexer. A layer without
-    an indexer takes the `selected` that the previous layer returned.
+    padded with -1; None if the layer attended to all keys, or if a `dsa_layers.IndexerStage` trains its indexer. A
+    layer without an indexer takes the `selected` that the previous layer returned.
     This class supports gradients but no cache. `dsa_layers.fuse` converts it to `PagedAttention`, which supports a
     cache but no gradients.
     Parameters have the checkpoint's names: q_a_proj (W_DQ), q_a_layernorm, q_b_proj (W_UQ; rows: head, then nope |
     rope), kv_a_proj_with_mqa (rows: W_DKV, then k_pe), kv_a_layernorm, kv_b_proj (rows: head, then W_UK | W_UV), o_proj
     (W_O), indexer. With gate="x": gate_proj (W_G) [heads * v_dim, hidden], never in FP8. With gate="queries", the rows
     of g_h follow the rope rows of each head in q_b_proj. With `sinks`: sinks, fp32 [heads].
-    The constructor and `forward` raise TypeError or ValueError that names the argument. `forward` does not check the
-    values of tensors.
+    For a wrong argument, the constructor and `forward` raise TypeError or ValueError with the argument's name.
+    `forward` does not check the values of tensors.
     Source: `MLA` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1. IndexShare: arXiv 2603.12201.
     """
 
@@ -124,7 +124,7 @@ class DSAAttention(nn.Module):
         return self._output(self._attend(q, kv, selected, batch), gate), selected
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
-        """Raise TypeError or ValueError if x does not fit the weights or `batch` is not a valid batch."""
+        """Raise TypeError or ValueError if x does not fit the weights, or if `check_batch` rejects `batch`."""
         check_rows("x", x, self.q_a_proj)
         check_batch(batch, whole=self.indexer_stage is None)
 
@@ -220,7 +220,8 @@ class DSAAttention(nn.Module):
 def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
     """Raise TypeError or ValueError if `indexer` does not fit an attention layer of these sizes.
 
-    reader: the attention layer's projection of x. A lightning indexer's weights must have the dtype of reader.weight
+    reader: the attention layer's projection of x. If it and a lightning indexer's wk are `Linear`, their weights must
+    have one dtype
     """
     if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
         raise TypeError(

@@ -95,7 +95,7 @@ class CompressedAttention(nn.Module):
         return self._project(out, rope, batch)
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
-        """Raise TypeError or ValueError if x does not fit the weights or `batch` is not a valid batch."""
+        """Raise TypeError or ValueError if x does not fit the weights, or if `check_batch` rejects `batch`."""
         check_rows("x", x, self.wq_a)
         check_batch(batch)
 

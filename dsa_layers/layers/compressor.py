@@ -21,7 +21,7 @@ class Compressor(nn.Module):
     The sum of entry i then runs over the tokens of blocks i - 1 and i: it uses the first dim channels for block i - 1
     and the last dim channels for block i. Rope rotates the last channels of an entry in interleaved pairs.
 
-    compress(x [T, hidden], cos, sin, batch) -> fp32 [N, dim]: the packed entries of complete sequences.
+    compress(x [T, hidden], cos, sin, batch) -> fp32 [N, dim]: the N packed entries of complete sequences.
     cos, sin: fp32 [T, rope_dim / 2], one row per token, at the position of the entry that ends with the token
     (`EntryView.positions`).
     Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
@@ -47,8 +47,8 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """The shape of one sequence's state in the cache. The state has DRAFTS extra rows, so that a rejected draft
-        overwrites no row that the sequence still needs."""
+        """The shape of one sequence's state in the cache: (rows, 2, c), with one row per token that an entry's sum
+        covers, and DRAFTS more, so that a rejected draft overwrites no row that the sequence still needs."""
         return ((2 * self.ratio if self.overlap else self.ratio) + DRAFTS, 2, self.ape.shape[1])
 
     def compress(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

@@ -91,12 +91,12 @@ class Experts(nn.Module):
         return dsa.combine_experts(outputs, by_expert[1], weights, shared)
 
     def sort(self, experts: torch.Tensor) -> ByExpert:
-        """Return (order, rows, ends) of `dsa.sort_by_expert` for this rank's experts. Entries of other ranks' experts
-        come last. The results of these entries are neither computed nor read."""
+        """Return (order, rows, ends) of `dsa.sort_by_expert` for this rank's experts. Entries of `experts` that name
+        other ranks' experts come last. The outputs for these entries are neither computed nor read."""
         return dsa.sort_by_expert(experts - self.first if self.first else experts, self.count)
 
     def outputs(self, x: torch.Tensor, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """Return the outputs of the experts, [T * top_k, hidden], sorted by expert."""
+        """Return the outputs of the experts, [T * top_k, hidden], sorted by expert. by_expert: the result of `sort`."""
         order, rows, ends = by_expert
         if self.fp8:  # cast each token once, and store the result at the token's sorted rows
             return self.products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
@@ -111,8 +111,9 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the outputs of the experts, sorted by expert. activations: FP8 rows and their scales. tokens: int32
-        [N], the row of `activations` that each sorted row reads; None if `activations` are sorted by expert."""
+        """Return the outputs of the experts in `dtype`, sorted by expert. activations: FP8 rows and their scales. ends:
+        as in ByExpert. tokens: int32 [N], the row of `activations` that each sorted row reads; None if `activations`
+        are sorted by expert."""
         swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
@@ -133,8 +134,8 @@ def gated(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Te
 
 
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compute y = x W_g^T for the rows of each group g. Group g ends at row ends[g]. Rows after the last group are
-    undefined.
+    """Compute y = x W_g^T for the rows of each group g. Group g ends before row ends[g]. Rows of y after the last group
+    are undefined.
 
     x [N, I], weights [G, O, I], ends int32 [G] -> [N, O], differentiable in x and weights.
     """

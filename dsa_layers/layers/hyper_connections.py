@@ -31,7 +31,7 @@ class HyperConnection(StreamMixing):
     and the new streams from the sublayer's output and the old streams.
 
     collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]) computes mix = fn v, where v are the
-    flattened streams, and calls `dsa.hyper_collapse`. x is the sublayer's input.
+    flattened streams, and calls `dsa.hyper_collapse`. x is the sublayer's input; `expand` takes post and comb.
     expand(y [T, D], X, post, comb) -> X' [T, n, D] is `dsa.hyper_expand`. y is the sublayer's output.
     Parameters, fp32: fn [(2 + n) n, n D], base [(2 + n) n], scale [3].
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
@@ -59,7 +59,7 @@ class HyperConnection(StreamMixing):
 class IndependentHyperConnection(StreamMixing):
     """Hy4's hyper-connection of one sublayer. It does not mix the residual streams: X'_k = X_k + post_k y.
 
-    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n]) computes m = fn v / sqrt(mean(v^2) + eps), where v is the
+    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n]) computes m = fn v / sqrt(mean(v^2) + eps), where v are the
     flattened streams; pre = sigmoid(scale_0 m[:n] + base[:n]) + hc_eps, post = magnitude sigmoid(scale_1 m[n:] +
     base[n:]) + hc_eps and the sublayer's input x = sum_k pre_k X_k. expand(y [T, D], X, post) -> X' [T, n, D].
     Parameters, fp32: fn [2 n, n D], base [2 n], scale [2].

@@ -21,7 +21,7 @@ from dsa_layers.layers.trained_attention import TrainedAttention
 
 FP8_DIM = 128  # the head_dim that `quantize` requires: the Hadamard transform and pages of FP8 keys have 128 channels
 # The default accumulator dtype of FP8 prefill scores on Hopper, for `load_model`, `dsa_layers.hf` and single layers.
-# Decoding, scores in other dtypes, and CPUs always accumulate in fp32.
+# Decoding, scores in other dtypes, and other devices always accumulate in fp32.
 #   torch.float16  1.4 to 1.7 times as fast as DeepGEMM, which accumulates in fp32. The error of scores is about 5e-4 of
 #                  their root mean square, and six times that for a few scores. Fewer than one in 1000 selected keys
 #                  differ from the selection with torch.float32
@@ -29,9 +29,9 @@ FP8_DIM = 128  # the head_dim that `quantize` requires: the Hadamard transform a
 # docs/how-to/change-the-indexer.md describes the measurements.
 SCORE_ACCUMULATORS = torch.float16
 WORKSPACE = 260 << 20  # default bytes for scores: enough for the fp32 scores of 64 tokens and a million keys
-# With fp16 accumulation and at least FUSED_KEYS keys and FUSED_TOKENS tokens, the op `dsa.indexer_select` computes the
-# scores and selects keys. It is then faster than an op for scores and an op for top-k (docs/explanation/kernels.md,
-# "Fused selection"). FUSED_BYTES: its largest workspace per token.
+# With fp16 accumulation and at least FUSED_KEYS keys and FUSED_TOKENS tokens, the op `dsa.indexer_select` is faster
+# than an op for scores and an op for top-k (docs/explanation/kernels.md, "Fused selection"). `_selects_fused` below has
+# all conditions for its use. FUSED_BYTES: the largest workspace of `dsa.indexer_select` per token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 ROW_PADDING = 512  # upper bound of the padding of a row of `dsa.fp8_mqa_logits`, in columns
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # float keys, or e4m3 keys and their scales
@@ -40,7 +40,7 @@ Ranges = tuple[torch.Tensor, torch.Tensor, int]  # see `KeySelection.select_pack
 
 class Indexer(Protocol):
     """The interface of an indexer for `DSAAttention`. Any torch.nn.Module with these methods can replace the lightning
-    indexer. `DSAAttention` attends to the keys that the module selects, and `IndexerStage` trains the module.
+    indexer. `DSAAttention` attends to the keys that the module selects; `dsa_layers.IndexerStage` trains the module.
 
     top_k  number of keys that a token attends to; a token that sees fewer keys attends to all of them
     x      [T, hidden]: the hidden states of the new tokens
@@ -121,7 +121,7 @@ class KeySelection(nn.Module):
     ) -> torch.Tensor:
         """Return int32 [T, top_k], the selected positions in each token's sequence, in a pass without a cache.
 
-        q            wq_b(qr)
+        q, rope      wq_b(qr), and (cos, sin) at the positions of the new tokens
         keys         all keys of the pass, float [N, head_dim]
         weights      the head weights w
         view         which keys each token sees
@@ -186,7 +186,7 @@ class KeySelection(nn.Module):
 
     def _selects_fused(self, tokens: int, most: int) -> bool:
         """Return whether `dsa.indexer_select`, the op that computes e4m3 scores and top-k, supports these sizes and is
-        faster than an op for scores and an op for top-k."""
+        faster than an op for scores and an op for top-k. most: an upper bound of the keys that a token sees."""
         if self.accumulators != torch.float16 or self.top_k > MAX_SELECTED:
             return False
         return most >= FUSED_KEYS and min(tokens, self.workspace // FUSED_BYTES) >= FUSED_TOKENS
@@ -223,7 +223,7 @@ class LightningIndexer(KeySelection):
     Hopper; their default in all models is `SCORE_ACCUMULATORS`.
 
     `select` and `loss` implement the protocol `Indexer`. Training never quantises. Selection with `quantize` requires
-    head_dim 128. The constructor raises TypeError or ValueError that names the argument.
+    head_dim 128. For a wrong argument, the constructor raises TypeError or ValueError with the argument's name.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
     weights_proj [n_heads, hidden].
     Among keys with equal scores, the lowest positions are selected. Selection has no gradient.

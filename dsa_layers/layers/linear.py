@@ -108,13 +108,13 @@ class BlockFP8Linear(nn.Module):
         return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), dtype)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return W [O, I] dequantised to `dtype`. The result is cached until the parameters or `dtype` change,
-        because several passes may need it."""
+        """Return W [O, I] dequantised to `dtype`. Several passes may need the result, so it is cached until the
+        parameters or `dtype` change, except for inference tensors."""
         if self.part_of is not None:
             whole, rows = self.part_of
             return whole.float_weight(dtype)[rows]
         parameters = self.weight, self.weight_scale_inv
-        if any(tensor.is_inference() for tensor in parameters):  # inference tensors have no version counter
+        if any(tensor.is_inference() for tensor in parameters):  # no version counter shows changes: do not cache
             return dsa.dequantize_per_block(*parameters, dtype)
         state = dtype, *((tensor.data_ptr(), tensor.shape, tensor._version) for tensor in parameters)
         if self._dequantised is None or self._dequantised[0] != state:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain and YaRN frequencies, cos and sin. `dsa.apply_rotary` rotates vectors by them."""
+"""Rotary position embedding: plain and YaRN frequencies, and cos and sin, the arguments of `dsa.apply_rotary`."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +54,8 @@ def _check(dim: int, theta: float) -> None:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return 0.1 * mscale * ln(factor) + 1, or 1 if factor <= 1. Models multiply the softmax scale by its square."""
+    """Return 0.1 * mscale * ln(factor) + 1, or 1 if factor <= 1. Models multiply the softmax scale by the square of
+    this number for mscale_all_dim."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -145,7 +146,7 @@ def make_rotary(dim: int, rope: Any) -> RotaryEmbedding:
     `dsa_layers.config.model_config.RopeConfig`.
 
     YaRN multiplies cos and sin by yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim). This ratio is 1
-    for families whose configurations do not have these fields.
+    for a family without these two fields in config.json: its configuration has 0 for both.
     """
     device = torch.get_default_device()
     # Compute on the CPU. On the meta device torch would import Dynamo, which takes two seconds.

@@ -40,7 +40,7 @@ class TrainedAttention:
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the loss of arbitrary scores [T, S], one score per token and key. The keys are in the order of
         `gather`'s rows. Scores of keys that a token may not see are ignored. This method is for experiments with new
-        kinds of scores: it is plain PyTorch and needs memory for [heads, T, S] numbers."""
+        kinds of scores: it is plain PyTorch and stores all scores, and in the warm-up stage weights [heads, T, S]."""
         raise NotImplementedError
 
 

@@ -64,7 +64,7 @@ class AXK2Model(DeepseekV32Model):
     make_block = staticmethod(decoder_block)
 
 
-# {name in files of transformers 5: published name}, parts of tensors' names
+# {part of a tensor's name in files of transformers 5: this part of the published name}
 _RENAMED = {"mlp.fc1.": "W_down.", "mlp.fc2.": "W_up.", "q_gate_proj.": "q_b_proj."}
 
 
@@ -90,7 +90,7 @@ FAMILY = Family(
             **TINY_CHANGES,
             "bos_token_id": 0,
             "eos_token_id": 1,
-            "num_attention_heads": 8,  # so that two ranks share the blocks of 128 rows of q_b_proj
+            "num_attention_heads": 8,  # so that each of two ranks has whole blocks of 128 rows of q_b_proj
             "num_key_value_heads": 8,
             "mlp_layer_types": ["dense", *["sparse"] * 3],
             "num_hidden_layers": 4,

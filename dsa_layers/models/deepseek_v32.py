@@ -31,8 +31,10 @@ from dsa_layers.models.protocols import Drafter, check_states
 
 @dataclass(frozen=True)
 class DeepseekV32Config(ModelConfig):
-    """The fields of DeepSeek-V3.2's configuration in addition to the fields of `ModelConfig`.
+    """The fields of DeepSeek-V3.2's configuration in addition to the fields of `ModelConfig`. Fields that are not
+    listed here have the name and the value of a field of config.json.
 
+    rope                     rotary embedding of attention and indexer
     indexer_types            "full" or "shared" per layer. A full layer has an indexer. A shared layer has no indexer
                              and attends to the same keys as the last full layer before it
     indexer_rope_interleave  whether rope rotates channels (2i, 2i + 1) of index queries and keys, or channels
@@ -107,8 +109,8 @@ class DeepseekV32Config(ModelConfig):
 class DecoderBlock(nn.Module):
     """A decoder block: x <- x + attention(norm(x)); x <- x + mlp(norm(x)).
 
-    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected): the arguments of
-    `DSAAttention`.
+    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected). The arguments and `selected`
+    are those of `DSAAttention`.
     The submodules have the names of the checkpoint: input_layernorm, self_attn, post_attention_layernorm, mlp.
     """
 
@@ -144,8 +146,8 @@ def attention(
     """Return the attention layer of a block.
 
     indexed     whether the layer has an indexer
-    of_indexer  options of `LightningIndexer` in which another family differs
-    options     options of `DSAAttention` in which another family differs
+    of_indexer  further options of `LightningIndexer`, for other families
+    options     further options of `DSAAttention`, for other families
     """
     projections = precision.projections(config)
     indexer = None
@@ -207,7 +209,7 @@ def decoder_block(config: DeepseekV32Config, precision: Precision, *, indexed: b
 
 
 def cache_layers(config: DeepseekV32Config, precision: Precision, indexer_types: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments of `PagedKVCache` for layers with these `indexer_types`."""
+    """Return the arguments of `PagedKVCache` that depend on the model, for layers with these `indexer_types`."""
     return {
         "num_layers": len(indexer_types),
         "latent_dim": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -254,12 +256,13 @@ class DeepseekV32Model(nn.Module):
 
 
 class DeepseekV32ForCausalLM(nn.Module):
-    """The language model. Its parameters have the names of the published checkpoints (`model.*`, `lm_head.weight`).
+    """The language model. Its parameters have the names of the published checkpoints (`model.*`, `lm_head.weight`),
+    except for those of the drafter (`name_of`).
 
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
     last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
     all tokens. The result is `logits` applied to `states`.
-    `forward` raises TypeError or ValueError with the name of the argument. It does not check the values of tokens.
+    `forward` raises TypeError or ValueError, with the argument's name, for a wrong argument. Token ids are not checked.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
@@ -345,7 +348,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         return self.mtp_prefix(mtp_layer) + name
 
     def skips(self, name: str) -> bool:
-        """Return whether a checkpoint tensor is in a multi-token-prediction layer and the drafter does not read it."""
+        """Return whether a checkpoint tensor is in a multi-token-prediction layer and no drafter reads it."""
         layer, name = self._mtp_part(name)
         return layer is not None and (self.drafter is None or layer > 0 or name.startswith(tuple(_COPIES)))
 
@@ -407,7 +410,7 @@ class DeepseekV32Drafter(nn.Module):
         cache: LayerCache | None,
         selected: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Return (y, the keys that the block selected)."""
+        """Return (y, the block's `selected`). y: see the class. cache, selected: arguments of the block."""
         (target,) = self._target
         check_states(states, tokens, target.config.hidden_size)
         cos, sin = target.model.rotary(batch.positions)
@@ -429,7 +432,7 @@ class DeepseekV32Drafter(nn.Module):
         return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
 
 
-# The field quantization_config of the tiny checkpoints of families whose published file lacks it
+# quantization_config in tiny checkpoints, for families whose config.json in `dsa_layers/vendored` lacks this field
 FP8_BLOCKS = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

@@ -138,7 +138,8 @@ def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationCo
 
 @dataclass(frozen=True)
 class DeepseekV4Config(ModelConfig):
-    """The fields of DeepSeek-V4's configuration in addition to the fields of `ModelConfig`.
+    """The fields of DeepSeek-V4's configuration in addition to the fields of `ModelConfig`. Fields that are not listed
+    here have the name and the value of a field of config.json.
 
     layer_types     a key of LAYER_TYPES per layer
     compress_rates  {layer type: tokens per compressed entry}
@@ -277,7 +278,7 @@ def hyper_block(config: DeepseekV4Config, precision: Precision, kind: str, *, ha
 def make_cache(
     model: "DeepseekV4ForCausalLM", layers: list[CompressedAttention], num_pages: int, page_size: int, **options: Any
 ) -> CompressedKVCache:
-    """Return a cache for these layers. options: device and state_slots."""
+    """Return a cache for attention layers of the model or of its drafter. options: device and state_slots."""
     config, precision = model.config, model.precision
     return CompressedKVCache(
         [(_entries(layer.compressor), _entries(layer.indexer and layer.indexer.compressor)) for layer in layers],
@@ -302,7 +303,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
     last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
     all tokens. The result is `logits` applied to `states`.
-    `forward` raises TypeError or ValueError with the name of the argument. It does not check the values of tokens.
+    `forward` raises TypeError or ValueError, with the argument's name, for a wrong argument. Token ids are not checked.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
@@ -406,8 +407,8 @@ class DeepseekV4Drafter(nn.Module):
     """The `Drafter` of DeepSeek-V4: Y[t] = block(e_proj(enorm(embed(token t + 1))) + h_proj(hnorm(X[t]))).
 
     X = states [T, hc_mult, hidden_size]: the target's streams, or Y of an earlier step. The drafter adds the embedding
-    term to every stream. logits = head(norm(hc_head(Y))). The block attends to the window only, and a router chooses
-    its experts. The drafter uses the target's embedding, rope angles and the matrix of the target's head.
+    term to every stream. logits = head(norm(hc_head(Y))). The block attends to the window only, and chooses experts by
+    router scores. The drafter uses the target's embedding, rope angles and the matrix of the target's head.
     Parameters: e_proj, h_proj [hidden, hidden], in FP8 with scales if the target's projections are FP8; enorm, hnorm,
     norm [hidden]; hc_head; block.
     Source: `MTPBlock` of DeepSeek-V4's inference code.

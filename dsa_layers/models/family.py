@@ -3,10 +3,10 @@
 `Family` is the record from which `load_model` and the commands get the classes and formats of a family.
 `read_config` accepts two spellings: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one of
 transformers 5 (`rope_parameters`, `dtype`, `mlp_layer_types`). It raises an error for an unsupported field that changes
-results: a model that ignored this field would run, but with wrong results. It also raises an error for any unknown
-field in the rope and quantisation objects, because every field there changes results. Tools add other fields to
-config.json. `read_config` silently ignores fields that are known to have no influence, and fields that are null. It
-ignores all other fields with one warning.
+results: a model that ignored this field would run, but with wrong results. It also raises an error for an unknown field
+whose name begins with, for example, "rope_" or "index", and for any unknown field in the rope and quantisation objects:
+such fields change results. Tools add other fields to config.json. `read_config` silently ignores fields that are known
+to have no influence, and fields that are null. It ignores all other fields with one warning.
 """
 
 import importlib

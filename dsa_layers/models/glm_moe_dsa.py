@@ -158,7 +158,7 @@ def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache |
 def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
     """Return a function from rows to the cache slots of the keys that a pass attended to.
 
-    top_k: the number of keys that the pass's indexer selects.
+    selected, batch: the pass's keys and batch. top_k: the number of keys that the pass's indexer selects.
     """
     indices = selected.topk_indices
     if indices is not None:

@@ -1,7 +1,7 @@
 """Hy4: DeepSeek-V3.2's attention with sinks and a gate, over residual streams with independent hyper-connections.
 
-In the indexer, rope rotates the last 64 of 128 channels. Layers 0, 1, 5, 9, ... have an indexer. A layer without an
-indexer attends to the same keys as the previous layer.
+In the indexer, rope rotates the last 64 of 128 channels. By default, layers 0, 1, 5, 9, ... have an indexer. A layer
+without an indexer attends to the same keys as the previous layer.
 Source: `HYV4` of transformers 5. transformers 5.24 rotates channels (i, i + 32), but the published weights were trained
 with pairs (2i, 2i + 1): this module rotates these pairs, as vLLM and SGLang do.
 """
@@ -95,7 +95,7 @@ class HYV4DecoderBlock(DecoderBlock):
 
     The hyper-connection of a sublayer, `attn_hc` or `ffn_hc`, computes the input of the sublayer's norm from the
     streams, and adds the sublayer's output to the streams.
-    forward: see `DecoderBlock`. x and the result are the streams.
+    forward: see `DecoderBlock`. x, as argument and as result, has the streams [T, n, hidden].
     """
 
     def __init__(
@@ -200,7 +200,7 @@ def _drafter_block(config: HYV4Config, precision: Precision, *, indexed: bool, d
 class HYV4Drafter(GlmMoeDsaDrafter):
     """`GlmMoeDsaDrafter` with Hy4's attention. The block has one residual stream, without hyper-connections.
 
-    Source: vLLM's and SGLang's code for it.
+    Source: vLLM's and SGLang's code for Hy4's drafter.
     """
 
     make_block = staticmethod(_drafter_block)

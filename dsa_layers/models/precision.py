@@ -23,7 +23,7 @@ class Precision:
     fp4_experts   True: the FP4 weights of experts stay in FP4 in memory and are multiplied as FP8. False: the loader
                   converts them to FP8
 
-    Raise TypeError or ValueError for other values.
+    The constructor raises TypeError or ValueError for other values.
     """
 
     dtype: torch.dtype
@@ -55,8 +55,8 @@ class Precision:
         cache; otherwise quantise nothing. The arguments override these defaults.
 
         dtype       dtype of activations; None for the dtype in the configuration
-        dequantize  whether to dequantise the weights and use FP8 nowhere, except if `kv_cache` is "fp8"
-        kv_cache    dtype of the cache; None for the default
+        dequantize  whether to dequantise the weights and use FP8 nowhere, except in the cache if `kv_cache` is "fp8"
+        kv_cache    storage of the cache, "fp8" or "model"; None for the default
         """
         fp8 = config.quantization is not None and not dequantize
         dtype = getattr(torch, config.dtype) if dtype is None else dtype

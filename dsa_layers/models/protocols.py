@@ -20,6 +20,7 @@ class Model(Protocol):
     captures_decode  whether a decoding pass reads no lengths from the host, so that one CUDA graph is valid for all
                      lengths
     make_cache       method that returns a cache with `num_pages` pages for up to `state_slots` sequences
+    parameters       method that returns an iterator over the parameters, as in torch.nn.Module
     model(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's last
                      token; [T, vocab_size] for all tokens with all_tokens=True and in decoding passes
     """
@@ -40,7 +41,8 @@ class Model(Protocol):
 
 
 class Drafter(Protocol):
-    """A multi-token-prediction layer, the model's `drafter`. It predicts one token further ahead than the model.
+    """A multi-token-prediction layer, the `drafter` of a model. It predicts one token further ahead than that model,
+    the target.
 
     drafter(tokens int64 [T], states [T, ...], batch, cache=None) -> states [T, ...]
 

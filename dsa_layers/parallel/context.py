@@ -25,7 +25,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The tokens of one rank: the early pieces, then the late pieces. A sequence has at most one piece of each kind."""
+    """The tokens of one rank: the early pieces, then the late pieces (`cut`). A sequence has at most one of each."""
 
     early: tuple[Piece, ...]
     late: tuple[Piece, ...]
@@ -125,8 +125,9 @@ class ContextBatch(SequenceBatch):
     lens                  the lengths of the whole sequences
     query_lens, key_lens  the lengths of this rank's pieces
     positions             int64 [own tokens]: positions in the whole sequences
+    shares, ranks         the shares of all ranks, and these ranks
 
-    Attention gathers the keys that a piece needs from other ranks with `gather`, and uses the batch `keyed` for them.
+    With `gather`, attention gets the keys for this rank's tokens from all ranks; `keyed` is the batch with these keys.
     `own` selects this rank's rows of a tensor that has a row for each of the T tokens. `mean` and `over_ranks` compute
     losses.
     """
@@ -186,7 +187,8 @@ class ContextBatch(SequenceBatch):
         ranks' values, divided by `count`. DDP and FSDP2 average gradients over the ranks; these averages equal the
         gradients of a single rank with all tokens.
 
-        count  the number of tokens on all ranks that have a target; the values of other tokens must be 0. None: T
+        count  the number of tokens on all ranks that have a target; the values of other tokens must be 0. None if all T
+               tokens have a target
         """
         count = sum(self.lens) if count is None else integer("count", count, at_least=1, at_most=sum(self.lens))
         if values.shape != (sum(self.query_lens),):

@@ -12,7 +12,7 @@ from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
-# The smallest number of new tokens for which the rows between layers are sharded.
+# The smallest number of new tokens for which a prefill shards the rows between layers.
 SHARDED_TOKENS = 256
 # The largest number of tensors whose local rows a `Sharded` caches. One pass needs fewer.
 MOST_CACHED = 100
@@ -32,8 +32,8 @@ def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
 
 
 class Replicated(Placement):
-    """Placement in which every rank has all rows. This is for few rows: it costs little to repeat norms and
-    elementwise layers on every rank, and an all-reduce takes little longer than its latency."""
+    """Placement in which every rank has all rows, for decoding and short prefills. With few rows, it costs little to
+    repeat norms and elementwise layers on every rank, and an all-reduce takes little longer than its latency."""
 
     is_split = True
 
@@ -55,7 +55,8 @@ class Sharded(Placement):
     nearly the same number of query-key pairs.
 
     Sums have the same bits as `Ranks.sum`. On GPUs, the `start_` methods run a collective on a separate stream, by
-    copies (`peer_copies`) or NCCL. The function that they return makes the rank's current stream wait for it.
+    copies (`peer_copies`) or NCCL. The function that they return makes the current stream wait for this
+    collective.
     """
 
     is_split = sharded = True
@@ -144,7 +145,8 @@ class Sharded(Placement):
     def _start_all_gather(
         self, local: tuple[torch.Tensor, ...], *, at_once: bool
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Start to gather all tensors in one message, because a message has as much host overhead as many kernels."""
+        """Start to gather all tensors in one message, because a message costs as much host time as the launches of
+        several kernels. Return the function that finishes the gather."""
         if not local:
             return lambda: ()
         check_no_gradient(*local)

@@ -32,7 +32,7 @@ class Ranks:
 
     rank   the rank of this process, from 0
     size   the number of ranks
-    group  the process group of these ranks, or None
+    group  the process group of these ranks; None for torch's default group, or if there is one rank
 
     Raise TypeError or ValueError unless size is an integer of at least 1 and rank is in [0, size)."""
 
@@ -46,8 +46,8 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
-        """Return the ranks of `group`; None: of the default process group. Raise RuntimeError if torch.distributed is
-        not initialised, and ValueError if this process is not in the group."""
+        """Return the ranks of `group`, or of the default group for None. Raise RuntimeError if torch.distributed is not
+        initialised, and ValueError if this process is not in the group."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
         group = group or dist.group.WORLD
@@ -58,7 +58,7 @@ class Ranks:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x [T, ...], added in fp32 (fp64 for fp64) in the order of the ranks and rounded
         once. The result has the same bits on every rank and in every run, and a row does not depend on other rows.
-        Raise ValueError if x requires gradients, as all collectives between the parts of a split model do."""
+        Raise ValueError if gradients are enabled and x requires them, as all collectives of a split model do."""
         if self.size == 1:
             return x
         check_no_gradient(x)
@@ -134,7 +134,8 @@ class Ranks:
         return parts.unflatten(0, (self.size, len(x)))
 
     def all_gather(self, parts: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
-        """Write the ranks' x [N, ...] to `parts` [size * N, ...] in the order of the ranks."""
+        """Write the ranks' x [N, ...] to `parts` [size * N, ...] in the order of the ranks. Return the pending work if
+        `async_op`, else None."""
         return _all_gather(parts, x, group=self.group, async_op=async_op)
 
     def all_to_all(
@@ -149,7 +150,9 @@ class Ranks:
         """Send rows of `sent` to each rank, and receive rows from each rank in `received`. Both tensors have
         the rows in the order of the ranks.
 
-        received_rows, sent_rows  the number of rows per rank; None: equal numbers
+        received_rows, sent_rows  the number of rows from or to each rank; None if it is the same for all these ranks
+
+        Return the pending work if `async_op`, else None.
         """
         return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=async_op)
 
@@ -170,8 +173,8 @@ def check_no_gradient(*sent: torch.Tensor) -> None:
 def ranks_of(mesh: "dist.DeviceMesh | Ranks | None") -> Ranks:
     """Return the ranks of a one-dimensional mesh, or `mesh` itself if it is a `Ranks`. Return ALONE for None.
 
-    Raise TypeError if `mesh` has another type. Raise ValueError if it has more dimensions, or if this process is not
-    one of its ranks.
+    Raise TypeError if `mesh` has another type. Raise ValueError if the mesh has more than one dimension, or if this
+    process is not one of its ranks.
     """
     if mesh is None or isinstance(mesh, Ranks):
         return mesh or ALONE

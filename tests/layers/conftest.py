@@ -1,4 +1,4 @@
-"""Fixtures for the tests of layers, models and the command."""
+"""Fixtures for all tests of `dsa_layers`."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.layers.generation.families import FAMILIES
 
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenizer_per_size():
-    """Train one tokenizer per vocabulary size, and use it for all tiny checkpoints, to save time."""
+    """Train one tokenizer per vocabulary size, and share it between tiny checkpoints of that size, to save time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "train_tokenizer", functools.cache(tiny.train_tokenizer))
         yield
@@ -22,7 +22,7 @@ def one_tokenizer_per_size():
 
 @pytest.fixture(scope="package", autouse=True)
 def no_gpu():
-    """Hide GPUs, so that models are loaded to the CPU."""
+    """Hide GPUs here and in subprocesses, so that models are loaded to the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -31,7 +31,7 @@ def no_gpu():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
-    """Return a function from (model, quantized=True) to the directory of a tiny checkpoint. Tests share the directory
+    """Return a function from (family, quantized=True) to the directory of a tiny checkpoint. Tests share the directory
     and must not change it."""
     made = {}
 

@@ -10,7 +10,7 @@ import dsa_layers
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
-DOCUMENTS.remove(ROOT / "docs" / "how-to" / "add-a-family.md")  # the page's code is a module inside the package
+DOCUMENTS.remove(ROOT / "docs" / "how-to" / "add-a-family.md")  # shows a module inside the package
 
 
 @pytest.mark.parametrize("name", dsa_layers._MODULES)

@@ -1,4 +1,4 @@
-"""The checkpoint that comes with dsa: its size, card, recorded loss and held-out text, and the commands that run it."""
+"""The checkpoint that comes with dsa: its sizes, card, recorded loss and acceptance, held-out text, and demo."""
 
 import io
 import json
@@ -71,7 +71,7 @@ def test_as_many_drafts_are_taken_as_its_card_says():
 
 
 def test_the_demo_runs_it(monkeypatch, capsys):
-    """Run the commands of `make demo` on a CPU, with fewer tokens. In fp32 drafts change no token of the text."""
+    """Run the commands of `make demo` on a CPU, with fewer tokens. `generate` uses fp32, so drafts change no token."""
     recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     generations = re.findall(r"^(printf .*) \| \.venv/bin/dsa (generate [^>\n]*)", recipe, re.M)
     texts = []

@@ -70,13 +70,13 @@ def test_unquantised_weights_are_the_same(tiny_checkpoint, model):
         assert weight.isfinite().all() and weight.float().square().mean() > 1e-4, name
         q, scale = quantized[name], quantized.get(scale_name(model, name))
         if q.dtype == torch.int8:
-            # FP4 values are up to 2 scales apart, so rounding errs by at most 1 scale, which is less than amax / 3. The
-            # factor 1.01 is for `weight`, which is rounded to BF16.
+            # FP4 values are up to 2 scales apart, so rounding errs by at most 1 scale. A scale is amax / 6 rounded up
+            # to a power of two, so less than amax / 3. The factor 1.01 is for `weight`, which is rounded to BF16.
             step = weight.float().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1) / 3
             assert ((dequantize_fp4(q, scale) - weight.float()).abs() <= step * 1.01).all(), name
         elif q.dtype == torch.float8_e4m3fn:
             values = dequantize_per_block(q, scale.float())
-            torch.testing.assert_close(values, weight.float(), rtol=2**-4 + 2**-8, atol=1e-4)  # e4m3, BF16
+            torch.testing.assert_close(values, weight.float(), rtol=2**-4 + 2**-8, atol=1e-4)  # rounding to e4m3, BF16
             powers = torch.equal(scale.float().log2(), scale.float().log2().round())
             assert powers == read_config(tiny_checkpoint(model)).use_ue8m0, name
         else:

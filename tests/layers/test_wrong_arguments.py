@@ -1,4 +1,4 @@
-"""Functions that users call refuse wrong arguments. The message names the argument and what it got."""
+"""Functions that users call refuse wrong arguments. The message names the argument and its value or type."""
 
 import re
 from functools import partial

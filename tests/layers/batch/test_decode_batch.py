@@ -1,4 +1,4 @@
-"""Decoding passes over several tokens per sequence give the same logits as passes over one token per sequence."""
+"""Tests of DecodeBatch: its tensors, and passes over drafts, which must give the logits of passes over one token."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def step(model, cache, done, new):
 
 
 def assert_same(model, got, expected):
-    if model.precision.kv_cache == "fp8":  # a difference in the last fp32 bit may round to another e4m3 number
+    if model.precision.kv_cache == "fp8":  # values that differ in the last fp32 bit may round to two e4m3 numbers
         assert calc_diff(got, expected) < 1e-5
     else:
         assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
@@ -101,7 +101,7 @@ def assert_same(model, got, expected):
 
 def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
     """Each pass has one right token and three drafts per sequence, and a random number of the drafts are wrong. Passes
-    write wrong drafts to pages, window rings and compressor states, but later passes must give the same logits."""
+    write wrong drafts to pages and, in V4, to rings and states. Later logits must still be those of `one_by_one`."""
     cache, done, drafts = filled(model), [0] * 3, 3
     generator = torch.Generator().manual_seed(drafts)
     while min(done) < COUNT:

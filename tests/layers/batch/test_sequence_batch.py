@@ -1,4 +1,4 @@
-"""Packed batches and their views, against values computed by hand."""
+"""Packed batches, their windows and their entries, compared with values computed by hand."""
 
 import pytest
 import torch
@@ -36,13 +36,13 @@ def test_selected_positions_become_rows_and_slots():
 
 def test_windows_are_what_is_computed_by_hand():
     """Windows and rings have 3 tokens. In the first batch, one sequence has two new tokens after three earlier tokens,
-    and the other has one after one. In the second batch, five new tokens exceed the ring, which keeps the last three;
-    the other sequence has no earlier tokens."""
+    and the other has one new token after one earlier token. In the second batch, one sequence has five new tokens, and
+    its ring keeps the last three; the other sequence has no earlier tokens."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
     assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1
     assert windows.earlier_lens == (2, 1)
-    assert windows.earlier_slots.tolist() == [19, 20, 3]  # positions 1 and 2, and 0
+    assert windows.earlier_slots.tolist() == [19, 20, 3]  # positions 1 and 2 of the first sequence, 0 of the second
     assert windows.order.tolist() == [0, 1, 3, 4, 2, 5] and windows.cu_keys.tolist() == [0, 4, 6]
     assert not windows.in_order
     assert windows is batch.windows(3, 3) and windows is not batch.windows(4, 4)
@@ -59,8 +59,8 @@ def test_windows_need_state_slots():
 
 
 def test_entries_are_what_is_computed_by_hand():
-    """An entry has 2 tokens. The first sequence has new tokens at positions 3 and 4. The token at position 3 completes
-    the second entry."""
+    """An entry has 2 tokens. The first sequence has new tokens at positions 3 and 4; the one at position 3 completes
+    its second entry. The second sequence has a new token at position 1, which completes its first entry."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
     entries = batch.entries(2)
     assert entries.page_size == 2 and entries.key_lens == (2, 1) and entries.key_lens_tensor.tolist() == [2, 1]

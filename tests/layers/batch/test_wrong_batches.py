@@ -1,4 +1,4 @@
-"""Batches refuse wrong arguments. The message names the argument and what it got."""
+"""Constructors of batches refuse wrong arguments, which the message names, and make equal batches otherwise."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_lists_and_a_devices_name_make_the_same_batch_as_paged():
 
 
 def test_inputs_of_a_step_make_the_batch_that_the_constructor_makes():
-    """All batches of one DecodeInputs share the tensors that depend only on its size."""
+    """All batches of one DecodeInputs share the tensors that depend only on its `count` and `next_n`."""
     inputs = DecodeInputs(2, 3, 64, torch.device("meta"), 2)
     got, again = inputs.batch(), inputs.batch()
     made = DecodeBatch(inputs.block_table, 64, inputs.key_lens, 192, inputs.state_slots, 2)

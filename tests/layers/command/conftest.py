@@ -25,9 +25,9 @@ def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
-    """Return a function that replaces `Generator.stream`. Call i of `stream` yields the events of runs[i] and raises an
-    exception that it finds among them; calls after the last run yield nothing. The function returns a list that
-    collects the (prompts, params) of the calls."""
+    """Return a function of lists of events, `runs`, that replaces `Generator.stream`. Call i of `stream` yields the
+    events of runs[i]. If an event is an exception, `stream` raises it. Calls after the last run yield nothing. The
+    function returns a list that collects the (prompts, params) of the calls."""
     calls = []
 
     def install(*runs: list) -> list:

@@ -1,4 +1,4 @@
-"""Tests of `dsa compile`: options, output and errors. tests/layers/compilation tests which kernels it compiles."""
+"""Tests of `dsa compile`: options, output and errors. tests/layers/compilation tests which kernels a model needs."""
 
 import importlib.util
 import json

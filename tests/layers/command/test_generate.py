@@ -102,7 +102,7 @@ def test_events_in_json(checkpoint, capsys):
         assert completion["tokens"] == [event["token"] for event in tokens]
         assert completion["text"] == "".join(event["text"] for event in tokens)
         assert completion["finish_reason"] in ("length", "eos") and completion["error"] is None
-        # The last token's event comes right before the completion. Token events may be equal, completions are not.
+        # The last token's event comes right before the completion. No two completions are equal, so `index` is exact.
         assert between[between.index(completion) - 1] == tokens[-1]
     assert [completions[i]["text"] for i in range(2)] == texts(checkpoint, *prompts)
     assert completions[0]["prompt_tokens"] == len(Tokenizer(checkpoint).encode(PROMPT))

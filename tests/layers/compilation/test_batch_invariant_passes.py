@@ -33,9 +33,9 @@ class Products(TorchDispatchMode):
 
 
 def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
-    """Run a decoding pass over `count` sequences of up to `tokens` tokens on the meta device. Return (compile functions
-    of the requested kernels, those of attention with their arguments, the PRODUCTS that the pass calls). With several
-    ranks, run rank 0's part without communication."""
+    """Run a decoding pass on the meta device: `count` sequences of up to `tokens` tokens, with `drafts` drafts each.
+    Return (compile functions of the requested kernels, those of attention with their arguments, called PRODUCTS).
+    invariant: whether the pass is batch-invariant. ranks: if above 1, run rank 0's part without communication."""
     model, cache = without_memory(config, Precision.of(config, kv_cache=kv_cache))
     if ranks > 1:
         split(model, Ranks(0, ranks), blocks=True)

@@ -18,8 +18,8 @@ from tests.layers.compilation.configs import published
 
 # (sequences, tokens per sequence) of a pass: one token without drafts, else a token and its drafts.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
-# Upper bounds of a layer's launches: a row per kind of layer, in the model's order, and a column per total number of
-# tokens. Kinds of V4: "hashed" layers choose experts by token id, and "ratio r" layers compress r tokens to an entry.
+# Upper bounds of a layer's launches: a row per kind of layer, in the model's order, and a column per number of tokens
+# in a pass. Kinds of V4: "hashed" layers choose experts by token id; "ratio r" layers compress r tokens to an entry.
 # V4's first layer also projects its input streams; each other layer gets the projection from the layer before.
 TOKENS = 1, 16, 32, 64, 128, 256, 512
 MOST = {
@@ -38,7 +38,7 @@ MOST = {
 }
 # Upper bounds outside the layers (embedding, angles, slots, counts, logits): (without drafts, with drafts).
 MOST_BESIDE = {"deepseek_v32": (9, 11), "glm_5_2": (9, 11), "deepseek_v4_flash": (21, 28)}
-# Upper bounds of a drafting pass: a row each for 1, 2 and 3 drafts, and a column per number of sequences.
+# Upper bounds of a drafting pass: a row each for 1, 2 and 3 drafts, and a column per number of sequences in DRAFTING.
 DRAFTING = 1, 16, 64, 128
 MOST_OF_DRAFTS = {
     "deepseek_v32": ((52, 53, 56, 56), (94, 96, 99, 102), (136, 137, 142, 148)),
@@ -132,9 +132,9 @@ def check(names, allowed, kind="pass"):
 @pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_a_pass(name, count, next_n, published_model, launches):
-    """Check the numbers of launches in each layer and outside the layers. A call of a compiled dsa kernel (a `Variant`)
-    counts once, even if it launches two kernels. The launches of a layer are those of its second run in the first pass
-    (`Twice`). Those outside the layers are counted in a second pass over the same input tensors."""
+    """Check the upper bounds of launches in each layer and outside the layers. A call of a compiled dsa kernel, a
+    `Variant`, counts once, even if it launches two kernels. A layer's launches are those of its second run in the first
+    pass (`Twice`). Launches outside the layers are counted in a second pass over the same input tensors."""
     model, cache, layers = published_model(name)
     inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
@@ -150,8 +150,8 @@ def test_launches_of_a_pass(name, count, next_n, published_model, launches):
 @pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_drafts(name, count, drafts, published_model, launches):
-    """Check the number of launches of `DraftStep`, which drafts tokens after a verifying pass: the drafter's pass over
-    the verified tokens, and one step for each draft after the first. On a GPU this is one CUDA graph."""
+    """Check the upper bounds of launches of `DraftStep`, which drafts tokens after a verifying pass: in the drafter's
+    pass over the verified tokens and one step for each draft after the first. On a GPU, this is one CUDA graph."""
     model, cache, _ = published_model(name)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         inputs = inputs_of(cache, 1, 1)

@@ -60,7 +60,7 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v4_flash", "glm_5_2"])
 def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(name):
-    """With so many keys, one op computes scores and selects keys. Its kernels include candidate_scores."""
+    """With so many keys, `dsa.indexer_select` both scores and selects keys. Its kernels include candidate_scores."""
     config = published(name)
     precision = precision_of(config)
     model, cache = without_memory(config, precision)
@@ -74,15 +74,15 @@ ZEROS = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, torch.Ten
 
 
 class Zeroed(TorchFunctionMode):
-    """Fills uninitialised memory with zeros. Kernels write nothing here, and 0 is in bounds as an index."""
+    """Fills uninitialised memory with zeros. Kernels write nothing here, and 0 is valid where results are indices."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return ZEROS.get(function, function)(*args, **(kwargs or {}))
 
 
 def generated(ranks, directory, drafts, chunk, calls):
-    """Return the kernels that a generator requests. It runs on the CPU with kernels that do nothing. calls: for each
-    call of the generator, the lengths of its prompts."""
+    """Return the kernels that a generator requests on a CPU, where kernels do nothing. ranks: None for one process.
+    drafts: draft tokens per pass. chunk: tokens per prefill chunk. calls: the prompts' lengths in each call."""
     model = load_model(directory, mesh=ranks, drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=16384, prefill_chunk=chunk, draft_tokens=drafts)
     draw = random.Random(1)  # the same prompts on all ranks
@@ -131,7 +131,7 @@ def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_products_of_split_experts_expect_their_share_of_the_rows(gpus, monkeypatch):
-    """The expected number of rows chooses the kernel that is compiled. It is None on a GPU that has all experts."""
+    """The argument `expected_rows` chooses the kernel to compile. A GPU that has all experts passes None."""
     products = "grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"
     found = record(monkeypatch, *products, seen=lambda *_, expected_rows, **__: expected_rows)
     config = tiny("deepseek_v4")

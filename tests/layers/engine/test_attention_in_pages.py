@@ -1,5 +1,5 @@
-"""Tests of sparse prefills over FP8 pages. A prefill converts all latents before attention. If the converted latents
-would take too much memory, attention instead reads the FP8 pages."""
+"""Tests of sparse prefills over FP8 pages. Before attention, a prefill converts all latents to the model's dtype.
+If the converted latents would take too much memory, attention instead reads the FP8 pages."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_attention_in_pages_is_attention_to_what_is_read_from_them(tiny_checkpoi
     model = load_model(tiny_checkpoint("glm_moe_dsa"), **FLOAT, kv_cache="fp8")
     layers = model.config.num_hidden_layers
     expected, *used = logits(model, monkeypatch, 10**9)
-    assert used == [layers, 0]  # one per layer: the first chunks' latents are not read back
+    assert used == [layers, 0]  # one per layer, in the second pass: the first pass reads no latents back
     in_pages, *used = logits(model, monkeypatch, 0)
     assert used == [0, 2 * layers]
     assert (expected - in_pages).abs().max() < 1e-4 * expected.abs().max()

@@ -1,5 +1,5 @@
-"""Tests of decoding that multiplies by kv_b's stored FP8 weight, which the kernels accept for some layers. Results must
-agree with those of the dequantised projections W_UK and W_UV."""
+"""Tests of decoding that multiplies by kv_b's FP8 weight as it is stored, in layers that the kernels support. Results
+must agree with those of the dequantised projections W_UK and W_UV."""
 
 import pytest
 import torch

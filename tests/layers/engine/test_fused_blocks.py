@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record calls of these ops. Return a list of the ops' names, which grows with each call."""
+    """Record calls of the ops for hyper-connections and norms. Return the growing list of the called ops' names."""
     hyper = ("hyper_collapse", "hyper_collapse_norm_cast_to_fp8", "hyper_expand", "hyper_expand_mix", "hyper_mix")
     return record(monkeypatch, *hyper, "rms_norm", "rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8")
 
@@ -76,7 +76,7 @@ def test_a_decoder_block_has_the_bits_of_its_formula(mlp, calls):
     block, x = fuse(small_layers.decoder_block(mlp, fp8=True, dtype=BF16)), small_layers.rows(BF16)
     found, _ = block(x, *ROPE, BATCH)
     assert type(block) is FusedDecoderBlock
-    # The norms of the block's input, of the queries' latents, of the keys (no cast), and of the sum after attention.
+    # The norms of the block's input, the queries' latents, the keys' latents (no cast), and the sum after attention.
     assert calls == ["rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8", "rms_norm", "add_rms_norm_cast_to_fp8"]
     y, _ = block.self_attn(block.input_layernorm(x), *ROPE, BATCH)
     h = x + y

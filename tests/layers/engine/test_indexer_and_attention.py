@@ -40,7 +40,7 @@ def rotate(x, interleaved, first):
 
 
 def scores(indexer, x, qr, fp8):
-    """Return the scores I[t, s] of one sequence in float64. fp8: whether to quantise q and k as the model does."""
+    """Return float64 scores [tokens, keys] of one sequence. fp8: whether to quantise q and k as the indexer does."""
     rope = indexer.rope["interleaved"], indexer.rope["dims"] == "first"
     q = rotate((qr.double() @ indexer.wq_b.weight.double().T).view(len(x), 64, 128), *rope)
     k = x.double() @ indexer.wk.weight.double().T

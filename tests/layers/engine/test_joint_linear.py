@@ -37,7 +37,7 @@ def products(monkeypatch):
 
 
 def check(layers, x, products, joined):
-    """Check that `multiply` has the bits of separate products and needs one cast, and one product if `joined`."""
+    """Check that `multiply` has the bits of separate products, makes one cast and, only if `joined`, one product."""
     expected = [layer(x) for layer in layers]
     for found in products:
         found.clear()

@@ -1,4 +1,4 @@
-"""Test on a CPU that, before the join, neither stream of a CUDA graph accesses memory that the other writes."""
+"""Test on a CPU that, before the join, neither the main nor the side stream accesses memory that the other writes."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -43,9 +43,10 @@ class Accesses(TorchDispatchMode):
 class Watched(SideStream):
     """A side stream that records accesses to memory and checks them when it is joined.
 
-    open    the side streams that are not joined yet, including this one
-    inside  the memory that this side stream accesses
-    after   the memory that the main stream accesses between this side stream's block and the next block or the join
+    accesses  the dispatch mode that records the accesses
+    open      the side streams that are not joined yet, including this one
+    inside    the memory that this side stream accesses
+    after     the memory that the main stream accesses between this side stream's block and the next block or the join
     """
 
     joined = False
@@ -71,7 +72,7 @@ class Watched(SideStream):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Record the accesses of all side streams. Return the list of these streams, which grows with each block."""
+    """Record the accesses of both streams. Yield the list of side streams, which grows with each `with` block."""
     found, open_, accesses = [], [], Accesses()
 
     @contextmanager

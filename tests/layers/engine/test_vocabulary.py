@@ -1,5 +1,4 @@
-"""A rank's embedding returns its rows of the weight, and zeros for tokens of other ranks, both with `combine_experts`
-and with `torch.nn.functional.embedding`."""
+"""A rank's embedding (`SplitEmbedding`) returns rows for the rank's tokens and zeros for others, with either op."""
 
 from types import SimpleNamespace
 

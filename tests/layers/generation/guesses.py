@@ -6,7 +6,7 @@ from dsa_layers.generation.steps import DraftStep
 
 
 class Guesses:
-    """A function that drafts the right next tokens, `truth` per sequence, but replaces about 30% of them by token 1."""
+    """A function that drafts the next `drafts` tokens of each sequence's `truth`, but replaces about 30% by token 1."""
 
     def __init__(self, truth, drafts):
         self.truth, self.drafts, self.generator = truth, drafts, torch.Generator().manual_seed(drafts)

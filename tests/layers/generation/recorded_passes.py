@@ -2,7 +2,7 @@
 kernels with the same arguments as the first pass. The check runs on a CPU, with kernels that compute nothing.
 
 python -m tests.layers.generation.recorded_passes CHECKPOINT prints a pass's first difference, and the numbers of
-launches and recorded ops for 0 to 3 drafts. It replaces the compiler in its process, so tests run a subprocess.
+launches and recorded ops for 0 to 3 drafts. It replaces the compiler in its process, so tests run it in a subprocess.
 """
 
 import contextlib

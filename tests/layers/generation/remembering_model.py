@@ -67,7 +67,7 @@ class ValuesCache(Cache):
         return [] if self.states is None else [self.states]
 
     def extended(self, values, batch):
-        """Write the value of each new token. Return the token that follows each new token."""
+        """Write the value of each new token of a batch. Return the token that follows each of them."""
         values, found = values.tolist(), []
         for b, total in enumerate(batch.key_lens_tensor.tolist()):
             pages, slot = batch.block_table[b].tolist(), int(batch.state_slots_tensor[b])
@@ -88,6 +88,7 @@ class RememberingModel(torch.nn.Module):
     """A model that generates `next_token`.
 
     stateful  whether the cache has states
+    context   the maximum number of tokens of a sequence
     passes    the query lengths of each pass
     fail_at   the number of the pass, counted from 1, that raises ZeroDivisionError; None: no pass fails
     """

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a CPU. Sizes are rounded up, tensors are reused, and a replay runs the pass again."""
+"""A stand-in for CUDA graphs on a CPU: sizes are rounded up, tensors are reused, and a replay runs the pass again."""
 
 from dsa_layers.generation.steps import CapturedStep
 

@@ -66,7 +66,7 @@ def test_a_pass_has_one_prompt_or_all_sequences_whose_prompts_are_done(drafts, m
     states = RememberingModel.states
 
     def noted(self, *args):
-        told.append((is_batch_invariant(), has_any_rows()))  # (True, False) for a prompt, (True, True) in decoding
+        told.append((is_batch_invariant(), has_any_rows()))  # (True, False) in a prompt's pass, all True in decoding
         return states(self, *args)
 
     monkeypatch.setattr(RememberingModel, "states", noted)

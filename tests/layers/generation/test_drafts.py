@@ -1,5 +1,5 @@
-"""Tests of generation with drafts and shared pages. Tokens must equal those of a run without drafts or shared pages,
-and drafts those that the drafter computes for one sequence."""
+"""Tests of generation with drafts and shared pages. Tokens must equal those of a run without drafts or shared pages.
+Drafts must equal those that the drafter computes for each sequence alone."""
 
 import functools
 
@@ -93,7 +93,7 @@ def page_size(model):
 
 
 def calls(size):
-    """Return the prompts of two calls. They share up to two pages, and end within or at the end of a page."""
+    """Return the prompts of two calls. Prompts share up to two pages of `size` tokens, and end in or after a page."""
     first, second = TEXT[: 2 * size + 9], [*TEXT[: size + 1], *TEXT[300 : 300 + size // 2]]
     return [[first, second, TEXT[: 2 * size + 1]], [TEXT[: 2 * size], [*TEXT[:size], 7, 8, 9], second]]
 

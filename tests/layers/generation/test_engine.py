@@ -148,7 +148,7 @@ def test_threads_share_an_engine():
 
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_an_abort_by_another_thread_during_a_pass(by_stream):
-    """The event that the pass computes for the request is dropped. A call of `step` within the pass is refused."""
+    """The pass's event for the aborted request is dropped. A call of `step` within the pass is refused."""
     engine = engine_of()
     stream, other = stream_of(engine, [1], SamplingParams(4)), engine.add_request([2], SamplingParams(4))
     engine.step()
@@ -180,7 +180,7 @@ def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch
         with pytest.raises(RuntimeError, match="out of memory"):
             next(first)
         assert list(first) == [] and [event.token for event in second] == continued([2] * 6, 4) and not caplog.records
-    else:  # the pass computes the second request's prompt; the first stream runs it
+    else:  # the first stream runs the pass, which computes the second request's prompt
         found += [event.token for event in first]
         assert found == continued([1, 2], 4) and "other requests failed" in caplog.text
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -127,7 +127,7 @@ def test_seeds(model, tokenizer):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
     token = 77
-    # The prompts are token ids, because texts would depend on the tiny tokenizer, which is trained on dsa's source.
+    # The prompts are token ids, because a text's ids depend on the tiny tokenizer, which is trained on dsa's source.
     # Sequences 0, 2 and 4 must not generate `token`, whose embedding becomes NaN.
     prompts = [[5, 6, 7], [8, token, 9], [20, 21, 22, 23, 24, 25, 26], [token], [10, 11]]
     params = [SamplingParams(12, temperature=temperature, seed=i, top_k=8) for i in range(5)]

@@ -81,7 +81,7 @@ def test_copies_of_states_are_overwritten_the_oldest_first():
 
 
 def test_pages_go_the_least_recently_used_first_and_from_the_end():
-    """The cache has six pages. Each sequence needs three, and leaves the two full pages of its prompt."""
+    """The cache has six pages. Each sequence needs three, and its prompt's two full pages stay cached after its end."""
     generator = make(cache_tokens=6 * PAGE)
     first, second = text(11, 1), text(11, 2)
     assert computed(generator, [first], 1) == 11 and computed(generator, [second], 1) == 11

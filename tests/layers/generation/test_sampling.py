@@ -88,7 +88,7 @@ def test_a_row_depends_on_no_other():
 
 
 def test_the_largest_number_draws_a_token():
-    """Sums of weights have 62 bits in this large vocabulary, more than the 53 of the number 1 - 2^-53."""
+    """Sums of weights have 62 bits in this large vocabulary, more than the 53 bits of the number 1 - 2^-53."""
     logits = torch.zeros(1, 129280)
     one = torch.ones(1, 1, dtype=torch.float64)
     rows = logits, logits.amax(-1, keepdim=True), one, one - 2**-53

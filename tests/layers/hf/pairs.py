@@ -1,4 +1,4 @@
-"""Pairs of tiny models for `dsa_layers.hf`: transformers' model with eager attention, and its copy on dsa's ops."""
+"""Pairs of tiny models (transformers' with eager attention, its copy on dsa's ops), adapters and padded batches."""
 
 import copy
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 from dsa_layers.hf import accelerate
 from tests.layers.models import hf_models
 
-# name -> (function of hf_models, changes of its config). Indexers select 8 tokens, or 4 compressed entries in V4.
+# name -> (function of hf_models, changes of the model's config). Indexers select 8 tokens (V4: 4 compressed entries).
 KINDS = {
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
@@ -39,14 +39,14 @@ def pair(kind: str, directory: Path, **changes: Any) -> Pair:
 
 
 def assert_close_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Check that all gradients agree up to 1e-4 of their largest element. The order of fp32 sums may differ."""
+    """Check that each gradient agrees up to 1e-4 of its largest expected element: the order of fp32 sums may differ."""
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (got[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-9, name
 
 
 class Adapter(nn.Module):
-    """A linear layer `base` with a low-rank adapter: y = x W^T + x A^T B^T. `weight` is W, the weight of `base`."""
+    """A low-rank adapter of `base`: y = base(x) + x A^T B^T. A and B are random with standard deviation `scale`."""
 
     def __init__(self, base: nn.Linear, scale: float = 0.05) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class Adapter(nn.Module):
 
 
 def padded(tokens: torch.Tensor, lens: list[int], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, attention_mask), both [B, max(lens)]: the first lens[b] tokens of each row b, padded on `side`.
-    Padding has the id 255, which no sequence contains."""
+    """Return (ids, attention_mask), both [B, max(lens)]. Row b has the first lens[b] tokens of tokens[b], and padding
+    on `side` ("left" or "right"). Padding has the id 255, which no sequence contains."""
     ids, mask = torch.full((len(lens), max(lens)), 255), torch.zeros(len(lens), max(lens), dtype=torch.int64)
     for b, n in enumerate(lens):
         own = slice(max(lens) - n, None) if side == "left" else slice(n)

@@ -1,4 +1,4 @@
-"""Padded (attention_mask) and packed (position_ids) sequences get the logits that transformers gives each alone."""
+"""Padded (attention_mask) and packed (position_ids) sequences have the logits of transformers for each one alone."""
 
 import copy
 

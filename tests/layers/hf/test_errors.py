@@ -1,4 +1,4 @@
-"""Models on dsa's ops refuse wrong arguments and caches with one-line errors, from dsa_layers.hf or transformers."""
+"""Wrong arguments and caches: dsa_layers.hf or transformers raises a one-line error. Reordered and reset caches."""
 
 import copy
 

@@ -7,12 +7,12 @@ from torch.utils._pytree import tree_leaves
 
 from tests.layers.hf.pairs import pair
 
-LENGTH = 600  # tokens; more than any width, so only tensors of queries x keys have two such dimensions
-SMALL = {"max_position_embeddings": 1024, "index_n_heads": 8}  # 32 index heads of 32 channels would exceed LENGTH
+LENGTH = 600  # tokens; all dimensions of weights are smaller, so only queries x keys have two dimensions >= LENGTH
+SMALL = {"max_position_embeddings": 1024, "index_n_heads": 8}  # the default 32 index heads of 32 channels exceed LENGTH
 
 
 class Squares(TorchDispatchMode):
-    """Counts the results of ops that have at least two dimensions of LENGTH or more."""
+    """Counts the tensors returned by ops that have at least two dimensions of LENGTH or more."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def models(request, tmp_path_factory):
     models = pair(request.param, tmp_path_factory.mktemp("model"), **SMALL)
     for module in models.ours.modules():
         if hasattr(module, "workspace"):
-            module.workspace = 4 * LENGTH * 20  # bytes of fp32 scores of 20 queries
+            module.workspace = 4 * LENGTH * 20  # bytes of fp32 scores of 20 queries and LENGTH keys
     return models
 
 

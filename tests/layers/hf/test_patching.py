@@ -1,4 +1,4 @@
-"""`dsa_layers.hf.accelerate`: the classes that it replaces, what it leaves unchanged, and index scores in FP8."""
+"""`dsa_layers.hf.accelerate`: the classes that it replaces, what it leaves unchanged, FP8 index scores, refusals."""
 
 import copy
 import functools

@@ -1,7 +1,7 @@
-"""A layer without an indexer reuses an earlier layer's selection, even if the two read keys from different sources.
+"""A layer without an indexer reuses an earlier layer's selection, even if the layers read keys from different sources.
 
-A layer reads keys from its cache. With gradients, with checkpointing or without a cache, it computes them from the
-tokens of the pass."""
+With gradients, with checkpointing or without a cache, a layer computes its keys from the tokens of the pass. Otherwise
+it reads them from its cache."""
 
 import copy
 from functools import partial
@@ -28,7 +28,7 @@ def models(tmp_path_factory):
 
 
 def copies(models, learns):
-    """Return copies of both models. Only parameters whose names begin with `learns` require gradients."""
+    """Return copies of both models. Parameters require gradients if their names begin with `learns`; (): none do."""
     found = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     for model in found:
         for name, parameter in model.named_parameters():
@@ -37,7 +37,7 @@ def copies(models, learns):
 
 
 def checkpoint(model, layers, use_reentrant=False):
-    """Checkpoint only `layers`. With transformers' `gradient_checkpointing_enable`, the model would make no cache."""
+    """Set training mode and checkpoint only `layers`. transformers' method for all layers would disable the cache."""
     model.train()
     function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
     for i in layers:
@@ -94,9 +94,9 @@ def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, c
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens, tmp_path):
-    """The positions begin again after 12 tokens. With a cache the tokens are one sequence; without one, two. Layer 0
-    decides for all layers. Checkpointing removes a layer's cache. The other layers fill their caches, because no
-    parameter requires gradients. V4 also refuses one sequence with such positions."""
+    """Positions begin again after 12 tokens: one sequence with a cache, two without. Layer 0 decides for all layers.
+    A checkpointed layer has no cache. The others have one, because no parameter requires gradients. So if layer 0 is
+    checkpointed, the pass is refused: caches take one sequence. V4 also refuses one sequence with such positions."""
     model = pair(kind, tmp_path).ours.requires_grad_(False)
     positions = torch.cat([torch.arange(12), torch.arange(9)])[None]
     arguments = {"position_ids": positions, "use_cache": True}

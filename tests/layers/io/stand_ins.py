@@ -21,8 +21,8 @@ def powers(exponents):
 
 
 def stand_in(tensors, buffers=()):
-    """Return a tree of modules on the meta device with the tensors {name: (shape, dtype)}. Names in `buffers` are
-    buffers, and all others are parameters."""
+    """Return a tree of modules on the meta device with the tensors {name: (shape, dtype)}. Tensors named in
+    `buffers` are buffers, and all others are parameters."""
     root = torch.nn.Module()
     for name, (shape, dtype) in tensors.items():
         *path, leaf = name.split(".")
@@ -50,7 +50,7 @@ def loaded(tensors, directory, **options):
 
 
 def failure(tensors, directory, **options):
-    """Return the error message of loading a stand-in, and check that the model is still on the meta device."""
+    """Load `directory` into a stand-in. Check that this fails and leaves it on the meta device; return the message."""
     model = stand_in(tensors)
     with pytest.raises(CheckpointError) as error:
         load_weights(model, directory, progress=False, **options)
@@ -59,7 +59,7 @@ def failure(tensors, directory, **options):
 
 
 def write(directory, *shards, index=None):
-    """Write the shards as 1.st, 2.st, ..., and their index. index: content to write in place of the right index."""
+    """Write the shards as 1.st, 2.st, ..., with their index. index: a JSON value or text that replaces their index."""
     weight_map = {}
     for number, tensors in enumerate(shards, start=1):
         save_file(tensors, directory / f"{number}.st")
@@ -77,8 +77,8 @@ def fields_of(directory):
 
 
 def changed(directory, target, change=lambda tensors: None, **fields):
-    """Copy the checkpoint in `directory` to `target`, with all tensors in one file. `change` modifies the dictionary of
-    tensors; `fields` replace fields of config.json."""
+    """Copy the checkpoint in `directory` to `target`, with all tensors in one file, and return `target`. `change`
+    modifies the dictionary of tensors; `fields` replace fields of config.json."""
     tensors = read_tensors(directory)
     change(tensors)
     shutil.copytree(directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", INDEX_NAME))

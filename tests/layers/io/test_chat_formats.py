@@ -105,8 +105,8 @@ V4_FILE = "vllm/tokenizers/deepseek_v4_encoding.py"
 
 
 def encoder(path, thinking, drop, **options):
-    """Return `encode_messages` of the file `path` of SGLang or vLLM, with these options. Skip the test if neither
-    DSA_SGLANG_FILES (docs/reference/engines.md) nor sys.path has a folder with the file."""
+    """Return `encode_messages` of SGLang's or vLLM's file `path` with bound options. drop: its `drop_thinking`. Skip
+    the test if neither DSA_SGLANG_FILES (docs/reference/engines.md) nor sys.path has a folder with the file."""
     folders = [*os.environ.get("DSA_SGLANG_FILES", "").split(os.pathsep), *sys.path]
     file = next((file for folder in folders if (file := Path(folder, path)).is_file()), None)
     if file is None:
@@ -134,8 +134,8 @@ def conversations(draw, *, reminders: bool):
 
 
 def compare(name, encode, messages, **options):
-    """Check that a format's prompt equals the encoder's. Skip messages for which the encoder raises. An encoder may
-    accept fewer messages than the format, for example only calls whose arguments are text."""
+    """Check that the format `name` writes the encoder's prompt. Ignore messages for which the encoder raises: it
+    may accept fewer messages than the format, for example only calls whose arguments are text."""
     try:
         expected = encode(copy.deepcopy(messages))
     except Exception:

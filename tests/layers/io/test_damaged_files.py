@@ -1,4 +1,4 @@
-"""Damaged files. Each is refused with one error that names the file, before any tensor is read."""
+"""Damaged files, wrong indexes and other tools' files are refused with one error, before any tensor is read."""
 
 import os
 import re

@@ -87,7 +87,7 @@ def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, 
     assert 1e-6 < calc_diff(got, expected) < 0.02
     logits = [m.drafter.logits(s) for m, s in ((exact, expected), (model, got))]
     assert (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean() > 0.7
-    # In bf16, with the passes of generation: a prompt in two chunks and one more token, over an FP8 cache.
+    # The model in bf16 runs generation's passes: a prompt in two chunks and one more token, over an FP8 cache.
     model = load(directory)
     states, expected = draft(model, states.bfloat16())
     cache, done = model.drafter.make_cache(2, 256, state_slots=1), 0
@@ -102,7 +102,7 @@ def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, 
 
 
 def with_layers(directory, layers):
-    """Return the fields of config.json for a checkpoint with `layers` multi-token-prediction layers."""
+    """Return the fields of config.json to change for `layers` multi-token-prediction layers."""
     fields, found = fields_of(directory), {"num_nextn_predict_layers": layers}
     if "compress_ratios" in fields:
         found["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]] + [0] * layers

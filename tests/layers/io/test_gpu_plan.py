@@ -1,4 +1,4 @@
-"""The planned weights and caches of each GPU have the size that ranks store. `dsa plan` prints such plans."""
+"""Memory plans (io/gpu_plan.py, printed by `dsa plan`): weights and caches per GPU have the size that a rank stores."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def directory(request, tmp_path_factory):
     """A tiny checkpoint that four ranks can split evenly."""
     of_family = family(request.param)
     wider = {"moe_intermediate_size": 512, "num_attention_heads": 8}
-    if request.param == "axk2":  # whose q_b_proj has 160 rows per head
+    if request.param == "axk2":  # q_b_proj has 160 rows per head; a rank needs a multiple of 128 rows
         wider["num_attention_heads"] = 16
     wider |= (
         {"o_groups": 4} if request.param == "deepseek_v4" else {"num_key_value_heads": wider["num_attention_heads"]}
@@ -75,7 +75,7 @@ def test_context_is_what_memory_the_weights_leave(name, gpus):
         found = plan(config, precision_of(config), gpus, drafter=drafter)
         for memory in (141 * 10**9, int(found.bytes(20 * found.page_size + 1) / 0.9) + 2):
             tokens = found.tokens(memory)
-            assert tokens and found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + 1)  # SHARE in gpu_plan.py
+            assert tokens and found.bytes(tokens) <= 0.9 * memory < found.bytes(tokens + 1)  # 0.9: gpu_plan.SHARE
         assert tokens == 21 * found.page_size
         assert found.tokens(80 * 10**9) == 0
 

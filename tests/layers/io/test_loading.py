@@ -1,4 +1,4 @@
-"""Models that `load_model` returns: which parameters learn, and on which device."""
+"""Models that `load_model` returns: which parameters learn, and their device. Loading does not import Dynamo."""
 
 import subprocess
 import sys

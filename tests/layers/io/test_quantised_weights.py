@@ -17,7 +17,7 @@ KEPT = {"w.weight": ((200, 64), torch.int8), SCALE: ((200, 4), E8M0), "w.weight_
 
 @pytest.fixture
 def fp4():
-    """Return a packed FP4 weight [200, 64] with 200 x 128 values, and its scales."""
+    """Return {name: tensor}: a packed FP4 weight [200, 64] of 200 x 128 values, and its scales [200, 4]."""
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(-128, 128, (200, 64), dtype=torch.int8, generator=generator)
     return {"w.weight": packed, SCALE: powers(torch.randint(-9, 6, (200, 4), generator=generator))}
@@ -34,7 +34,7 @@ def test_fp8_scales_of_either_dtype_are_loaded_as_fp32(tmp_path, dtype):
     assert torch.equal(model.w.weight[::128, ::128], 2 * expected[SCALE])
 
 
-# The weight is in a submodule or in the root module. The loader computes block scales and ignores stored ones.
+# name: the weight is in a submodule or in the root module. The loader computes block scales and ignores stored ones.
 @pytest.mark.parametrize("name", ["w.weight", "weights"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_fp4_is_kept_or_widened_to_fp8(tmp_path, fp4, name, kept):

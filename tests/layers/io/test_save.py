@@ -18,7 +18,7 @@ from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fie
 from tests.reference.common import assert_refused
 
 FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
-SMALL = 2**21  # maximum bytes per file
+SMALL = 2**21  # maximum bytes per file, except for a file with one larger tensor
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_bf16_and_back_changes_no_value(directory, model_type, storage, tmp_path
     assert not {"quantization_config", "expert_dtype"} & fields_of(floats).keys()
     assert not load_model(floats, progress=False).precision.fp8_linear
     if not read_config(directory).use_ue8m0:
-        return  # scales that are not powers of two: BF16 rounds the weights
+        return  # the scales are not powers of two, so BF16 weights are rounded
     assert_same_model(directory, floats, drafter=True)
     convert_checkpoint(floats, again, storage, progress=False)
     assert fields_of(again) == fields_of(directory)
@@ -177,7 +177,7 @@ def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):
     most = None
     convert(whole)
     largest = max(info.size for info in Checkpoint(whole).tensors.values())
-    assert len(held) > 4 and max(held) <= max(SMALL, largest)  # only one file's tensors at a time
+    assert len(held) > 4 and max(held) <= max(SMALL, largest)  # each call gets one file's tensors
     held.clear()
     most = 3
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Checkpoints with the names of transformers' modules. Two tensors hold all experts of a layer."""
+"""Checkpoints with the names of transformers' modules, where two tensors hold all experts of a layer."""
 
 import re
 

@@ -129,7 +129,7 @@ def test_all_problems_come_at_once_and_before_reading(tmp_path, never_read):
 
 
 def rows_of(name, shape):
-    """Return {part: slices}: the row halves `.top` and `.bottom` of a weight or scale. A name with a dot is a half."""
+    """Return {part: slices}: the row halves `.top` and `.bottom` of a weight or scale. A name with a dot is not cut."""
     if "." in name:
         return {name: ()}
     base, suffix = name.removesuffix("_scale_inv"), "_scale_inv" if name.endswith("_scale_inv") else ""

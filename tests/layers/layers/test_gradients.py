@@ -13,7 +13,7 @@ TRAINED = [kind for kind in CASES if kind not in INDEXERS]
 
 @pytest.mark.parametrize("kind", TRAINED, ids=lambda kind: kind.__name__)
 def test_gradients_are_the_slope_of_the_loss(kind):
-    """The loss is a sum of results with random weights. Steps along its gradient change the loss as predicted."""
+    """The loss is a randomly weighted sum of the results. Steps along its gradient must change it as predicted."""
     case = CASES[kind]
     layer, x = case.make(), case.inputs().requires_grad_()
     for name, parameter in layer.named_parameters():

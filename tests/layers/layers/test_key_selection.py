@@ -70,8 +70,7 @@ def test_scores_take_no_more_than_the_workspace(tokens, sizes, monkeypatch):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Lower the limits of fused selection so that small inputs use it. Return a list that collects the number of tokens
-    of each fused call."""
+    """Let small inputs use fused selection. Return a list that collects the number of tokens of each fused call."""
     monkeypatch.setattr(indexer, "FUSED_KEYS", MOST)
     monkeypatch.setattr(indexer, "FUSED_TOKENS", 10)
     return record(monkeypatch, "indexer_select", seen=lambda q, *_, **__: len(q))

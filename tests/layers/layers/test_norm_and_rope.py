@@ -1,4 +1,4 @@
-"""Rotary embeddings: angles of any position, in cast models, and of several embeddings at once."""
+"""Rotary embeddings: YaRN, and angles of any position, in cast models, and of several embeddings at once."""
 
 import pytest
 import torch

@@ -88,7 +88,7 @@ NO_GRADIENTS = (
 
 
 def pages(index=PAGE, page_size=PAGE):
-    """Return a layer's cache of FP8 pages. index: tokens per page of index keys; None: no pages of index keys."""
+    """Return a layer's FP8 pages, with page_size latents and `index` index keys per page; index=None: no index keys."""
     latent = torch.zeros(16, page_size, 1, 656, dtype=torch.uint8)
     return LayerCache(latent, None if index is None else torch.zeros(16, index, 1, 132, dtype=torch.uint8))
 

@@ -15,7 +15,7 @@ _MLA = {
     "qk_rope_head_dim": 16, "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-2, "eos_token_id": None, "attn_implementation": "eager",
 }  # fmt: skip
-_NEWER = {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"}  # A.X-K2, Hy4
+_NEWER = {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"}  # fields of A.X-K2 and Hy4
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -54,8 +54,8 @@ def axk2(directory: Path, **changes):
 
 def hy_v4(directory: Path, **changes):
     """Save a random HYV4ForCausalLM in fp32 to `directory` and return it. Layers 2 to 4 share the selection of layer 1,
-    and layer 6 that of layer 5. transformers rotates channels (i, i + R / 2) of R = qk_rope_head_dim. The published
-    weights expect pairs (2i, 2i + 1), so the saved weights have these channels in another order than the model."""
+    and layer 6 that of layer 5. transformers rotates channels i and i + R / 2 of R = qk_rope_head_dim. Published
+    weights need rotation of 2i and 2i + 1, so the saved weights have these channels in another order than the model."""
     fields = _NEWER | {
         "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
         "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -109,7 +109,7 @@ def _draw_and_save(family: str, fields: dict, directory: Path, **options):
             torch.nn.init.normal_(parameter, std=0.1)
         elif name.endswith(("sinks", "base", "scale", "position_bias")):
             torch.nn.init.normal_(parameter, std=0.5)
-        elif parameter.dim() > 1:  # the default 0.02 gives nearly uniform logits
+        elif parameter.dim() > 1:  # the default std 0.02 gives nearly uniform logits
             torch.nn.init.normal_(parameter, std=0.08)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

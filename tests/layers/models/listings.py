@@ -1,5 +1,5 @@
 """Readers of the listings (name, shape and dtype of every tensor) of published checkpoints, which are stored under
-VENDORED."""
+VENDORED, and of the tensors of models."""
 
 import json
 import math

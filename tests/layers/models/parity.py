@@ -1,7 +1,7 @@
 """Parity tests for every family: our model and transformers' model of the same tiny checkpoint, in fp32.
 
-transformers does not quantise, and its sparse attention is dense attention with a mask. The long sequences have more
-tokens than a token selects.
+transformers does not quantise, and its sparse attention is dense attention with a mask. The longest sequences
+have more tokens than an indexer selects, so selection matters.
 """
 
 from collections.abc import Callable
@@ -98,7 +98,7 @@ class ParityTests:
             assert_same(got, torch.cat([expected[i, part] for i, part in enumerate(parts)]))
 
     def test_greedy_tokens_are_the_same(self, models, text):
-        """Three prompts run, at most two at a time (max_sequences), so the third reuses pages of an ended sequence."""
+        """At most two of three prompts run at a time (max_sequences), so the third starts after another has ended."""
         theirs, ours = models
         prompts = [text[0][i, :n].tolist() for i, n in ((0, 20), (1, 3), (2, 41))]
         generator = Generator(ours, cache_tokens=256, page_size=self.page_size, max_sequences=2, prefill_chunk=7)

@@ -41,7 +41,7 @@ def directory(request, tiny_checkpoint, tmp_path_factory):
 
 
 def dequantised(tensor, scale):
-    """Return the values of a stored tensor by the definition of its format. scale: its scales, or None."""
+    """Return a stored tensor's values by the definition of its format. scale: its scales; None without quantisation."""
     if scale is None:
         return tensor
     if tensor.dtype == torch.int8:

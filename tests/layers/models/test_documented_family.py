@@ -45,7 +45,7 @@ def test_the_commands_of_the_page_run_and_single_tokens_give_the_text_of_a_whole
     commands = re.findall(r"^dsa (.*)", TEXT, re.M)
     assert [command.split()[0] for command in commands] == ["tiny", "generate"]
     run(project, "-m", "dsa_layers.command.main", "tiny", ".tiny-dot", "--model", "dot_dsa")
-    prompt = " ".join(map(str, range(100)))  # more tokens than are selected
+    prompt = " ".join(map(str, range(100)))  # more tokens than the indexer selects
     options = ["--prompt", prompt, "--max-tokens", "4", "--temperature", "0", "--device", "cpu", "--dtype", "float32"]
     texts = {
         run(project, "-m", "dsa_layers.command.main", "generate", ".tiny-dot", *options, "--prefill-chunk", size)

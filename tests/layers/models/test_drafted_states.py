@@ -11,7 +11,7 @@ from dsa_layers.engine import paged_attention
 from dsa_layers.io.loading import load_model
 from dsa_layers.models.glm_moe_dsa import slots_of
 
-# Two sequences with more keys than the drafter selects (TOP_K). Their pages are not in the order of their numbers.
+# Two sequences with more keys than the drafter selects (TOP_K). Page numbers do not ascend within a sequence.
 LENS, PAGES, PAGE = [150, 200], [[3, 0, 5, 1], [6, 2, 7, 4]], 64
 TOKENS = torch.tensor([2 + i * i % 2000 for i in range(sum(LENS) + 1)])
 TOP_K = 128
@@ -27,7 +27,7 @@ def paged(new, total):
 
 
 def positions(slots, pages):
-    """Return the set of positions of a row of cache slots, in a sequence with these pages."""
+    """Return the set of positions that the slots >= 0 of one row have in a sequence with these pages."""
     slots = [slot for slot in slots.tolist() if slot >= 0]
     found = {pages.index(slot // PAGE) * PAGE + slot % PAGE for slot in slots}
     assert len(found) == len(slots)

@@ -115,8 +115,8 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     last, draft, guesses = further(last, draft, guesses, done + 2)
     further(last, draft, guesses, done + 3)
 
-    # The target's next tokens differ from the drafts. The drafter computes these positions again, with the target's
-    # states, and overwrites its cache there.
+    # The target runs on two more tokens, which differ from the drafts. The drafter computes their positions again with
+    # the target's states, and overwrites its cache there.
     rows = slice(done, done + 2)
     both = decode_batch(2, done + 2)
     states = model.states(TOKENS[rows], both, of_target)
@@ -124,7 +124,7 @@ def test_drafts_over_pages_follow_the_formulas(drafters, chunks):
     joined = torch.cat((joined, plain.join(TOKENS[rows.start + 1 : rows.stop + 1], states)))
     expected = plain.states(joined)
     assert_same(values(got), expected[rows])
-    # If the target accepts only the first of two drafts, the next drafting step continues from the first row.
+    # If only the first of the two tokens is accepted, drafting continues from the first row.
     further(got[:1], joined[:-1], expected[:-1], done + 2)
 
 

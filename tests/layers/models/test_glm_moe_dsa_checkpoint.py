@@ -69,7 +69,7 @@ def unrounded_and_fp8_pages(directory, tmp_path_factory):
 @pytest.mark.parametrize("chunks", [[10], [1] * 10, [150], [125] + [1] * 25], ids=str)
 def test_shared_layers_over_fp8_pages_differ_by_rounding(unrounded_and_fp8_pages, chunks):
     """Prefill attends to keys that are rounded as in the pages; decoding attends to slots of the pages. 10 tokens are
-    fewer than the 128 keys that a layer selects. Decoding over FP8 pages is sparse even then, and selects all 10."""
+    fewer than the 128 keys that a layer selects. Decoding over FP8 pages is sparse even so, and selects all keys."""
     exact, model = unrounded_and_fp8_pages
     assert model.make_cache(1).layer(2).latent_is_fp8
     tokens = TOKENS[: sum(chunks)]

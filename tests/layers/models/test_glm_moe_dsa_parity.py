@@ -32,7 +32,7 @@ class TestIndexShare(ParityTests):
 
     @pytest.mark.parametrize("impl", CheckpointImpl)
     def test_checkpointed_layers_have_the_same_gradients(self, impl, tmp_path):
-        """The backward pass recomputes layers after later layers selected keys. It must use the forward pass's keys."""
+        """The backward pass recomputes a layer after later layers selected keys. It must use the same keys again."""
         self.build(tmp_path)
         tokens, batch = torch.arange(71) * 97 % 251, SequenceBatch.without_cache([48, 23])
         gradients = []

@@ -60,7 +60,7 @@ def test_the_model_finds_its_tensors_by_their_stored_names(directory, model_type
 
 
 def build(directory, name):
-    """Return the model with its drafter, and the stored tensors that the model skips without a drafter."""
+    """Return the model with its drafter, and the names of the stored tensors that it skips without the drafter."""
     config = read(directory, name)
     model = unfilled_model(config, None)
     without = {stored for stored in manifest_of(config) if model.skips(stored)}

@@ -32,7 +32,7 @@ def test_a_family_outside_of_the_package_is_found_after_it_is_added(tmp_path, mo
 
 
 class Other:
-    """A model that belongs to no family and is no torch.nn.Module. It has only the attributes that `Model` lists."""
+    """A wrapper of `model` that is no torch.nn.Module and of no family. It has only the attributes of `Model`."""
 
     page_size, captures_decode = 32, False
 

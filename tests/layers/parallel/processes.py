@@ -14,14 +14,14 @@ import torch.multiprocessing as mp
 
 from dsa_layers.parallel.ranks import Ranks
 
-SECONDS = 400  # timeout; without it, ranks that wait for each other would never end
+SECONDS = 400  # timeout of `in_ranks`; without it, ranks that wait for each other would never end
 # Importing these modules takes seconds. A fork server imports them once, and ranks are forks of this server.
 IMPORTED = ["torch", "torch.distributed", "dsa_layers", "dsa_layers.parallel.ranks"]
 
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run function(ranks, *arguments) in `size` processes and return the results in the order of the ranks. The
-    processes import `function` by its name, so define it at the top level of a module."""
+    """Run function(ranks, *arguments) in `size` processes; `ranks` is the process's `Ranks`. Return the results in the
+    ranks' order. The processes import `function` by its name, so define it at the top level of a module."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(IMPORTED)
         arguments = size, folder, dict(os.environ), function, arguments
@@ -43,7 +43,7 @@ def _run(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ.clear()  # inherited from the fork server, which started with older variables
+    os.environ.clear()  # drop the variables of the fork server, which may be older than `environment`
     os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

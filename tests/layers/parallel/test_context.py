@@ -18,16 +18,16 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.training.test_changed_indexer import DotProductIndexer
 from tests.layers.training.test_indexer_stage import Small
 
-# Tokens per sequence. The first sequence has more tokens than a rank; some ranks have no token of the short ones.
+# Tokens per sequence. The first sequence has more tokens than a rank gets. Only one rank gets the third, of one token.
 LENS = [37, 5, 1, 20]
 TOP_K = 6
-TOLERANCE = 2e-5  # ranks sum the same numbers in another order
+TOLERANCE = 2e-5  # relative; several ranks add the same numbers in another order than one rank
 ALONE = Ranks(0, 1)
 
 
 def trained(name, ranks, own_indexer=False, checkpointed=False):
-    """Run the forward and backward pass of a small model in stage `name`, with its tokens shared by `ranks`. Return
-    ([language loss, indexer loss] over all ranks, {parameter: mean of its gradients over the ranks}).
+    """Run the forward and backward pass of a small model in stage `name`. `ranks` share the tokens. Return means over
+    the ranks: ([loss of the outputs, loss of the indexers], {parameter: gradient}).
 
     own_indexer: layer 1 has a `DotProductIndexer`. checkpointed: the backward pass recomputes the layers."""
     model = Small(TOP_K)
@@ -58,8 +58,8 @@ CASES = [(name, own_indexer) for name in STAGES for own_indexer in (False, True)
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_train_as_one_rank_does(size):
-    """The losses and gradients are those of one rank, with the same bits on all ranks. CHECKS run in the same
-    processes, because processes take seconds to start."""
+    """The losses and gradients are close to those of one rank, and have the same bits on all ranks. The same processes
+    run CHECKS (below), because processes take seconds to start."""
     for (name, own_indexer), first, *others in zip(CASES, *in_ranks(size, of_a_rank), strict=True):
         assert_close(first, trained(name, ALONE, own_indexer))
         for total, gradients in others:
@@ -74,7 +74,7 @@ def of_a_rank(ranks):
 
 
 def check_documented_loop(ranks):
-    """Check that the loop of docs/how-to/train-an-indexer.md, sharded by FSDP2, has one rank's losses in each stage."""
+    """Check that the FSDP2 loop in docs/how-to/train-an-indexer.md has the losses of one rank in each stage."""
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
     (code,) = re.findall(r"## On several GPUs\n.*?```python\n(.*?)```", text, re.S)
     assert 'IndexerStage(model, "sparse")' in code
@@ -90,12 +90,12 @@ def check_documented_loop(ranks):
 
 
 def check_checkpointed_layers(ranks):
-    """Check that layers have the same gradients if the backward pass recomputes them, which gathers keys again."""
+    """Check that gradients are the same if the backward pass recomputes the layers, and so gathers the keys again."""
     assert_close(trained("sparse", ranks, checkpointed=True), trained("sparse", ranks))
 
 
 def check_gradients_of_gathered_rows(ranks):
-    """Check that the ranks' bf16 gradients are added in fp32 in the order of the ranks, and the sum is rounded once."""
+    """Check the gathered rows. Backward adds the ranks' bf16 gradients in fp32 in the ranks' order and rounds once."""
     stage = IndexerStage(Small(TOP_K), "sparse")
     share = stage.share([9, 4], ranks)
     every = torch.arange(13.0)[:, None].expand(13, 3)
@@ -116,7 +116,7 @@ def check_gradients_of_gathered_rows(ranks):
 
 
 def check_wrong_lengths(ranks):
-    """Check that all ranks raise the error that one rank finds, and can share tokens afterwards."""
+    """Check that all ranks raise if lengths differ or are wrong on one rank, and can share tokens afterwards."""
     stage, rank = IndexerStage(Small(TOP_K), "warmup"), ranks.rank
     same = r"must be the same on all ranks, got \(12, 3\) on rank 0 and \(12, 4\) on rank 1"
     for own, wrong_rank, message in [
@@ -132,7 +132,7 @@ def check_wrong_lengths(ranks):
 
 
 def check_groups(ranks):
-    """Check that each of two groups of two ranks trains as one rank does, independently of the other group."""
+    """Check that each of two groups of two ranks trains as one rank does. A rank cannot use the other group."""
     groups, number = [dist.new_group([0, 1]), dist.new_group([2, 3])], ranks.rank // 2
     assert_close(trained("sparse", Ranks.of(groups[number])), trained("sparse", ALONE))
     with pytest.raises(ValueError, match=r"^group: this process must be one of its ranks"):

@@ -30,7 +30,7 @@ class Ends:
 
 
 def problem(call, *patches):
-    """Return the message of the error that `call` raises. patches: arguments of `mock.patch.object`."""
+    """Return the message of the ValueError that `call` raises. patches: tuples of arguments of `mock.patch.object`."""
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
@@ -88,7 +88,7 @@ def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
 
 
 def problems_of_loading(ranks, whole, broken, other):
-    """Return {fault: error message of `load_model`}. Rank 1 lacks a tensor or memory, or differs from rank 0."""
+    """Return {fault: `load_model`'s error}. Rank 1 lacks a tensor or memory, or its weights, GPU or dsa differ."""
 
     def load(*patches, directory=whole):
         return problem(lambda: load_model(directory, mesh=ranks, **OPTIONS), *patches)

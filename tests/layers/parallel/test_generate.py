@@ -36,8 +36,8 @@ def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
 
 @pytest.fixture
 def generate_here(capfd, monkeypatch):
-    """Return a function like `generate` that runs the command in this process, which has imported torch already. With
-    --gpus, the ranks are other processes."""
+    """Return a function like `generate` that runs the command in this process, which saves the import of torch. With
+    --gpus 2, the command starts its ranks as other processes."""
 
     def call(checkpoint, *options, **environment):
         for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
@@ -97,7 +97,7 @@ def of_rank(rank, parent):
 
 
 def start(checkpoint, *options):
-    """Start two ranks that generate for longer than a test runs. Return after rank 0 has written its first 4 bytes."""
+    """Start two ranks that generate for longer than a test. Return the launcher after rank 0 has written 4 bytes."""
     call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-tokens", "60000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": reset_signals}
     process = subprocess.Popen([*call, *options], env=ENVIRONMENT, **pipes)

@@ -149,8 +149,8 @@ def test_a_killed_rank_is_named(run, capfd, name, rank, ranks, others):
 
 @pytest.mark.parametrize("other", ["write_pid(); time.sleep(600)", "note_failure('wrong'); write_pid(); wait_for(0)"])
 def test_there_is_no_line_after_what_rank_0_has_written(run, capfd, other):
-    """Rank 0 writes the cause last, even if another rank fails first: after `note_failure`, rank 0 ignores the
-    launcher's SIGTERM."""
+    """If rank 0 prints a cause and exits, `launch` prints nothing, even if another rank fails first with the same code.
+    After `note_failure`, rank 0 ignores the launcher's SIGTERM, so that it can print."""
     source = f"""
         if rank:
             {other}
@@ -207,8 +207,8 @@ def test_the_number_of_started_ranks_is_that_of_the_environment(monkeypatch):
     assert started_ranks() is None
 
 
-# {why rank 1 failed first: {rank: (exit code, time when the launcher found the failure, time of `note_failure`)}}. The
-# ranks are in the order in which the launcher found them.
+# {why rank 1 failed first: {rank: (exit code, second in which the launcher found the failure, time of `note_failure` in
+# seconds or None)}}. The ranks are in the order in which the launcher found their failures.
 SECOND_FAILED_FIRST = {
     "the launcher's SIGTERM is no cause": {1: (3, 100, None), 0: (-15, 100, None)},
     "the first SIGTERM is not the launcher's": {1: (-15, 100, None), 0: (1, 100, 100.4)},

@@ -28,7 +28,7 @@ def part(rank, count):
 
 
 def check_local_rows(rows, own, every):
-    """Check this rank's local rows, bounds and angles. own, every: indices of the local rows and of all rows."""
+    """Check the local rows, bounds and angles of placement `rows`. own, every: indices of the local and of all rows."""
     shared = torch.arange(5).expand(len(every), 5)  # all tokens share one row in memory
     assert torch.equal(rows.local(shared), torch.arange(5).repeat(len(own), 1))
     assert torch.equal(rows.all_gather(rows.local(shared))[0], shared)
@@ -56,8 +56,8 @@ def check_gathered_rows(rows, own, every):
 
 
 def sums(ranks, rows, own, every):
-    """Return (this rank's rows of the sum of the ranks' parts, computed in five ways; this rank's rows of twice the sum
-    plus a shared part and a residual)."""
+    """Return this rank's rows of (the sum of the ranks' parts, computed in five ways; twice this sum plus a shared part
+    and a residual). every: the indices of all rows."""
     count, whole_rows = len(every), Replicated(ranks)
     x = part(ranks.rank, count)
     total, doubled = rows.start_reduce(x), rows.start_reduce(2 * x)
@@ -126,7 +126,7 @@ def test_experts_send_casts_of_their_rows(fp4_experts):
     expected = rows.local(moe.experts(x, *choice)) + moe.shared_experts(rows.local(x))
     assert torch.equal(moe(rows.local(x), cast=own, placement=rows), expected)
     assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
-    # Each of 5 rows sends 256 FP8 values with 2 fp32 scales, and for 2 experts an int64 index and an fp32 weight.
+    # For each of 5 rows: 256 FP8 values with 2 fp32 scales, and an int64 index and an fp32 weight per chosen expert.
     assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
 
 

@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 def attention(model, x, batch, cache):
-    """Yield the result of each layer's attention. All layers read the same x."""
+    """Yield attention's result in each of the first LAYERS layers. All layers read the same x, this rank's rows."""
     count = LAYERS[model.config.model_type]
     if isinstance(model, DeepseekV4ForCausalLM):
         for i, layer in enumerate(model.layers[:count]):
@@ -64,8 +64,8 @@ def attended(model, ranks):
 
 @contextlib.contextmanager
 def exchanges(found):
-    """Context manager: append the bytes per row of each gather to `found`. A sum over ranks in a sharded pass raises
-    TypeError."""
+    """Context manager: append the bytes per row of each gather in a long pass to `found`. A sum over ranks in a long
+    pass raises TypeError."""
     begin = Sharded._start_all_gather
 
     def begin_gather(rows, own, *, at_once):
@@ -77,7 +77,7 @@ def exchanges(found):
 
 
 def of_ranks(ranks, directories):
-    """Return {(model, precision): (the result of `attended`, the bytes per row of each gather)}."""
+    """Return {(model, key of OPTIONS): (the result of `attended`, the bytes per row of each gather)}."""
     found = {}
     for (model, directory), name in itertools.product(directories.items(), OPTIONS):
         part, exchanged = load_model(directory, mesh=ranks, **OPTIONS[name]), []
@@ -100,7 +100,7 @@ def of_both(checkpoints):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", LAYERS)
 def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
-    """Rows of long passes have the same bits. In short passes ranks sum partial results, which rounds differently."""
+    """Rows of long passes have the bits of one process. In short passes, sums of the ranks' parts round differently."""
     expected, _ = attended(load_model(checkpoints[model], **OPTIONS[name]), ALONE)
     tolerance = {"fp32": 1e-6, "fp8": 0.01}[name]
     for (found, numbers), _ in (of_one[model, name] for of_one in of_both):
@@ -116,8 +116,8 @@ def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
 
 @pytest.mark.slow
 def test_ranks_exchange_only_keys(of_both):
-    """A layer has one gather per long pass. In V3.2 and GLM-5.2 it sends latents in bf16 and, if it has an indexer,
-    index keys in bf16. In V4 it sends latents in bf16 and the products of the compressors in fp32."""
+    """In each layer and long pass attention gathers once: latents in bf16. Layers of V3.2 and GLM-5.2 with an indexer
+    also send index keys in bf16. Layers of V4 with compressors also send the compressors' products in fp32."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
         "deepseek_v32": [latent + index] * 2,

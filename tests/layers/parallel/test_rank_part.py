@@ -1,4 +1,4 @@
-"""A rank with a whole layer also has a `part` of the layer: heads of attention, or channels of a shared expert."""
+"""A rank that holds a whole layer also has its `part`: some heads of attention, or some channels of a shared expert."""
 
 import pytest
 import torch
@@ -42,8 +42,8 @@ def second_half(shared_expert):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
-    """Parts are views of the layer's parameters. Exception: gate and up of an FP8 shared expert are copies that are
-    adjacent in memory, for one joint product."""
+    """The parameters of a part are views of the layer's parameters. Exception: gate_proj and up_proj of an FP8 shared
+    expert are copies that are adjacent in memory, for one joint product."""
     directory, options = tiny_checkpoint(model), OPTIONS[name] | {"drafter": has_drafter(model)}
     whole, split = load_model(directory, **options), load_model(directory, mesh=SECOND, **options)
     with split_by("heads"):

@@ -1,4 +1,4 @@
-"""Collectives of `Ranks`: sums are added in the order of the ranks and rounded once, and columns are joined."""
+"""`Ranks`: sums add the parts in the order of the ranks and round once; columns are joined; `of` needs a group."""
 
 import pytest
 import torch

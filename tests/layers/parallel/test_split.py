@@ -1,4 +1,4 @@
-"""Models and drafters that are split over ranks compute what one process computes. Each rank holds only a part."""
+"""Models and drafters on several ranks: each has a part, results are those of one process, wrong splits are refused."""
 
 import contextlib
 import functools
@@ -28,8 +28,8 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "drafter": True, "progress": False}
-# The longest prompt and sequence have more tokens than a token selects. Ranks shard the rows only of passes with at
-# least 256 tokens (SHARDED_TOKENS).
+# The longest prompt (300 tokens) and sequence (170) are longer than index_topk (at most 128), so tokens select keys.
+# Passes of at least 256 tokens are sharded (SHARDED_TOKENS). LENGTHS and the first prefill chunk have 260 tokens each.
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [170, 90]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:20]]
 FUSED = "experts in one tensor"
@@ -72,7 +72,7 @@ def fuse_experts(tensors):
 
 @torch.inference_mode()
 def logits_of(model):
-    """Return the model's logits and, if it has a drafter, the logits of the drafter's first step."""
+    """Return the model's logits, followed by those of the drafter's first step if the model has a drafter."""
     batch, tokens = SequenceBatch.without_cache(LENGTHS), torch.tensor(TOKENS[:260])
     states = model.states(tokens, batch)
     if model.drafter is None:
@@ -82,8 +82,8 @@ def logits_of(model):
 
 
 def outcome(directory, **options):
-    """Return (logits, generated tokens, {weight: shape}). deepseek_v4 compresses four tokens to one cache entry. Five
-    tokens are generated, so each sequence completes an entry while decoding."""
+    """Return (logits, generated tokens, {weight: shape}). options: arguments of `load_model`. deepseek_v4 compresses
+    four tokens to one cache entry. Decoding runs four of the five new tokens, so each sequence completes an entry."""
     drafter = has_drafter(read_config(directory).model_type)
     model = load_model(directory, **OPTIONS | {"drafter": drafter} | options)
     generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2 * drafter)
@@ -132,7 +132,7 @@ def test_ranks_compute_what_one_process_does(checkpoints, size, way, multi_head)
             assert (part_logits - logits).abs().max() <= 2e-5 * logits.abs().max(), case
             assert torch.equal(part_logits, found[0][0]) and part_tokens == tokens, case
             assert parts.keys() == whole.keys() and elements(parts) == elements(found[0][2]), case
-        # Each rank has whole shared experts and, if attention is split by queries, whole attention.
+        # The ratio exceeds 1 / size: a rank has whole shared experts and, if split by queries, whole attention.
         assert elements(found[0][2]) / elements(whole) < {"queries": 0.8, "heads": 0.75}[way], case
 
 
@@ -152,7 +152,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(checkpoints
 
 
 def of_mesh(ranks, directory):
-    """Return the logits with a one-dimensional mesh, and with one dimension of a two-dimensional mesh."""
+    """Return the logits with a mesh of one dimension, and with one dimension of a mesh of two (refused as a whole)."""
     mesh = init_device_mesh("cpu", (ranks.size,))
     square = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("replicas", "heads"))
     with pytest.raises(ValueError, match=r"^mesh: must have one dimension, got 2; one of several is mesh\[its name\]"):

@@ -1,4 +1,4 @@
-"""Models generate and train with an indexer of another class: `top_k`, `select`, `store` and `loss` are enough."""
+"""Models generate and train with any indexer that has `top_k`, `select`, `store` and `loss`. Wrong losses fail."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_it_selects_with_a_cache(model):
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_any_scores_and_lightning_scores_have_one_loss(stage):
-    """`kl` of the matrix of all lightning scores equals `lightning_kl`, whose kernels never store that matrix."""
+    """`kl`, given the matrix of lightning scores, equals `lightning_kl`, whose kernels never store that matrix."""
     torch.manual_seed(3)
     batch = SequenceBatch.without_cache([13, 8, 1])
     tokens, heads = 22, 3

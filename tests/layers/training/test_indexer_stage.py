@@ -1,4 +1,4 @@
-"""Training the indexers of a small model: which loss reaches which parameters, and whether the indexers learn."""
+"""`IndexerStage`: the parameters that each loss reaches, learning, checkpointing, refusals. Also `next_tokens`."""
 
 import re
 import textwrap
@@ -59,7 +59,7 @@ def test_passes_are_those_of_inference(name, top_k):
 
 
 def test_sequences_of_one_length_attend_densely_as_by_themselves():
-    """With gradients, one call of attention computes all sequences. Without gradients, there is a call per sequence."""
+    """With gradients, one attention call computes all sequences of equal length. Without, each sequence has a call."""
     model, (tokens, _) = Small(100), inputs()
     batch = SequenceBatch.without_cache([11, 11, 11])
     got = model(tokens, batch)
@@ -107,7 +107,7 @@ def test_other_stages_and_models_without_an_indexer_per_layer_are_refused():
     assert_refused(without, IndexerStage, nn.Linear(2, 2), "warmup")
     with pytest.raises(RuntimeError, match="loss: no pass since"):
         IndexerStage(model, "warmup").loss()
-    for indexer, got in ((nn.ReLU(), "ReLU"), (None, "NoneType")):  # None: shared with another layer
+    for indexer, got in ((nn.ReLU(), "ReLU"), (None, "NoneType")):  # None: uses another layer's indexer
         model.layers[1].indexer = indexer
         message = f"model: each attention layer must have an indexer of its own, with a method `loss`, got {got}"
         assert_refused(message, IndexerStage, model, "sparse")
@@ -115,7 +115,7 @@ def test_other_stages_and_models_without_an_indexer_per_layer_are_refused():
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_a_drafter_is_left_out_unless_asked_for(name):
-    """Passes of the model do not run the drafter, and DDP requires a gradient of every parameter in every pass."""
+    """Passes of the model do not run the drafter, but DDP requires a gradient of every parameter in every pass."""
     model, (tokens, batch) = Small(6), inputs()
     model.drafter = model._layer(6)
     wrapped = nn.Sequential(model)  # a wrapper like DDP
@@ -196,7 +196,7 @@ def test_a_pass_without_gradients_is_not_summed_with_one_that_trains():
         assert stage.loss().item() == expected  # the refused losses were dropped
         with torch.no_grad():
             model(tokens, batch)
-    with stage:  # entering drops the losses of the pass above
+    with stage:  # entering drops losses without gradients, here those of the pass above
         model(tokens, batch)
         assert stage.loss().item() == expected
     with torch.no_grad(), stage:
@@ -225,8 +225,8 @@ def test_wrapped_layers_are_found_once(wrap):
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 @pytest.mark.parametrize("parameter", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.bias"])
 def test_an_indexer_without_numbers_has_no_loss(name, parameter):
-    """With NaN scores the loss is NaN. In the sparse stage no key is selected then, and the op returns 0, the loss of a
-    perfect indexer, which `SparseAttention` replaces by NaN."""
+    """NaN scores give a NaN loss. In the sparse stage, tokens with NaN scores select no key, and the loss op returns 0,
+    as for a perfect indexer. `SparseAttention` replaces this 0 by NaN."""
     model, (tokens, batch) = Small(6), inputs()
     with torch.no_grad():
         model.layers[0].indexer.get_parameter(parameter).fill_(torch.nan)
