@@ -21,8 +21,8 @@ IGNORED = -100  # the default `ignore_index` of torch.nn.functional.cross_entrop
 
 
 class IndexerStage:
-    """A context manager in which passes of a model train its indexers. It collects the indexers' losses. Call the model
-    without a cache.
+    """A context manager inside which passes of a model compute the losses of its indexers. `loss` returns their sum.
+    Call the model without a cache.
 
         import torch
         from dsa_layers import SHIPPED_MODEL, IndexerStage, SequenceBatch, load_model, next_tokens
@@ -49,8 +49,8 @@ class IndexerStage:
     Raises ValueError for a model whose indexers cannot be trained. An attention layer must have the attribute
     `indexer_stage`, and its indexer must have the method `loss` of `dsa_layers.layers.indexer.Indexer`. `DSAAttention`
     meets both conditions; DeepSeek-V4's attention and indexer do not. Models in which layers share an indexer
-    (IndexShare), models with sinks, which the loss ignores, and parts of a model (`load_model(..., mesh=)`), which lack
-    some heads, are refused too.
+    (IndexShare), models with sinks, because the loss ignores sinks, and parts of a model (`load_model(..., mesh=)`),
+    because they lack some heads, are refused too.
 
     The inputs and the target of an indexer are detached. The indexers' loss therefore has gradients only for the
     indexers' parameters, and the language model's loss only for all other parameters. Scores are not quantised.

@@ -121,8 +121,8 @@ class WindowView:
     """The cache slots that the sliding windows of a batch read and write.
 
     A token sees the last `window` tokens, including itself. Sequence b has a ring of `ring` slots: page state_slots[b]
-    of the cache. Slot p mod ring has the key of position p. With a ring of window + K - 1 slots, a sequence can
-    continue after any of its last K tokens, for example after rejected drafts.
+    of the cache. Slot p mod ring has the key of position p, for the latest `ring` positions. With a ring of window + K
+    - 1 slots, a sequence can continue after any of its last K tokens, for example after rejected drafts.
 
     batch: the `TokenBatch` of the tokens
     """

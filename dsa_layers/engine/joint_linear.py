@@ -99,10 +99,10 @@ def norm_cast_scaling(norm: nn.Module, channels: int, layers: Sequence[nn.Module
 def join(model: nn.Module) -> None:
     """Make the weights of layers that multiply the same input adjacent in memory.
 
-    Each module's `joint_layers()` and `joint_fp32_layers()` are such groups of layers. If `join_layers` can join a
-    group, its weights become views of one tensor, and its FP8 scales views of another; nothing else changes. After
-    `.to()` the weights may no longer be adjacent; then each layer computes a separate product. Call `join` after the
-    weights are loaded and before a CUDA graph is captured.
+    `joint_layers()` and `joint_fp32_layers()` of the modules that have these methods are such groups of layers. If
+    `join_layers` can join a group, its weights become views of one tensor, and its FP8 scales views of another; nothing
+    else changes. After `.to()` the weights may no longer be adjacent; then each layer computes a separate product. Call
+    `join` after the weights are loaded and before a CUDA graph is captured.
     """
     # A submodule may list a subset of its parent's layers. `modules` yields the parent first, so the larger group is
     # joined first.

@@ -246,8 +246,8 @@ class PagedAttention(DSAAttention):
     def _project_queries(
         self, x: torch.Tensor, latents: Latents, step: AttentionPass
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (q [T, heads, nope + rope] before rope, the gate's g [T, heads, v_dim] or None) for the rows of
-        `step.queries`."""
+        """Return (q, gate) for the rows of `step.queries`. q [T, heads, nope + rope] is not rotated yet. gate
+        [T, heads, v_dim] is the gate before its sigmoid, or None without a gate."""
         inputs, input_cast = latents.queries, latents.cast
         if self.gate == "queries":
             inputs, input_cast = torch.cat((inputs, latents.unnormed), -1), None

@@ -139,9 +139,10 @@ def make_linear(
 
 
 def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
-    """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader`, a layer that takes x, accepts. Check
-    this for `Linear` and `BlockFP8Linear` only; other modules, such as adapters, check their inputs themselves. Check
-    nothing if x has another dtype and autocast is enabled, because the layer then converts x."""
+    """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader`, a layer that takes x, accepts.
+
+    The function checks inputs of `Linear` and `BlockFP8Linear` only; other modules, such as adapters, check their
+    inputs themselves. With autocast it accepts any dtype, because the layer then converts x."""
     kind = type(reader)
     if kind is not Linear and kind is not BlockFP8Linear:
         return

@@ -65,7 +65,9 @@ def _read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ..
 
 @dataclass(frozen=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    """The fields of DeepSeek-V3.2's configuration, with GLM-5's values. Some layers may have no indexer."""
+    """The fields of DeepSeek-V3.2's configuration. GLM-5 reads three of them differently: which layers have an indexer
+    (some may have none), the indexer's rope (pairs 2i, 2i + 1), and whether the steps of a drafter share a
+    selection."""
 
     model_type: ClassVar[str] = "glm_moe_dsa"
     checked = DeepseekV32Config.checked | {"moe_router_dtype": only("float32")}

@@ -31,7 +31,7 @@ def no_gpu():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
-    """Return a function from (family, quantized=True) to the directory of a tiny checkpoint. Tests share the directory
+    """Return a function from (model, quantized=True) to the directory of a tiny checkpoint. Tests share the directory
     and must not change it."""
     made = {}
 

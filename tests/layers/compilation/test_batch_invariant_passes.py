@@ -34,7 +34,8 @@ class Products(TorchDispatchMode):
 
 def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
     """Run a decoding pass on the meta device: `count` sequences of up to `tokens` tokens, with `drafts` drafts each.
-    Return (compile functions of the requested kernels, those of attention with their arguments, called PRODUCTS).
+    Return three sets: the compile functions of the kernels that the pass requests; (function, arguments) of those that
+    belong to attention; the names in PRODUCTS of the PyTorch products that the pass calls.
     invariant: whether the pass is batch-invariant. ranks: if above 1, run rank 0's part without communication."""
     model, cache = without_memory(config, Precision.of(config, kv_cache=kv_cache))
     if ranks > 1:

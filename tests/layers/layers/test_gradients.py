@@ -1,4 +1,5 @@
-"""Layers before `dsa_layers.fuse` have gradients for their input and for every parameter outside the indexer."""
+"""Layers that `dsa_layers.fuse` has not converted have gradients for their input and for every parameter outside the
+indexer."""
 
 import pytest
 import torch

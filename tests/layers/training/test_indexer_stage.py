@@ -1,4 +1,4 @@
-"""`IndexerStage`: the parameters that each loss reaches, learning, checkpointing, refusals. Also `next_tokens`."""
+"""`IndexerStage`: the parameters that each loss reaches; learning; checkpointing; refusals. Also `next_tokens`."""
 
 import re
 import textwrap

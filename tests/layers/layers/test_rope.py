@@ -1,4 +1,5 @@
-"""Rotary embeddings: YaRN, and angles of any position, in cast models, and of several embeddings at once."""
+"""Rotary embeddings: YaRN's frequencies; angles at large positions; frequencies that stay fp32 in a cast model; several
+embeddings at once (`JointRotary`)."""
 
 import pytest
 import torch
