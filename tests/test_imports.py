@@ -105,7 +105,6 @@ def families_by_symbol():
 OF_ONE_FAMILY = {
     "copies.arrive_when_gathered_too": "an instruction beside arrive_when_gathered, from which it has to be told",
     "shared_memory.load_byte": "an instruction beside load_4",
-    "shared_memory.load_matrices_transposed": "an instruction beside load_matrices",
     "shared_memory.load_registers": "load_16 with another result",
 }
 

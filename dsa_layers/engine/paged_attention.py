@@ -1,7 +1,7 @@
 """`DSAAttention` for inference, with a paged cache and fused products, on one or several ranks."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -209,7 +209,7 @@ class PagedAttention(DSAAttention):
         else:
             arguments = (kv[:, None], topk_indices[:, None], self.softmax_scale, self.kv_lora_rank)
             counts = self._counts(topk_indices, step)
-            options = {"attn_sink": self.sinks, "topk_length": counts} | of_attention()
+            options = {"topk_length": counts} | self._options()
             attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, **options)
         if stored is not None:
             cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
@@ -371,11 +371,10 @@ class PagedAttention(DSAAttention):
         else:
             keys = None, None, self.kv_lora_rank, None
             options["indices"] = topk_indices.unflatten(0, by_sequence)
-            options |= {"topk_length": batch.most_selected(topk_indices.shape[1])} | of_attention()
-            options["attn_sink"] = self.sinks
+            options |= {"topk_length": batch.most_selected(topk_indices.shape[1])} | self._options()
         out, lse = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
         out = out.flatten(0, 1)
-        if topk_indices is None:
+        if topk_indices is None and self.sinks is not None:
             out = self._apply_sinks(out, lse.transpose(1, 2).flatten(0, 1))
         return out.to(q.dtype)
 
@@ -387,7 +386,7 @@ class PagedAttention(DSAAttention):
         dtype = torch.bfloat16 if q.is_cuda else q.dtype
         counts = self._counts(topk_indices, step)
         options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
-        options |= {"attn_sink": self.sinks} | of_attention()
+        options |= self._options()
         keys = step.cache.latent, None, None, self.kv_lora_rank, None
         out, _ = dsa.flash_mla_with_kvcache(q[:, None].to(dtype), *keys, softmax_scale=self.softmax_scale, **options)
         return out.squeeze(1).to(q.dtype)
@@ -456,13 +455,15 @@ class PagedAttention(DSAAttention):
         dense_keys = 0 if self.indexer is None else self.indexer.top_k
         options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys}
         out, lse = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
-        return self._apply_sinks(out, lse.transpose(0, 1))
+        return out if self.sinks is None else self._apply_sinks(out, lse.transpose(0, 1))
+
+    def _options(self) -> dict[str, Any]:
+        """Return the keyword arguments of sparse attention that batch invariance and sinks add."""
+        return of_attention() | ({} if self.sinks is None else {"attn_sink": self.sinks})
 
     def _apply_sinks(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Return attention's result with the sinks in the softmax's denominator. out [T, heads, ...], lse [T, heads]:
         the result and the log-sum-exp without sinks."""
-        if self.sinks is None:
-            return out
         return (out * (lse - self.sinks).sigmoid()[..., None]).to(out.dtype)
 
 

@@ -4,6 +4,7 @@ registers of all warp roles together fit the register file."""
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
 from dsa.kernels.mla import sparse_mla_fp8_kv_sm90 as fp8_kv
+from dsa.kernels.mla import sparse_mla_narrow_sm90 as narrow
 from dsa.kernels.mla import sparse_mla_queued_sm90 as queued
 from dsa.kernels.mla import sparse_mla_sm90 as kernels
 from dsa.kernels.mla import sparse_mla_swap_ab_sm90 as swap_ab
@@ -31,6 +32,19 @@ def test_sass(sass, arguments):
     assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 4)
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= PER_THREAD
+
+
+@shipped(narrow.compile_narrow_sparse_mla)
+def test_narrow_sass(sass, arguments):
+    _, dim, dim_v, warps, _ = arguments
+    # Half of the steps of Q K^T, which are a loop of two iterations, and all of P V. An HMMA has 16 heads and 8 keys or
+    # channels; an LDSM of keys serves both blocks of heads.
+    steps, blocks = dim // 16 // 2, narrow.M_BLOCKS
+    products = steps * (narrow.KEYS // 8), narrow.KEYS // 16 * (dim_v // 8)
+    assert_counts(sass, HMMA=blocks * sum(products), LDSM=steps * blocks + sum(products) // 2)
+    # Copies of Q, of a warp's first tile, and of the next tile.
+    chunks = 2 * dim // narrow.VECTOR
+    assert_counts(sass, LDGSTS=-(-narrow.HEADS * chunks // (32 * warps)) + 2 * chunks)
 
 
 @shipped(cast.compile_sparse_mla_cast)
