@@ -102,7 +102,7 @@ def _passing_on(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """Return a key. Layers with equal keys request the same kernels."""
+    """Return a key that is equal for layers that request the same kernels."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return layer.is_last, modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
 

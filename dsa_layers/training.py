@@ -133,7 +133,8 @@ class IndexerStage:
 
     def loss(self) -> torch.Tensor:
         """Return the sum of the losses that the layers have added since the last call, each averaged over the tokens of
-        its pass. A rank's share has a weighted average, so that the mean over the ranks is the average over all tokens.
+        its pass. For a batch from `share` the average is weighted, so that the mean over the ranks is the average over
+        all tokens.
 
         Raises RuntimeError if there was no pass since the last call. Inside the `with` block and with gradients
         enabled, also raises RuntimeError if a pass ran without gradients although an indexer's parameter requires them,

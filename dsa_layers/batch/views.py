@@ -43,12 +43,13 @@ class EntryView(SelectableKeys):
 
     @property
     def key_lens(self) -> tuple[int, ...]:
-        """Number of rows of each sequence in a tensor that packs the entries of all sequences."""
+        """Number of rows of each sequence in a tensor that packs the entries of all sequences. It is at least the number
+        of the sequence's entries; in a `DecodeBatch` it may be larger."""
         return tuple(n // self.ratio for n in self.batch.key_lens)
 
     @property
     def max_key_len(self) -> int:
-        """Maximum of key_lens: an upper bound of the number of entries that a sequence has after this pass."""
+        """Maximum of key_lens. No sequence has more entries after this pass."""
         return self.batch.max_key_len // self.ratio
 
     @cached_property

@@ -15,7 +15,7 @@ from dsa_layers.options import at_least, gigabytes, path, positive
 # A text that the shipped model was not trained on. The text's license is LICENSE.python.txt in the same folder.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
 COMPARED_TOKENS = 4096  # default of `dsa compare --max-tokens`
-SELECTIONS = 16  # upper limit of the default of `dsa compare --length`, as a multiple of index_topk
+SELECTIONS = 16  # `dsa compare --length` is at most this multiple of index_topk by default
 MOST_GPUS = 16  # the largest number of GPUs that `dsa plan` and error messages list
 
 

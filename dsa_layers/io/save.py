@@ -54,8 +54,8 @@ def save_model(
     directory    a directory that does not exist or holds no weights; it may be `like`
     like         a directory with the model's config.json; its tokenizer files are copied
     dtype        "fp8": projections and experts in FP8 with 128 x 128 blocks, and scales in the format that the
-                 config.json of `like` names; "fp4": experts in FP4, other projections in FP8; "bf16": all weights in
-                 BF16. Tensors that are never quantised have the dtype of the family's published release
+                 config.json of `like` names; "fp4": experts in FP4, other projections in FP8; "bf16": all these
+                 weights in BF16. Tensors that are never quantised have the dtype of the family's published release
     shard_bytes  maximum bytes per file; a larger tensor has a separate file
     progress     True: show a progress bar on a terminal
 

@@ -212,7 +212,7 @@ class ContextBatch(SequenceBatch):
         return self.shares[self.ranks.rank]
 
     def _tokens_of(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return the rows of the pieces in a tensor [T, ...] of the whole sequences."""
+        """Return int64 [tokens of the pieces]: the index of each token of the pieces among all packed tokens."""
         starts = packing.starts(self.lens)
         begins = [starts[piece.sequence] + piece.begin for piece in pieces]
         ends = [starts[piece.sequence] + piece.end for piece in pieces]

@@ -98,7 +98,7 @@ class Ranks:
         residual  [T, ...]: added to the rounded sum
         """
         size, rows = parts.shape[:2]
-        if size == 2 and shared is None and residual is None:  # PyTorch adds two tensors in fp32 and rounds once
+        if size == 2 and shared is None and residual is None:  # PyTorch adds two 16-bit tensors in fp32 and rounds once
             return parts[0] + parts[1]
         columns = parts[0, 0].numel() if rows else 0
         if parts.dtype == torch.float64 or columns % CHANNEL_MULTIPLE or torch.is_grad_enabled():

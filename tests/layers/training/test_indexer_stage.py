@@ -268,14 +268,13 @@ def test_the_functions_of_the_documentation():
 
 
 def test_the_example_of_the_docstring():
-    """The example runs unchanged, and nearly all trainable parameters get a gradient."""
+    """The example runs unchanged, and all trainable parameters get a gradient."""
     example = re.search(r"\n\n((?: {8}.*\n|\n)+)", IndexerStage.__doc__)[1]
     names = {}
     exec(textwrap.dedent(example), names)
     learned = [p for p in names["model"].parameters() if p.requires_grad]
     assert learned and names["model"].training
-    # Experts that got no token have no gradient.
-    assert sum(p.grad is not None and p.grad.any() for p in learned) > 0.9 * len(learned)
+    assert all(p.grad is not None and p.grad.any() for p in learned)
 
 
 TOKENS = torch.arange(10, 17)
