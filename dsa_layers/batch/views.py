@@ -43,8 +43,8 @@ class EntryView(SelectableKeys):
 
     @property
     def key_lens(self) -> tuple[int, ...]:
-        """Number of rows of each sequence in a tensor that packs the entries of all sequences. It is at least the number
-        of the sequence's entries; in a `DecodeBatch` it may be larger."""
+        """Number of rows of each sequence in a tensor that packs the entries of all sequences. It is at least the
+        number of the sequence's entries; in a `DecodeBatch` it may be larger."""
         return tuple(n // self.ratio for n in self.batch.key_lens)
 
     @property

@@ -414,8 +414,8 @@ class DeepseekV32Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hidden_size)
         cos, sin = target.model.rotary(batch.positions)
-        # `tokens` has the next token of every position, also of position 0. So position 0 uses the embedding of its next
-        # token, as in training. (vLLM replaces this embedding with zero.)
+        # `tokens` has the next token of every position, also of position 0. So position 0 uses the embedding of its
+        # next token, as in training. (vLLM replaces this embedding with zero.)
         e = self.enorm(target.model.embed_tokens(tokens))
         x = self.eh_proj(torch.cat((e, self.hnorm(states)), -1))
         x, selected = block(x, cos, sin, batch, cache, selected)

@@ -1,5 +1,5 @@
-"""Tests of batch_invariant=True, which makes a sequence's tokens independent of other sequences. They check which models
-are accepted and which sequences share a pass. tests/gpu/test_generation.py compares bits on a GPU."""
+"""Tests of batch_invariant=True, which makes a sequence's tokens independent of other sequences. They check which
+models are accepted and which sequences share a pass. tests/gpu/test_generation.py compares bits on a GPU."""
 
 import pytest
 import torch
