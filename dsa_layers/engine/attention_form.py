@@ -9,8 +9,9 @@ lengths of the sequences.
 
 If each rank has fewer heads than TILE_OF_HEADS (split.py), the ranks split a long prefill by heads in the multi-head
 form and by queries in the absorbed form. A rank computes the same fraction of either form. But the split by heads
-exchanges queries, selections and results (`Communication`). For a layer of V3.2 on 8 GPUs this exchange takes 0.1
-microseconds per token, and the whole absorbed form takes at most 0.13. So there the absorbed form is always faster.
+exchanges queries, selections and results (`Communication`). For a layer of V3.2 on 8 GPUs, a rank's
+absorbed form takes at most 0.13 microseconds per token. Where it takes that long, the multi-head form takes at least
+0.04, and the exchange adds 0.1. So there the absorbed form is always faster.
 """
 
 from collections.abc import Sequence

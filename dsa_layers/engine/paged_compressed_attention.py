@@ -41,14 +41,16 @@ class QueryLatents(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """Projections of x. If the rows are sharded, `latents` and `index_weights` have this rank's rows, the others all.
+    """Projections of x. If the rows are sharded, `latents` and `index_weights` have this rank's rows; the other fields
+    have all rows.
 
     latents        latents of the queries
     keys           [T, dim]: keys of the tokens, before the norm
     entries        `Products` of the compressor; None without a compressor
     index_entries  `Products` of the lightning indexer's compressor; None if the indexer computes them itself or the
                    pass does not need them
-    index_weights  the indexer's `head_weights`, if the joint product with x computes them; else None
+    index_weights  the indexer's `head_weights`, if one product computes them together with the compressors' products
+                   (`joint_fp32_layers`); else None
     """
 
     latents: QueryLatents

@@ -57,12 +57,12 @@ class Generator(Scheduler):
 
         prompts     a text or a list of prompts. A prompt in a list is a text, or a list, an array or a tensor of token
                     ids
-        params      one SamplingParams for all prompts, or a list with one per prompt. With one for all, sequence i of
-                    the call uses seed + i, so equal prompts get different texts. With one per prompt, sequence k of the
-                    prompt uses seed + k
+        params      one SamplingParams for all prompts, or a list with one per prompt. A prompt has `params.n`
+                    sequences. With one for all, sequence i of the call uses seed + i, so equal prompts can get
+                    different texts. With one per prompt, sequence k of the prompt uses seed + k
         on_prefill  a function that is called as on_prefill(done, total) before each pass that the iterator runs, until
                     all prompts of this call are computed. done: the number of their tokens in the cache; total: the
-                    number of all their tokens. A prompt counts once per sequence
+                    number of all their tokens. A prompt counts once for each of its sequences
 
         If the largest logit of a sequence is NaN or infinite, the sequence ends with finish_reason "error", and the
         other sequences continue. Raise the errors of `Engine.add_request` for any prompt before returning the iterator.

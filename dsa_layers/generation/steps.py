@@ -39,10 +39,10 @@ class CapturedStep(Generic[Inputs]):
         self._graphs: dict[tuple[int, int], tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}
 
     def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
-        """Run a pass over `count` sequences of at most `pages` pages each, and return its results. If the size is
-        rounded up, the results have more than `count` rows.
+        """Run a pass over `count` sequences of at most `pages` pages each, and return its results. A captured pass can
+        be larger; its results then have rows of further sequences at the end.
 
-        fill  a function that writes to the input tensors, which may be larger
+        fill  a function that writes to the input tensors, which may be larger than `count` and `pages`
         """
         if not self.captures:
             inputs = self._inputs(count, pages)

@@ -59,9 +59,12 @@ class HyperConnection(StreamMixing):
 class IndependentHyperConnection(StreamMixing):
     """Hy4's hyper-connection of one sublayer. It does not mix the residual streams: X'_k = X_k + post_k y.
 
-    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n]) computes m = fn v / sqrt(mean(v^2) + eps), where v are the
-    flattened streams; pre = sigmoid(scale_0 m[:n] + base[:n]) + hc_eps, post = magnitude sigmoid(scale_1 m[n:] +
-    base[n:]) + hc_eps and the sublayer's input x = sum_k pre_k X_k. expand(y [T, D], X, post) -> X' [T, n, D].
+    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n]). With v, the flattened streams:
+      m = fn v / sqrt(mean(v^2) + eps)
+      pre = sigmoid(scale_0 m[:n] + base[:n]) + hc_eps
+      post = magnitude sigmoid(scale_1 m[n:] + base[n:]) + hc_eps
+      x = sum_k pre_k X_k, the sublayer's input
+    expand(y [T, D], X, post) -> X' [T, n, D]. y is the sublayer's output.
     Parameters, fp32: fn [2 n, n D], base [2 n], scale [2].
     Source: `HYV4HyperConnection` of transformers 5.
     """

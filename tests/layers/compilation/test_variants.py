@@ -1,4 +1,4 @@
-"""`model_variants` lists all kernels that a model's passes of any size, a generator and ranks request."""
+"""`model_variants` lists every kernel that passes of any size, a generator, or the ranks of a split model request."""
 
 import functools
 import random

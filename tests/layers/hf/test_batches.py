@@ -1,4 +1,5 @@
-"""Padded (attention_mask) and packed (position_ids) sequences have the logits of transformers for each one alone."""
+"""A padded sequence (attention_mask), or without a cache a packed one (position_ids), has the logits that transformers
+computes for this sequence by itself."""
 
 import copy
 
