@@ -221,9 +221,8 @@ class ContextBatch(SequenceBatch):
     @cached_property
     def _plan(self) -> RowPlan:
         most = max(share.tokens for share in self.shares)
-        row_of = torch.empty(
-            sum(self.lens), dtype=torch.int64, device=self.device
-        )  # token -> its index in `RowPlan`: rank * most + row
+        # token -> its index in `RowPlan`: rank * most + row
+        row_of = torch.empty(sum(self.lens), dtype=torch.int64, device=self.device)
         for rank, share in enumerate(self.shares):
             row_of[self._tokens_of(share.pieces)] = torch.arange(share.tokens, device=self.device) + rank * most
         keys = self._tokens_of([Piece(piece.sequence, 0, piece.end) for piece in self._share.pieces])

@@ -91,14 +91,14 @@ def rows_of_a_part(ranks, options):
 def error_of_other_weights(ranks, options):
     """Multiply the router's weights, which every rank has whole, by rank + 1. Return the error's message."""
     make_small()
-    fill = stacks._fill
+    fill = stacks.fill
 
     def filled(name, values, *rest):
         fill(name, values, *rest)
         if name.endswith("gate.weight"):
             values.mul_(1 + ranks.rank)
 
-    stacks._fill = filled
+    stacks.fill = filled
     return _error(ranks, options)
 
 
