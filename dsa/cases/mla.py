@@ -36,6 +36,7 @@ from dsa.cases.attention import (
     with_sizes,
 )
 from dsa.cases.case import BF16, F32, PER_ROW, Case, Given, Hostile, Kept, Maker, Results, nothing
+from dsa.kernels.mla.limits import NARROW_DIMS
 from dsa.testing import assert_close, poisoned
 
 HALF_ULP = {BF16: 2**-8, FP16: 2**-11, F32: 2**-24}
@@ -85,10 +86,6 @@ def small_prefill(new: Maker) -> Given:
     return {**tensors, "sm_scale": 0.04, "d_v": D_V, **rest, "out": None, "enable_batch_invariant": False}
 
 
-def small_narrow_prefill(new: Maker) -> Given:
-    return small_prefill(new) | {"q": new.bf16(3, 2, 160), "kv": new.bf16(5, 1, 160), "d_v": 128}
-
-
 def small_prefill_into(new: Maker) -> Given:
     given = small_prefill(new) | {"attn_sink": None, "topk_length": None, "enable_batch_invariant": True}
     return given | {"out": new.bf16(3, 2, D_V)}
@@ -134,7 +131,6 @@ def check_prefill(a: Given, found: Results) -> float:
 # flash_mla_with_kvcache
 
 SELECTION = ("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
-NARROW_VALUES = {160: 128}  # {channels of a narrow key: channels of its value}
 NO_PLAN = {"tile_scheduler_metadata": None, "num_splits": None}
 
 
@@ -278,7 +274,7 @@ def sparse(
     """Make queries that select random keys of a cache of `rows` keys; all other slots are NaN. extra: (keys per query,
     page size) of a second cache, which has a third of the rows."""
     d, dtype = LAYOUTS[layout]
-    d_v = NARROW_VALUES.get(d, D_V)
+    d_v = dict(NARROW_DIMS).get(d, D_V)
     given = {"q": new.f32(batch, s_q, heads, d).to(dtype), **dict.fromkeys(SELECTION)}
 
     def select(cache: str, lists: str, lengths: str, count: int, k: int, size: int) -> None:
@@ -301,12 +297,6 @@ def sparse(
         "enable_batch_invariant": invariant,
         "out": poisoned((batch, s_q, heads, d_v), dtype, new.device) if into else None,
     }
-
-
-def small_narrow(new: Maker) -> Given:
-    given = small_selection(new, 160, (new.float_cache(3, 16, 160), new.float_cache(2, 5, 160)), False)
-    extra = dict.fromkeys(("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"))
-    return {**given, **extra, "head_dim_v": NARROW_VALUES[160]}
 
 
 def pick(
@@ -584,8 +574,10 @@ PACKED = {"sequences": FEW_SEQUENCES, "rope": 64, "top_k": 60, "more": 0}
 
 # Sizes for `check`: the last tiles of keys, heads and queries are partly filled, and some rows have no keys.
 PREFILL_SIZES = {"tokens": 7, "heads": 20, "keys": 300, "top_k": 135, "counted": True}
+HOSTILE_PREFILL = {"tokens": 3, "keys": 100, "top_k": 70, "counted": True}
 DENSE_SIZES = {"lengths": (100, 65, 0, 3, 64), "heads": 20}
 SPARSE_SIZES = {"batch": 3, "s_q": 2, "heads": 20, "top_k": 135, "rows": 300, "extra": (70, 16), "sink": True}
+HOSTILE_NARROW = {"layout": "bf16, 160", "heads": 33, "top_k": 70, "s_q": 2, "page": 16, "rows": 240, "counted": True}
 SPARSE_SIZES |= {"counted": True, "page": 16}
 MORE_HEADS = ({"heads": 128},)  # 128 heads select other kernels than few heads
 
@@ -595,13 +587,13 @@ CASES = [
         sized(small_prefill, prefill),
         check_prefill,
         PREFILL_SIZES,
-        MORE_HEADS,
+        (*MORE_HEADS, {"d": 160, "d_v": 128}),
         hostile=with_sizes(
             IN_ROWS,
             ("indices", "topk_length"),
             {
-                f"{d}, {heads} heads": {"tokens": 3, "heads": heads, "keys": 100, "top_k": 70, "d": d, "counted": True}
-                for d, heads in ((576, 64), (512, 16), (576, 20))
+                f"{d}, {heads} heads": {**HOSTILE_PREFILL, "heads": heads, "d": d, "d_v": d_v}
+                for d, d_v, heads in ((576, D_V, 64), (512, D_V, 16), (576, D_V, 20), (160, 128, 33))
             },
         ),
     ),
@@ -611,17 +603,6 @@ CASES = [
         check_prefill,
         {**PREFILL_SIZES, "into": True, "invariant": True},
         written=("out",),
-    ),
-    Case(
-        "flash_mla_sparse_fwd narrow",
-        sized(small_narrow_prefill, prefill),
-        check_prefill,
-        {**PREFILL_SIZES, "d": 160, "d_v": 128},
-        hostile=with_sizes(
-            IN_ROWS,
-            ("indices", "topk_length"),
-            {"160": {"tokens": 3, "heads": 33, "keys": 100, "top_k": 70, "d": 160, "d_v": 128, "counted": True}},
-        ),
     ),
     Case(
         "flash_mla_with_kvcache dense",
@@ -650,35 +631,14 @@ CASES = [
         sized(small_sparse, sparse),
         check_sparse,
         {**SPARSE_SIZES, "layout": "bf16, 576"},
-        MORE_HEADS,
+        (*MORE_HEADS, {"layout": "bf16, 160", "extra": None}),
         hostile=sparse_hostile(
             {
                 "16 bits": {"layout": "bf16, 576", "heads": 8, "top_k": 70},
                 "16 bits, many heads": {"layout": "bf16, 512", "heads": 65, "top_k": 440},
             }
-        ),
-    ),
-    Case(
-        "flash_mla_with_kvcache narrow",
-        sized(small_narrow, sparse),
-        check_sparse,
-        {**SPARSE_SIZES, "layout": "bf16, 160", "extra": None},
-        MORE_HEADS,
-        hostile=with_sizes(
-            IN_ROWS,
-            ("indices", "topk_length"),
-            {
-                "narrow": {
-                    "s_q": 2,
-                    "page": 16,
-                    "rows": 240,
-                    "layout": "bf16, 160",
-                    "heads": 33,
-                    "top_k": 70,
-                    "counted": True,
-                }
-            },
-        ),
+        )
+        | with_sizes(IN_ROWS, ("indices", "topk_length"), {"narrow": HOSTILE_NARROW}),
     ),
     Case(
         "flash_mla_with_kvcache v32",

@@ -119,8 +119,8 @@ class Scheduler:
 
     def abort(self, request: int) -> None:
         """End a request, and drop its events that no stream has returned. The request has no further events, not even
-        one with a finish_reason. Its memory is freed as soon as no pass is running. An ended or unknown request is no
-        error."""
+        one with a finish_reason. Its memory is freed as soon as no pass is running. The method
+        ignores an ended or unknown request."""
         with self._changed:
             if request in self._requests:
                 self._requests[request].end()

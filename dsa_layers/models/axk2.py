@@ -5,10 +5,9 @@ Source: `AXK2` of transformers 5.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import ClassVar
 
-from dsa_layers.config.fields import Fields, computed, each_of, integer
+from dsa_layers.config.fields import computed, integer
 from dsa_layers.layers.norm import GatedRMSNorm
 from dsa_layers.models.deepseek_v32 import (
     FP8_BLOCKS,
@@ -19,19 +18,10 @@ from dsa_layers.models.deepseek_v32 import (
     DeepseekV32Model,
     attention,
     mlp,
+    read_dense_layers,
 )
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
-
-
-def read_dense_layers(fields: Fields, known: SimpleNamespace) -> int:
-    """Read the number of first layers without experts. Published files have the field first_k_dense_replace. Files of
-    transformers 5 have the list mlp_layer_types, or neither field, which means one layer."""
-    if "first_k_dense_replace" in fields:
-        return fields.read("first_k_dense_replace", integer(minimum=0))
-    counts = {known.num_hidden_layers: "num_hidden_layers"}
-    kinds = fields.read("mlp_layer_types", each_of("dense", "sparse", counts=counts))
-    return 1 if kinds is None else [*kinds, "sparse"].index("sparse")
 
 
 @dataclass(frozen=True)

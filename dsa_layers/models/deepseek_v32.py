@@ -8,7 +8,7 @@ Source: DeepSeek-V3.2's report (arXiv 2512.02556) and inference code.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch, check_pass
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
-from dsa_layers.config.fields import Fields, computed, integer, one_of, only
+from dsa_layers.config.fields import Fields, computed, each_of, integer, one_of, only
 from dsa_layers.config.model_config import ModelConfig, RopeConfig, read_rope
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
@@ -104,6 +104,16 @@ class DeepseekV32Config(ModelConfig):
         fields.require(chosen <= groups, "topk_group", f"at most n_group={groups}")
         fits = self.num_experts_per_tok <= chosen * of_group
         fields.require(fits, "num_experts_per_tok", f"at most {chosen * of_group}, of {chosen} groups")
+
+
+def read_dense_layers(fields: Fields, known: SimpleNamespace) -> int:
+    """Read the number of first layers without experts. Published files have the field first_k_dense_replace. Files of
+    transformers 5 have the list mlp_layer_types, or neither field, which means one layer."""
+    if "first_k_dense_replace" in fields:
+        return fields.read("first_k_dense_replace", integer(minimum=0))
+    counts = {known.num_hidden_layers: "num_hidden_layers"}
+    kinds = fields.read("mlp_layer_types", each_of("dense", "sparse", counts=counts))
+    return 1 if kinds is None else [*kinds, "sparse"].index("sparse")
 
 
 class DecoderBlock(nn.Module):

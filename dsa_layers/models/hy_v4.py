@@ -19,7 +19,6 @@ from dsa_layers.config.fields import Fields, anything, computed, each_of, epsilo
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.hyper_connections import HyperHead, IndependentHyperConnection
 from dsa_layers.layers.moe import MoE, SwiGLU
-from dsa_layers.models.axk2 import read_dense_layers
 from dsa_layers.models.deepseek_v32 import (
     FP8_BLOCKS,
     TINY_CHANGES,
@@ -29,6 +28,7 @@ from dsa_layers.models.deepseek_v32 import (
     DeepseekV32Model,
     attention,
     mlp,
+    read_dense_layers,
 )
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.glm_moe_dsa import GlmMoeDsaDrafter

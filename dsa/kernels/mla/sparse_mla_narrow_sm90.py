@@ -13,7 +13,7 @@ Plan
   tile; N is keys for S = Q K^T and value channels for O = P V. P stays in registers: accumulators of S are operand A of
   P V.
 - Epilogue: the warps write maxima and sums, and then O, to shared memory, and each thread adds the warps' O of its
-  channels in the order of the warps. So a result depends only on the query, and it is the same in every run.
+  channels in the order of the warps. So a result depends only on the query and the number of warps.
 Shared memory: Q, and per warp STAGES stages of KEYS keys. Rows are padded by 16 bytes, so the eight rows of an ldmatrix
 matrix are in different banks. O of the warps reuses the rings. Maxima and sums: 8 bytes per warp and head.
 Registers: O takes HEADS * dim_v / 32 per thread, S HEADS, and masks and pointers about 60.
@@ -54,7 +54,8 @@ class NarrowSparseMlaSm90:
 
     With counted > 0, n is B and counts has the numbers of valid indices; otherwise counts is not read. With
     has_sink > 0, m is h; otherwise sink, fp32, is not read. B, s_q, h, pages and P are above 0.
-    warps: number of warps per CTA. More warps compute a query faster; fewer let two CTAs share an SM.
+    warps: number of warps per CTA. More warps compute a query faster; fewer let two CTAs share an SM. The grid's x
+    dimension is the queries, because its y dimension is limited to 65535.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], dim: int, dim_v: int, warps: int):
@@ -94,7 +95,7 @@ class NarrowSparseMlaSm90:
         keys = Selection(cache, indices, counts, counted, page_size)
         group = cute.fast_divmod_create_divisor_v2(q.shape[1])
         self.kernel(q, keys, group, sink, has_sink, out, lse, max_logits, scale).launch(
-            grid=(cute.ceil_div(q.shape[2], HEADS), q.shape[0] * q.shape[1], 1),
+            grid=(q.shape[0] * q.shape[1], cute.ceil_div(q.shape[2], HEADS), 1),
             block=(self.warps * WARP, 1, 1),
             min_blocks_per_mp=8 // self.warps,
             preferred_smem_carveout=100,
@@ -115,7 +116,7 @@ class NarrowSparseMlaSm90:
         max_logits: cute.Tensor | None,
         scale: Float32,
     ):
-        head_tile, query, _ = cute.arch.block_idx()
+        query, head_tile, _ = cute.arch.block_idx()
         warp, lane = warp_and_lane()
         storage = SmemAllocator().allocate(self.storage)
         q_at, ring = Int32(storage.q.data_ptr().toint()), Int32(storage.rings.data_ptr().toint())

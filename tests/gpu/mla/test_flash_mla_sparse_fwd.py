@@ -48,6 +48,20 @@ def test_sizes_are_right(sizes, d, dtype, record_error):
     assert out.shape == (tokens, heads, D_V)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *((t, h, 3000, k) for t, h, k in product((1, 33, 257), (1, 16, 32, 33, 64), (1, 31, 32, 33, 257, 2048))),
+        (70000, 2, 300, 40),  # more queries than the 65535 CTAs of a grid's y dimension
+    ],
+    ids=str,
+)
+def test_narrow_keys_are_right(sizes, dtype, record_error):
+    out, *_ = checked(CASE, inputs(*sizes, d=160, d_v=128, dtype=dtype, sink=True, invalid=0.1), record_error)
+    assert out.shape == (*sizes[:2], 128)
+
+
 @pytest.mark.parametrize("sizes", NO_KEYS, ids=str)
 @pytest.mark.parametrize("d", [576, 512])
 def test_without_keys_results_are_zero(d, sizes):

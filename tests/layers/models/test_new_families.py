@@ -1,4 +1,4 @@
-"""Configurations of A.X-K2 and Hy4: what is refused, and the names of the refused fields."""
+"""Configurations of A.X-K2 and Hy4: wrong fields are refused by their names."""
 
 import json
 
