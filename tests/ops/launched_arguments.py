@@ -144,6 +144,17 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
         return q[None], cache.view(1, 64, 1, 576), None, None, 512, None, None, None, False, False, indices
 
     yield "flash_mla_with_kvcache of a long list", decoded, lambda given: dsa.flash_mla_with_kvcache(*given)
+
+    def narrow() -> Any:
+        indices = make.ints([[[0, 3, -1]], [[4, 1, 2]], [[5, -1, -1]]])
+        return make.bf16(3, 2, 160), make.bf16(6, 1, 160), indices
+
+    def narrow_cache() -> Any:
+        q, keys, indices = narrow()
+        return q[:, None], keys.view(2, 3, 1, 160), None, None, 128, None, None, None, False, False, indices
+
+    yield "flash_mla_sparse_fwd of narrow keys", narrow, lambda given: dsa.flash_mla_sparse_fwd(*given, 0.04, 128)
+    yield "flash_mla_with_kvcache of narrow keys", narrow_cache, lambda given: dsa.flash_mla_with_kvcache(*given)
     for call in CASES:
         if call.op in GRADIENTS:
             yield f"{call.name} and gradients", call.arguments, partial(_gradients, call)
