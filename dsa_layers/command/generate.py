@@ -15,6 +15,7 @@ from dsa_layers import SHIPPED_MODEL, Completion, Generator, SamplingParams, Tok
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.command.model import join_ranks, load, place, read_files, start_ranks
 from dsa_layers.command.parser import by_options, say, say_json
+from dsa_layers.generation.engine_options import EngineOptions
 from dsa_layers.generation.requests import check_stop_strings, encode_prompts
 from dsa_layers.generation.sampling import sampling_defaults, with_seed
 from dsa_layers.parallel.ranks import agreed
@@ -48,16 +49,17 @@ def generate(args: argparse.Namespace) -> int:
     elif not args.raw and args.checkpoint != SHIPPED_MODEL:
         say("The checkpoint has no chat template and no known chat format: text is sent as it is.")
     encoded = encode_prompts(prompts, tokenizer, config.vocab_size)
+    completions = [Completion(len(ids)) for ids in encoded for _ in range(params.n)]
     generator = Generator(
         load(args, directory, ranks),
         tokenizer,
         cache_tokens=args.cache_tokens,
+        max_sequences=min(len(completions), EngineOptions.max_sequences),
         prefill_chunk=args.prefill_chunk,
         draft_tokens=args.draft,
         prefix_cache=args.prefix_cache,
         batch_invariant=args.batch_invariant,
     )
-    completions = [Completion(len(ids)) for ids in encoded for _ in range(params.n)]
     try:
         events = events_of(generator, encoded, params)
         if args.json:
@@ -182,6 +184,7 @@ def chat(args: argparse.Namespace) -> int:
         load(args, directory),
         tokenizer,
         cache_tokens=args.cache_tokens,
+        max_sequences=1,
         prefill_chunk=args.prefill_chunk,
         draft_tokens=args.draft,
         prefix_cache=True,

@@ -187,8 +187,8 @@ def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int,
         "--cache-tokens",
         type=positive,
         metavar="N",
-        help="the paged cache (default: on a GPU what its memory has room for; on a CPU 65536, and more for one long "
-        "sequence)",
+        help="the paged cache (default: on a GPU what its memory has room for, on a CPU 65536, and more for one long "
+        "sequence; no more than the model's context for each sequence)",
     )
 
 

@@ -181,3 +181,20 @@ def test_prompts_come_from_arguments_files_and_the_standard_input(stand_in, chec
     tokenizer = Tokenizer(checkpoint)
     read = [tokenizer.decode(ids[1:]) for ids in given[0][0]]  # ids[0] is BOS
     assert read == ["first", "né\n", "piped\nlines", "x\n", "last"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sequences"), [("", 1), ("--prompt y", 2), ("--prompt y --temperature 1 --n 40", 64)]
+)
+def test_the_cache_is_no_larger_than_its_sequences_need(options, sequences, monkeypatch):
+    used = []
+
+    def stream(self, prompts, params, on_prefill):
+        used.append(self.capacity)
+        yield from ()
+
+    monkeypatch.setattr(Generator, "stream", stream)
+    assert main(["generate", "--device", "cpu", "--prompt", "x", *options.split()]) == 0
+    (capacity,) = used
+    assert capacity.sequences == sequences
+    assert capacity.pages == min(sequences * capacity.of(capacity.context), capacity.of(65536))
