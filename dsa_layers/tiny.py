@@ -101,17 +101,17 @@ def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator,
     if name.endswith("tid2eid"):
         return torch.rand(shape[0], experts, generator=generator, device="cpu").argsort(-1)[:, : shape[1]].contiguous()
     values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    if name.endswith("norm.weight") or re.search(r"hc_(\w+_)?scale$", name):
+    if name.endswith(("norm.weight", "ssmax_scaling.b")) or re.search(r"hc_(\w+_)?scale$", name):
         return 1 + 0.1 * values
-    if name.endswith(("k_norm.bias", "e_score_correction_bias", "gate.bias")):
-        return 0.1 * values
     if name.endswith(("attn_sink", "learnable_sink_param", "ape", "_base")):
         return 0.5 * values
-    if name.endswith(("embed_tokens.weight", "embed.weight")):
+    if len(shape) == 1:  # biases, and factors of which 0 is the neutral value
+        return 0.1 * values
+    if name.endswith(("embed_tokens.weight", "embed.weight", "tok_embeddings.weight")):
         return values
     # Matrices have unit gain, except language model heads. A head's input is normalised, and a gain of 2 sharpens the
     # softmax.
-    gain = 2 if name.endswith("head.weight") else 1
+    gain = 2 if name.endswith(("head.weight", "output.weight")) else 1
     return values * gain * shape[1] ** -0.5
 
 

@@ -163,6 +163,20 @@ class LayerCache:
         return self.index.dtype == torch.uint8
 
 
+class LatentStore:
+    """The latents [T, latent + rope] that one layer computes in a pass without a cache, for the layers that share
+    them."""
+
+    latents: torch.Tensor | None = None
+
+
+def read_latents(store: LatentStore | None) -> torch.Tensor:
+    """Return the latents in `store`. Raise ValueError if there are none."""
+    if store is None or store.latents is None:
+        raise ValueError("cache: a layer that shares latents needs a cache or a LatentStore with latents, got none")
+    return store.latents
+
+
 class PagedKVCache(Cache):
     """The latent and index pages of all layers. All data of a sequence is in its pages; state slots store nothing.
 
@@ -170,6 +184,7 @@ class PagedKVCache(Cache):
     index_dim      channels of an index key
     latent, index  storage of latents and index keys: "fp8" for the byte layouts of LayerCache, or a float dtype
     index_layers   layers that have index pages; None means all layers
+    sources        for each layer, the layer whose latents it attends to; None: each layer attends to its own
     state_slots    maximum number of sequences at a time
 
     The constructor raises TypeError or ValueError for invalid sizes and storage kinds.
@@ -186,6 +201,7 @@ class PagedKVCache(Cache):
         latent: torch.dtype | Literal["fp8"] = torch.bfloat16,
         index: torch.dtype | Literal["fp8"] = "fp8",
         index_layers: Sequence[int] | None = None,
+        sources: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         state_slots: int = 64,
     ) -> None:
@@ -195,18 +211,21 @@ class PagedKVCache(Cache):
         if latent == "fp8" and latent_dim != 576:
             raise ValueError(f"latent_dim: must be 576 (512 and 64 rope) for the FP8 layout, got {latent_dim}")
         index_layers = range(num_layers) if index_layers is None else index_layers
+        sources = range(num_layers) if sources is None else sources
+        rows = {layer: row for row, layer in enumerate(sorted(set(sources)))}
+        self._latent_rows = [rows[source] for source in sources]
         self._index_rows = {layer: row for row, layer in enumerate(index_layers)}
 
         def pages(layers: int, kind: torch.dtype | str, width: int, fp8_bytes: int) -> torch.Tensor:
             dtype, width = (torch.uint8, fp8_bytes) if kind == "fp8" else (kind, width)
             return torch.empty(layers, num_pages, page_size, 1, width, dtype=dtype, device=device)
 
-        self._latent = pages(num_layers, latent, latent_dim, LATENT_FP8_BYTES)
+        self._latent = pages(len(rows), latent, latent_dim, LATENT_FP8_BYTES)
         self._index = pages(len(index_layers), index, index_dim, index_dim + 4)
 
     def layer(self, i: int) -> LayerCache:
         row = self._index_rows.get(i)
-        return LayerCache(self._latent[i], None if row is None else self._index[row])
+        return LayerCache(self._latent[self._latent_rows[i]], None if row is None else self._index[row])
 
     def tensors(self) -> list[torch.Tensor]:
         return [self._latent, self._index]

@@ -228,6 +228,21 @@ def each_of(*choices: Any, counts: dict[int, str]) -> Any:
     return _accepting(f"{numbers} items, each one of {_listed(choices)}, or null", fits, None, tuple)
 
 
+def integers(count: int, source: str, maximum: int) -> Any:
+    """Declare a field that holds a list of at least `count` integers from 0 to `maximum`, or null. The first `count`
+    items are converted to a tuple. source: the origin of `count`, for error messages."""
+
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, list)
+            and len(value) >= count
+            and all(type(item) is int and 0 <= item <= maximum for item in value)
+        )
+
+    listed = f"at least {count} ({source}) integers from 0 to {maximum}, or null"
+    return _accepting(listed, fits, None, lambda value: tuple(value[:count]))
+
+
 def anything() -> Any:
     """Declare a field that accepts any value and does not affect inference."""
     return _accepting("anything", lambda value: True, None)

@@ -53,15 +53,19 @@ class RopeConfig:
     yarn: YarnConfig | None
 
 
-def read_rope(fields: Fields, known: SimpleNamespace) -> RopeConfig:
+def read_rope(fields: Fields, known: SimpleNamespace, ignored: tuple[str, ...] = ()) -> RopeConfig:
     """Read the rope fields. Published files have the fields rope_theta and rope_scaling, an object or null. Files of
-    transformers 5 have an object rope_parameters, which contains rope_theta and the scaling fields."""
+    transformers 5 have an object rope_parameters, which contains rope_theta and the scaling fields. ignored: fields of
+    these objects that may have any value."""
     nested, scaling = fields.object("rope_parameters"), fields.object("rope_scaling")
     if nested is not None and scaling is not None:
         raise fields.error("rope_scaling", "and field 'rope_parameters' are both given", "one of them")
     theta = (nested if nested is not None and "rope_theta" in nested else fields).read("rope_theta", THETA)
     fields.read("rope_theta", only(theta))
-    return RopeConfig(theta, read_yarn(nested if nested is not None else scaling))
+    parameters = nested if nested is not None else scaling
+    for name in ignored if parameters is not None else ():
+        parameters.read(name, anything())
+    return RopeConfig(theta, read_yarn(parameters))
 
 
 def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:

@@ -28,7 +28,7 @@ from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
-from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter, SwiGLU
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SoftmaxRouter, SqrtSoftplusRouter, SwiGLU
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
@@ -63,7 +63,7 @@ _PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
         "hc_ffn": (FusedHyperConnection,),
     },
     MoE: {
-        "gate": (GroupedSigmoidRouter, SqrtSoftplusRouter),
+        "gate": (GroupedSigmoidRouter, SoftmaxRouter, SqrtSoftplusRouter),
         "experts": (Experts,),
         "shared_experts": (FusedSwiGLU, type(None)),
     },

@@ -17,7 +17,7 @@ from dsa_layers.engine.joint_linear import Cast, Layer
 from dsa_layers.engine.side_stream import SideStream, side_stream
 from dsa_layers.layers.experts import ByExpert, Experts, gated
 from dsa_layers.layers.linear import HALVES, BlockFP8Linear
-from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SqrtSoftplusRouter, SwiGLU
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SoftmaxRouter, SqrtSoftplusRouter, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 
 
@@ -141,13 +141,15 @@ class FusedMoE(MoE):
         return self.experts.products(cast, ends, x.dtype, order // top_k)
 
 
-Router = GroupedSigmoidRouter | SqrtSoftplusRouter
+Router = GroupedSigmoidRouter | SqrtSoftplusRouter | SoftmaxRouter
 
 
 def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (experts, weights), as `forward` of the router does. tokens: the token ids of x's rows, for a router that
     chooses experts by the token id; else None."""
     logits = fp32_product(x, gate.weight)
+    if isinstance(gate, SoftmaxRouter):
+        return gate.choose(logits)
     table = _table(gate)
     if table is None:
         return dsa.moe_gate(logits, _bias(gate), gate.top_k, **gate.options())
@@ -161,7 +163,8 @@ def route(
     """Return (experts, weights, by_expert): the two results of `choose`, and the result of `Experts.sort`."""
     table = _table(gate)
     own = {"first_expert": experts.first, "count": experts.count}
-    if table is None and _takes("route_to_experts", x, gate.weight):
+    has_op = not isinstance(gate, SoftmaxRouter)
+    if has_op and table is None and _takes("route_to_experts", x, gate.weight):
         options = gate.options()
         chosen, weights, *by_expert = dsa.route_to_experts(x, gate.weight, _bias(gate), gate.top_k, **own, **options)
     elif table is not None and table.shape[1] <= MAX_TOP_K and _takes("route_by_table", x, gate.weight):

@@ -40,6 +40,10 @@ class LayerPass:
         return self.placement if self.placement.sharded and not self.queries.sharded else WHOLE
 
     @property
+    def query_positions(self) -> torch.Tensor:
+        return self.queries.local_cached(self.batch.positions)
+
+    @property
     def query_angles(self) -> Angles:
         cos, sin = self.angles
         return self.queries.local_cached(cos), self.queries.local_cached(sin)

@@ -12,7 +12,7 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, redistribute
 from dsa_layers.batch.selected import CountedIn, Selected
 from dsa_layers.batch.token_batch import TokenBatch, check_pages
-from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.cache.kv_cache import LatentStore, LayerCache, read_latents
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster, stored_up_projection
 from dsa_layers.engine.fp32_product import is_batch_invariant, of_attention
@@ -50,10 +50,12 @@ class AttentionPass(LayerPass):
     sparse      whether queries attend to selected keys only
     multi_head  whether attention uses the multi-head form, with expanded keys and values per head, or else the absorbed
                 form, with latents
+    store       in a pass without a cache, the latents that layers share; None if no layer shares this layer's latents
     """
 
     sparse: bool = False
     multi_head: bool = False
+    store: LatentStore | None = None
 
     @property
     def counted_in(self) -> CountedIn:
@@ -66,10 +68,11 @@ class AttentionPass(LayerPass):
 class Latents(NamedTuple):
     """Projections of x. If the rows are sharded, `keys` and `index_keys` have all rows, the others this rank's rows.
 
-    queries        [T, q_lora_rank]: latents of the queries, after the norm
+    queries        [T, q_lora_rank]: latents of the queries, after the norm; x if q_lora_rank is None
     unnormed       `queries` before the norm
     cast           `queries` in FP8 with scales, for FP8 layers; else None
-    keys           [T, latent + rope]: latents and rope channels of the keys, before the norm
+    keys           [T, latent + rope]: latents and rope channels of the keys, before the norm; None in a layer that
+                   shares latents
     index_keys     wk(x) of the lightning indexer; None if the indexer computes wk(x) itself or need not run
     index_weights  `head_weights` of the indexer if `_latents` has also written the index keys to the cache; else None
     """
@@ -77,7 +80,7 @@ class Latents(NamedTuple):
     queries: torch.Tensor
     unnormed: torch.Tensor
     cast: Cast | None
-    keys: torch.Tensor
+    keys: torch.Tensor | None
     index_keys: torch.Tensor | None
     index_weights: torch.Tensor | None
 
@@ -119,21 +122,22 @@ class PagedAttention(DSAAttention):
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
-        cache: LayerCache | None = None,
+        cache: LayerCache | LatentStore | None = None,
         selected: Selected | None = None,
         *,
         cast: Cast | None = None,
     ) -> tuple[torch.Tensor, Selected]:
         self.check_pass(x, batch)
+        store = cache if isinstance(cache, LatentStore) else None
+        cache = None if store is not None else cache
         check_inference(x, batch, cache, LayerCache)
         if self.indexer is None and selected is None:
             raise ValueError("selected: a layer without an indexer needs what a layer before it selected, got None")
         if cache is not None:
             check_pages(batch, cache.page_size)
         with torch.no_grad():
-            return self._pass(
-                x, cast, AttentionPass(batch, (cos, sin), cache, placement_of(batch, self.ranks)), selected
-            )
+            step = AttentionPass(batch, (cos, sin), cache, placement_of(batch, self.ranks), store=store)
+            return self._pass(x, cast, step, selected)
 
     def _pass(
         self, x: torch.Tensor, cast: Cast | None, step: AttentionPass, selected: Selected | None
@@ -148,7 +152,11 @@ class PagedAttention(DSAAttention):
     def joint_layers(self) -> tuple[Layer, ...]:
         """Return the layers that multiply x in one product. Only the last one may end inside a block of 128 rows."""
         own = (self.indexer.wk,) if isinstance(self.indexer, PagedIndexer) else ()
-        return *own, self.q_a_proj, self.kv_a_proj_with_mqa
+        return own + self._latent_layers()
+
+    def _latent_layers(self) -> tuple[Layer, ...]:
+        """Return the projections of x to latents that this layer has."""
+        return tuple(layer for layer in (self.q_a_proj, self.kv_a_proj_with_mqa) if layer is not None)
 
     def _choose_form(self, step: AttentionPass, x: torch.Tensor, selected: Selected | None) -> None:
         batch, cache = step.batch, step.cache
@@ -173,10 +181,7 @@ class PagedAttention(DSAAttention):
         """Return the result for the rows of `step.queries`, and the selected keys."""
         batch, cache, queries = step.batch, step.cache, step.queries
         latents = self._latents(x, cast, step)
-        if cache is None:
-            kv = self._norm_and_rotate(latents.keys, step.angles)
-        else:
-            kv = self._store(latents.keys, step)
+        kv = self._keys(latents.keys, step)
         side = SideStream()
         if self.indexer is None:
             topk_indices = selected.indices(step.counted_in, batch, queries)
@@ -231,17 +236,22 @@ class PagedAttention(DSAAttention):
             _ = step.batch.slots  # compute `slots` before the second stream begins, because both streams read it
             with side_stream(x):
                 weights = self.indexer.head_weights(x)
-        layers = self.joint_layers() if indexes else self.joint_layers()[-2:]
-        *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
+        layers = self.joint_layers() if indexes else self._latent_layers()
+        made = [*(joint_linear.multiply(x, *layers, cast=cast) if layers else ())]
+        keys = [made.pop(0)] if indexes else []
         if early:
             with side_stream(x, *keys):
                 self.indexer.write(*keys, step)
-        readers = (self.q_b_proj, self.indexer.wq_b) if indexes and step.sparse else (self.q_b_proj,)
-        if self.gate == "queries":  # q_b_proj also reads the unnormed latents, so it cannot use the cast
-            readers = readers[1:]
-        _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
-        kv, *keys = step.placement.all_gather(kv, *keys)
-        return Latents(qr, q_latent, cast, kv, keys[0] if keys else None, weights)
+        qr = q_latent = x
+        if self.q_a_proj is not None:
+            q_latent = made.pop(0)
+            readers = (self.q_b_proj, self.indexer.wq_b) if indexes and step.sparse else (self.q_b_proj,)
+            if self.gate == "queries":  # q_b_proj also reads the unnormed latents, so it cannot use the cast
+                readers = readers[1:]
+            _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
+        gathered = [*step.placement.all_gather(*made, *keys)]
+        kv = self._with_rope_channels(gathered.pop(0)) if made else None
+        return Latents(qr, q_latent, cast, kv, gathered[0] if gathered else None, weights)
 
     def _project_queries(
         self, x: torch.Tensor, latents: Latents, step: AttentionPass
@@ -252,7 +262,7 @@ class PagedAttention(DSAAttention):
         if self.gate == "queries":
             inputs, input_cast = torch.cat((inputs, latents.unnormed), -1), None
         q = joint_linear.multiply_gathered(inputs, self.q_b_proj, input_cast, step.gathered)
-        q, gate = self.split_gate(q.unflatten(-1, (self.n_heads, -1)))
+        q, gate = self.split_gate(q.unflatten(-1, (self.n_heads, -1)), step.query_positions)
         if self.gate_proj is not None:
             gate = joint_linear.multiply_gathered(x, self.gate_proj, None, step.gathered)
             gate = gate.unflatten(-1, (self.n_heads, -1))
@@ -273,7 +283,7 @@ class PagedAttention(DSAAttention):
                 self.indexer.write(latents.index_keys, step)
             if not step.sparse:
                 return None
-            (q,) = joint_linear.multiply(qr, self.indexer.wq_b, cast=latents.cast)
+            q = self.indexer.queries(qr, step.placement.local_cached(batch.positions), cast=latents.cast)
             weights = self.indexer.head_weights(x) if weights is None else weights
             topk_indices = self.indexer.pick(q, latents.index_keys, weights, step, step.placement)
             topk_indices = redistribute(topk_indices, step.placement, step.queries)
@@ -291,6 +301,18 @@ class PagedAttention(DSAAttention):
         if step.in_pages or step.multi_head:
             return topk_indices
         return packing.packed_rows(topk_indices, step.queries.local_cached(batch.key_starts), len(batch.key_lens))
+
+    def _keys(self, kv: torch.Tensor | None, step: AttentionPass) -> torch.Tensor | None:
+        """Return the result of `_store`; without a cache, all keys [T, latent + rope] after norm and rope. kv: `keys`
+        of `Latents`."""
+        if kv is None:
+            return None if step.cache is not None else read_latents(step.store)
+        if step.cache is not None:
+            return self._store(kv, step)
+        kv = self._norm_and_rotate(kv, step.angles)
+        if step.store is not None:
+            step.store.latents = kv
+        return kv
 
     def _store(self, kv: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
         """Apply norm and rope to the new tokens' projections kv [T, latent + rope], and write the keys to the pages.
@@ -416,9 +438,10 @@ class PagedAttention(DSAAttention):
         """
         if self.part is None or not step.placement.sharded:
             return None
-        latents = self.q_lora_rank * x.element_size()
+        channels = self.q_lora_rank or x.shape[1]
+        latents = channels * x.element_size()
         if isinstance(self.q_b_proj, BlockFP8Linear):
-            latents = self.q_lora_rank + 4 * (self.q_lora_rank // BLOCK)  # FP8 bytes, and fp32 scales
+            latents = channels + 4 * (channels // BLOCK)  # FP8 bytes, and fp32 scales
         picks = 4 * self.indexer.top_k if isinstance(self.indexer, PagedIndexer) else 0
         result = x.shape[1] * x.element_size()
         return Communication(self.ranks.size, latents + picks + result, 3 if picks else 2)

@@ -35,7 +35,7 @@ class PagedSelection(KeySelection):
 
         The result has positions in the sequence, or cache slots if `step.in_pages`.
 
-        queries    wq_b(qr) for the local rows
+        queries    the index queries before rope, for the local rows
         projected  what the index keys are computed from, for all rows: wk(x) in `PagedIndexer`, `compressor.project(x)`
                    in `PagedCompressedIndexer`. It is not read with a cache: the caller has already written the keys
         weights    `head_weights` for the local rows
@@ -106,7 +106,15 @@ class PagedIndexer(PagedSelection, LightningIndexer):
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
         step = LayerPass(batch, rope, cache)
-        return self.pick(self.wq_b(qr), self.wk(x), self.head_weights(x), step, step.placement)
+        queries = self.queries(qr, batch.positions)
+        return self.pick(queries, self.wk(x), self.head_weights(x), step, step.placement)
+
+    def queries(self, qr: torch.Tensor, positions: torch.Tensor, cast: joint_linear.Cast | None = None) -> torch.Tensor:
+        """See `LightningIndexer.queries`. cast: qr in FP8 with scales, or None."""
+        if self.q_input_norm is not None:
+            qr, cast = self.q_input_norm(qr), None
+        (q,) = joint_linear.multiply(qr, self.wq_b, cast=cast)
+        return self.scaled(q, positions)
 
     @torch.no_grad()
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:

@@ -61,7 +61,7 @@ class ShardingPlan:
 
 PLANS: dict[type[nn.Module], ShardingPlan] = {
     DSAAttention: ShardingPlan(
-        ("q_b_proj", "kv_b_proj", "gate_proj", "sinks"), ("o_proj",), {"n_heads": "attention heads"}
+        ("q_b_proj", "kv_b_proj", "gate_proj", "sinks", "softmax_scaling"), ("o_proj",), {"n_heads": "attention heads"}
     ),
     CompressedAttention: ShardingPlan(
         ("wq_b", "attn_sink", "wo_a"),

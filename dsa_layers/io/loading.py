@@ -57,9 +57,9 @@ def load_model(
     widen_experts  True: FP4 experts are converted to FP8 at load, without loss and with twice the memory. False: they
                    stay FP4. The results are the same. With `dequantize` this option has no effect
     trainable      True: the model is in training mode and parameters require gradients, except those that are not
-                   learned by gradients (routers' biases, tables of experts). A quantised checkpoint then needs
-                   `dequantize`, because FP8 weights have no gradient. False: the model is in evaluation mode, and no
-                   parameter requires a gradient
+                   learned by gradients (routers' biases, tables of experts, LeRoPE's alpha). A quantised checkpoint
+                   then needs `dequantize`, because FP8 weights have no gradient. False: the model is in evaluation
+                   mode, and no parameter requires a gradient
     drafter        True: the checkpoint's first multi-token-prediction layer becomes the model's attribute `drafter`
                    (see `Drafter`), in the model's precision. The layer uses the model's embedding and head, so the
                    loader skips the copies in the checkpoint. False: `drafter` is None, and the layer is not read

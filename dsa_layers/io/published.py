@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from dsa_layers.config.fields import MAX_CONFIG_BYTES, Fields
+from dsa_layers.config.fields import Fields
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.errors import ConfigError
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.io.tensors import (
     BLOCK_SCALE_SUFFIX,
@@ -18,9 +17,8 @@ from dsa_layers.io.tensors import (
     sliced,
     split_experts,
 )
-from dsa_layers.models.family import config_of, family, published_config, read_config
+from dsa_layers.models.family import config_of, family, published_config, read_config, read_fields
 from dsa_layers.models.precision import Precision
-from dsa_layers.untrusted_files import read_json_object
 
 Manifest = dict[str, TensorInfo]
 Storage = Literal["bf16", "fp8", "fp4"]
@@ -84,7 +82,7 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
     Raises ConfigError for fields that `load_model` would refuse.
     """
     read_config(like)
-    fields = read_json_object(like / "config.json", ConfigError, MAX_CONFIG_BYTES)
+    fields = read_fields(like / "config.json")
     tiny = family(fields["model_type"]).tiny
     published = published_config(tiny.published) | tiny.changes
     found = {name: value for name, value in fields.items() if name not in ("quantization_config", "expert_dtype")}

@@ -9,10 +9,11 @@ import dsa
 from dsa.runtime.checks import check_choice, check_flag, check_number, check_same_dtype, integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
-from dsa_layers.cache.kv_cache import LayerCache
+from dsa_layers.cache.kv_cache import LatentStore, read_latents
 from dsa_layers.layers.indexer import Angles, Indexer, LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.position_scaling import PositionScaling
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 Gate = Literal["x", "queries"]
@@ -25,24 +26,30 @@ class DSAAttention(nn.Module):
     A token has the queries q = W_UQ RMSNorm(W_DQ x), with rope on the last rope_dim channels of each head, the latent
     c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
+    With q_lora_rank=None, q = W_UQ x. With rope=False, queries and keys have zeros in the rope channels. With
+    `position_scaling`, q is scaled by a function of its position (`PositionScaling`).
     Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents, one key for all heads: it
     absorbs W_UK and W_UV, that is, multiplies the queries by W_UK and the outputs by W_UV.
     A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
     y = W_O [o_h]. With a gate, o_h is multiplied by sigmoid(g_h) first. gate="x": g = W_G x. gate="queries": W_UQ reads
     [RMSNorm(W_DQ x) | W_DQ x], and also returns g_h. With `sinks`, the softmax of head h has one more logit, sink_h,
-    without a value.
+    without a value. With `shares_latents`, the layer has no W_DKV and attends to the latents of an earlier layer.
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
     batch: complete packed sequences. selected: int32 [T, top_k], the keys that the layer attended to, as rows of x,
     padded with -1; None if the layer attended to all keys, or if a `dsa_layers.IndexerStage` trains its indexer. A
     layer without an indexer takes the `selected` that the previous layer returned.
-    This class supports gradients but no cache. `dsa_layers.fuse` converts it to `PagedAttention`, which supports a
-    cache but no gradients.
+    cache: None, or a `LatentStore` that the pass shares between the layers with the same latents.
+    This class supports gradients but no paged cache. `dsa_layers.fuse` converts it to `PagedAttention`, which supports
+    a cache but no gradients.
     Parameters have the checkpoint's names: q_a_proj (W_DQ), q_a_layernorm, q_b_proj (W_UQ; rows: head, then nope |
     rope), kv_a_proj_with_mqa (rows: W_DKV, then k_pe), kv_a_layernorm, kv_b_proj (rows: head, then W_UK | W_UV), o_proj
     (W_O), indexer. With gate="x": gate_proj (W_G) [heads * v_dim, hidden], never in FP8. With gate="queries", the rows
-    of g_h follow the rope rows of each head in q_b_proj. With `sinks`: sinks, fp32 [heads].
+    of g_h follow the rope rows of each head in q_b_proj. With `sinks`: sinks, fp32 [heads]. With `position_scaling`:
+    softmax_scaling.{scale,bias}. With rope=False, q_b_proj and kv_a_proj_with_mqa have no rope rows. With
+    q_lora_rank=None there are no q_a_proj and q_a_layernorm, and with `shares_latents` no kv_a_proj_with_mqa and
+    kv_a_layernorm.
     For a wrong argument, the constructor and `forward` raise TypeError or ValueError with the argument's name.
     `forward` does not check the values of tensors.
     Source: `MLA` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1. IndexShare: arXiv 2603.12201.
@@ -54,7 +61,7 @@ class DSAAttention(nn.Module):
         n_heads: int,
         indexer: Indexer | None,
         *,
-        q_lora_rank: int = 1536,
+        q_lora_rank: int | None = 1536,
         kv_lora_rank: int = 512,
         nope_dim: int = 128,
         rope_dim: int = 64,
@@ -62,13 +69,17 @@ class DSAAttention(nn.Module):
         softmax_scale: float | None = None,
         gate: Gate | None = None,
         sinks: bool = False,
+        rope: bool = True,
+        position_scaling: bool = False,
+        shares_latents: bool = False,
         eps: float = 1e-6,
         fp8: bool = False,
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
-        sizes = {"hidden": hidden, "n_heads": n_heads, "q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank}
+        sizes = {"hidden": hidden, "n_heads": n_heads, "kv_lora_rank": kv_lora_rank}
+        sizes |= {} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}
         for name, size in (sizes | {"nope_dim": nope_dim, "rope_dim": rope_dim, "v_dim": v_dim}).items():
             integer(name, size, at_least=1)
         if rope_dim % 2:
@@ -77,26 +88,35 @@ class DSAAttention(nn.Module):
         check_number("eps", eps, 0)
         if gate is not None:
             check_choice("gate", gate, ("x", "queries"))
-        check_flag("sinks", sinks)
+            if gate == "queries" and q_lora_rank is None:
+                raise ValueError("gate: must be None or 'x' with q_lora_rank=None, got 'queries'")
+        flags = {"sinks": sinks, "rope": rope, "position_scaling": position_scaling, "shares_latents": shares_latents}
+        for name, flag in flags.items():
+            check_flag(name, flag)
         self.n_heads, self.q_lora_rank, self.kv_lora_rank = n_heads, q_lora_rank, kv_lora_rank
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
         self.softmax_scale = (nope_dim + rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
-        self.gate = gate
+        self.gate, self.has_rope = gate, rope
         options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
-        self.q_a_proj = make_linear(hidden, q_lora_rank, **options)
-        self.q_a_layernorm = RMSNorm(q_lora_rank, eps)
-        q_inputs, q_outputs = q_lora_rank, nope_dim + rope_dim
+        self.q_a_proj = self.q_a_layernorm = self.kv_a_proj_with_mqa = self.kv_a_layernorm = None
+        if q_lora_rank is not None:
+            self.q_a_proj = make_linear(hidden, q_lora_rank, **options)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, eps)
+        rope_rows = rope_dim if rope else 0
+        q_inputs, q_outputs = hidden if q_lora_rank is None else q_lora_rank, nope_dim + rope_rows
         if gate == "queries":
             q_inputs, q_outputs = 2 * q_lora_rank, q_outputs + v_dim
         self.q_b_proj = make_linear(q_inputs, n_heads * q_outputs, **options)
-        self.kv_a_proj_with_mqa = make_linear(hidden, kv_lora_rank + rope_dim, **options)
-        self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps)
+        if not shares_latents:
+            self.kv_a_proj_with_mqa = make_linear(hidden, kv_lora_rank + rope_rows, **options)
+            self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps)
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
         self.register_module("gate_proj", Linear(hidden, n_heads * v_dim, dtype=dtype) if gate == "x" else None)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(n_heads, dtype=torch.float32)) if sinks else None)
+        self.register_module("softmax_scaling", PositionScaling(n_heads) if position_scaling else None)
         if indexer is not None:
-            _check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
+            _check_indexer(indexer, hidden, q_lora_rank or hidden, self.q_a_proj or self.q_b_proj)
         self.indexer = indexer
         # The `IndexerStage` that trains the indexer now, or None.
         self.indexer_stage: Any = None
@@ -107,15 +127,20 @@ class DSAAttention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
-        cache: LayerCache | None = None,
+        cache: LatentStore | None = None,
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.check_pass(x, batch)
-        check_no_cache(cache, batch)
+        check_no_cache(None if isinstance(cache, LatentStore) else cache, batch)
         rope = cos, sin
-        q, qr, gate = self._queries(x)
+        q, qr, gate = self._queries(x, batch)
         q = self._rotate(q, rope)
-        kv = self._norm_and_rotate(self.kv_a_proj_with_mqa(x), rope)
+        if self.kv_a_proj_with_mqa is None:
+            kv = read_latents(cache)
+        else:
+            kv = self._norm_and_rotate(self._with_rope_channels(self.kv_a_proj_with_mqa(x)), rope)
+            if cache is not None:
+                cache.latents = kv
         if self.indexer_stage is not None:
             values = self._train(x, qr, rope, q, batch.gather(kv), batch)
             return self._output(values, gate), None
@@ -125,26 +150,39 @@ class DSAAttention(nn.Module):
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
         """Raise TypeError or ValueError if x does not fit the weights, or if `check_batch` rejects `batch`."""
-        check_rows("x", x, self.q_a_proj)
+        check_rows("x", x, self.q_a_proj or self.q_b_proj)
         check_batch(batch, whole=self.indexer_stage is None)
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
         """Return the view of the keys among which the indexer selects: the batch, because each token is a key."""
         return batch
 
-    def _queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return (q [T, heads, nope + rope] before rope, qr [T, q_lora_rank], g [T, heads, v_dim] or None)."""
-        latent = self.q_a_proj(x)
-        qr = self.q_a_layernorm(latent)
-        inputs = torch.cat((qr, latent), -1) if self.gate == "queries" else qr
-        q, gate = self.split_gate(self.q_b_proj(inputs).unflatten(-1, (self.n_heads, -1)))
+    def _queries(self, x: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return (q [T, heads, nope + rope] before rope, qr [T, q_lora_rank], g [T, heads, v_dim] or None). qr is x if
+        q_lora_rank is None."""
+        qr = inputs = x
+        if self.q_a_proj is not None:
+            latent = self.q_a_proj(x)
+            qr = self.q_a_layernorm(latent)
+            inputs = torch.cat((qr, latent), -1) if self.gate == "queries" else qr
+        q, gate = self.split_gate(self.q_b_proj(inputs).unflatten(-1, (self.n_heads, -1)), batch.positions)
         if self.gate_proj is not None:
             gate = self.gate_proj(x).unflatten(-1, (self.n_heads, -1))
         return q, qr, gate
 
-    def split_gate(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split the outputs of q_b_proj, [T, heads, ...], into queries and, with `gate="queries"`, g."""
-        return q.split((self.nope_dim + self.rope_dim, self.v_dim), -1) if self.gate == "queries" else (q, None)
+    def split_gate(self, q: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (q, g) from the outputs of q_b_proj, [T, heads, ...]. q [T, heads, nope + rope] is scaled with
+        `position_scaling`. g is None unless gate="queries". positions: int64 [T]."""
+        gate = None
+        if self.gate == "queries":
+            q, gate = q.split((q.shape[-1] - self.v_dim, self.v_dim), -1)
+        if self.softmax_scaling is not None:
+            q = self.softmax_scaling(q, positions)
+        return self._with_rope_channels(q), gate
+
+    def _with_rope_channels(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, with zeros as rope channels in a layer without rope."""
+        return x if self.has_rope else nn.functional.pad(x, (0, self.rope_dim))
 
     def _output(self, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """Apply the gate to attention's values [T, heads, v_dim], and return y [T, hidden]."""

@@ -16,6 +16,7 @@ from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
+from dsa_layers.layers.position_scaling import PositionScaling
 from dsa_layers.layers.rope import Angles
 from dsa_layers.layers.trained_attention import TrainedAttention
 
@@ -216,6 +217,7 @@ class LightningIndexer(KeySelection):
     q = wq_b(qr) per head, with rope on the first or last channels
     k = LayerNorm(wk(x)) with rope on the same channels; all heads share this key
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
+    With `norm_queries`, q = wq_b(LayerNorm(qr)). With `position_scaling`, q is then scaled (`PositionScaling`).
 
     If `quantize`, q and k are Hadamard-transformed and cast to e4m3, as in DeepSeek-V3.2. Each head of a query and each
     key has one power-of-two scale; the scales of the queries are multiplied into w.
@@ -225,7 +227,8 @@ class LightningIndexer(KeySelection):
     `select` and `loss` implement the protocol `Indexer`. Training never quantises. Selection with `quantize` requires
     head_dim 128. For a wrong argument, the constructor raises TypeError or ValueError with the argument's name.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
-    weights_proj [n_heads, hidden].
+    weights_proj [n_heads, hidden]; optional: q_input_norm.{weight,bias} [q_lora_rank], softmax_scaling.{scale,bias}
+    [n_heads].
     Among keys with equal scores, the lowest positions are selected. Selection has no gradient.
     Source: `Indexer` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1.
     """
@@ -241,6 +244,8 @@ class LightningIndexer(KeySelection):
         rope_interleaved: bool = False,
         rope_dims: Literal["first", "last"] = "first",
         eps: float = 1e-6,
+        norm_queries: bool = False,
+        position_scaling: bool = False,
         quantize: bool = True,
         fp8: bool = False,
         dtype: torch.dtype | None = None,
@@ -254,7 +259,12 @@ class LightningIndexer(KeySelection):
             integer(name, size, at_least=1)
         check_flag("rope_interleaved", rope_interleaved)
         check_choice("rope_dims", rope_dims, ("first", "last"))
-        check_flag("quantize", quantize)
+        for name, flag in (
+            ("norm_queries", norm_queries),
+            ("position_scaling", position_scaling),
+            ("quantize", quantize),
+        ):
+            check_flag(name, flag)
         self.n_heads, self.head_dim = n_heads, head_dim
         self.rope = {"interleaved": rope_interleaved, "dims": rope_dims}
         self.quantize = quantize
@@ -262,17 +272,30 @@ class LightningIndexer(KeySelection):
         self.wk = make_linear(hidden, head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.k_norm = LayerNorm(head_dim, eps)
         self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
+        self.q_input_norm = LayerNorm(q_lora_rank, eps) if norm_queries else None
+        self.softmax_scaling = PositionScaling(n_heads) if position_scaling else None
 
     def project(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) for the scores
         sum_h w_h relu(q_h . k). The three tensors are not quantised and have gradients."""
-        q = dsa.apply_rotary(self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)), *rope, **self.rope)
-        return q, self.keys(self.wk(x), rope), self.head_weights(x)
+        q = self.queries(qr, positions).unflatten(-1, (self.n_heads, self.head_dim))
+        return dsa.apply_rotary(q, *rope, **self.rope), self.keys(self.wk(x), rope), self.head_weights(x)
+
+    def queries(self, qr: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Compute the index queries [T, n_heads * head_dim], before rope. positions: int64 [T]."""
+        q = self.wq_b(qr if self.q_input_norm is None else self.q_input_norm(qr))
+        return self.scaled(q, positions)
+
+    def scaled(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply `position_scaling`, if the indexer has it, to q [T, n_heads * head_dim]."""
+        if self.softmax_scaling is None:
+            return q
+        return self.softmax_scaling(q.unflatten(-1, (self.n_heads, self.head_dim)), positions).flatten(-2)
 
     def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, attention: TrainedAttention) -> torch.Tensor:
-        return attention.lightning_kl(*self.project(x, qr, rope))
+        return attention.lightning_kl(*self.project(x, qr, rope, attention.positions))
 
     @torch.no_grad()
     def select(
@@ -280,7 +303,9 @@ class LightningIndexer(KeySelection):
     ) -> torch.Tensor:
         check_no_cache(cache, batch)
         keys = self.keys(self.wk(x), rope)
-        return self.select_new(self.wq_b(qr), keys, self.head_weights(x), rope, batch, batch.is_decode)
+        return self.select_new(
+            self.queries(qr, batch.positions), keys, self.head_weights(x), rope, batch, batch.is_decode
+        )
 
     def keys(self, projected: torch.Tensor, rope: Angles) -> torch.Tensor:
         """Compute k [T, head_dim] from wk(x) [T, head_dim]. k is not quantised."""

@@ -139,6 +139,32 @@ class SqrtSoftplusRouter(nn.Module):
         return scores / (scores.sum(-1, keepdim=True) + 1e-20) * self.scale
 
 
+class SoftmaxRouter(nn.Module):
+    """A router with softmax scores. It selects the `top_k` experts with the largest x W^T, in fp32. The weights are the
+    softmax over the selected experts, times `scale`.
+
+    x [T, hidden] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
+    Parameter: weight [n_experts, hidden].
+    Source: `MistralLarge4TextTopkRouter` of transformers 5, with one group of experts.
+    """
+
+    def __init__(
+        self, hidden: int, n_experts: int, top_k: int, *, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.top_k, self.scale = top_k, scale
+        self.weight = Linear(hidden, n_experts, dtype=dtype).weight
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.choose(linear_fp32(x, self.weight))
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (experts, weights) for the logits x W^T, fp32 [T, n_experts]. Among equal logits, the lowest experts
+        are selected."""
+        logits, experts = logits.sort(stable=True, dim=-1, descending=True)
+        return experts[:, : self.top_k], logits[:, : self.top_k].softmax(-1) * self.scale
+
+
 class MoE(nn.Module):
     """y = the weighted sum of the routed experts' outputs + the shared expert's output. The sum is rounded once.
 
@@ -153,7 +179,7 @@ class MoE(nn.Module):
         self,
         hidden: int,
         inner: int,
-        router: GroupedSigmoidRouter | SqrtSoftplusRouter,
+        router: GroupedSigmoidRouter | SqrtSoftplusRouter | SoftmaxRouter,
         *,
         n_shared: int = 1,
         limit: float | None = None,

@@ -81,6 +81,22 @@ class RotaryEmbedding(nn.Module):
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
 
+class LearnedRotaryEmbedding(RotaryEmbedding):
+    """`RotaryEmbedding` with the frequencies f_i * exp(alpha_i) (LeRoPE). Parameter: alpha fp32 [dim / 2], which
+    requires no gradient, because `dsa.apply_rotary` has none for its angles.
+
+    Source: `MistralLarge4TextRotaryEmbedding` of transformers 5.
+    """
+
+    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
+        super().__init__(frequencies, scale)
+        self.alpha = nn.Parameter(torch.zeros(len(frequencies), dtype=torch.float32), requires_grad=False)
+
+    @property
+    def frequencies(self) -> torch.Tensor:
+        return self.frequency_bits.view(torch.float32) * self.alpha.float().exp()
+
+
 def _bits(frequencies: torch.Tensor) -> torch.Tensor:
     """Return the bits of the fp32 frequencies as int32. Casts of a model's float buffers, such as `Module.to(dtype)`
     and FSDP's buffer_dtype, leave int32 unchanged. A rounded frequency would give wrong angles: the position multiplies
@@ -141,9 +157,10 @@ class JointRotary(nn.Module):
         return found
 
 
-def make_rotary(dim: int, rope: Any) -> RotaryEmbedding:
-    """Return the rotary embedding for `dim` channels. rope: a configuration with `theta` and `yarn`, such as
-    `dsa_layers.config.model_config.RopeConfig`.
+def make_rotary(dim: int, rope: Any, kind: type[RotaryEmbedding] = RotaryEmbedding) -> RotaryEmbedding:
+    """Return the rotary embedding, an instance of `kind`, for `dim` channels.
+
+    rope: a configuration with `theta` and `yarn`, such as `dsa_layers.config.model_config.RopeConfig`.
 
     YaRN multiplies cos and sin by yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim). This ratio is 1
     for a family without these two fields in config.json: its configuration has 0 for both.
@@ -152,7 +169,7 @@ def make_rotary(dim: int, rope: Any) -> RotaryEmbedding:
     # Compute on the CPU. On the meta device torch would import Dynamo, which takes two seconds.
     with torch.device("cpu"):
         frequencies, scale = _frequencies(dim, rope)
-    return RotaryEmbedding(frequencies.to(device), scale)
+    return kind(frequencies.to(device), scale)
 
 
 def _frequencies(dim: int, rope: Any) -> tuple[torch.Tensor, float]:

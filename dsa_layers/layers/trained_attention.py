@@ -27,6 +27,11 @@ class TrainedAttention:
             raise RuntimeError("indexer.loss: must call attention.kl or attention.lightning_kl, and called neither")
         return self._out
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]: the position of each token in its sequence."""
+        return self._batch.positions
+
     def gather(self, k: torch.Tensor) -> torch.Tensor:
         """Return the rows [S, ...] of all keys that the tokens see. k [T, ...]: the rows of the tokens. The result is k
         itself unless several ranks divide the tokens of a sequence."""

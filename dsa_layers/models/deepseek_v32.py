@@ -49,6 +49,8 @@ class DeepseekV32Config(ModelConfig):
     # 0.003.
     latent_norm_eps: ClassVar[float] = 1e-6
     ignores_key_value_heads: ClassVar[bool] = False  # whether num_key_value_heads may have any value
+    # The argument `sources` of `PagedKVCache`. It has no annotation, so that a subclass can declare it as a field.
+    latent_sources = None
     model_type: ClassVar[str] = "deepseek_v32"
     checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
         "ep_size": only(1),
@@ -164,7 +166,7 @@ def attention(
     if indexed:
         indexer = LightningIndexer(
             config.hidden_size,
-            config.q_lora_rank,
+            config.q_lora_rank or config.hidden_size,
             n_heads=config.index_n_heads,
             head_dim=config.index_head_dim,
             top_k=config.index_topk,
@@ -173,20 +175,16 @@ def attention(
             **of_indexer,
             **projections,
         )
-    return DSAAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        indexer,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        nope_dim=config.qk_nope_head_dim,
-        rope_dim=config.qk_rope_head_dim,
-        v_dim=config.v_head_dim,
-        softmax_scale=config.softmax_scale,
-        eps=config.latent_norm_eps,
-        **options,
-        **projections,
-    )
+    sizes = {
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "nope_dim": config.qk_nope_head_dim,
+        "rope_dim": config.qk_rope_head_dim,
+        "v_dim": config.v_head_dim,
+        "softmax_scale": config.softmax_scale,
+        "eps": config.latent_norm_eps,
+    }
+    return DSAAttention(config.hidden_size, config.num_attention_heads, indexer, **projections, **(sizes | options))
 
 
 def mlp(config: DeepseekV32Config, precision: Precision, *, dense: bool, limit: float | None = None) -> MoE | SwiGLU:
@@ -208,7 +206,13 @@ def mlp(config: DeepseekV32Config, precision: Precision, *, dense: bool, limit: 
         scale=config.routed_scaling_factor,
         dtype=precision.dtype,
     )
+    return moe(config, precision, router, limit=limit)
+
+
+def moe(config: DeepseekV32Config, precision: Precision, router: nn.Module, *, limit: float | None = None) -> MoE:
+    """Return the experts of a block with a router. limit: the limit of the routed experts' SwiGLU."""
     experts = {"n_shared": config.n_shared_experts, "limit": limit, "fp4_experts": precision.fp4_experts}
+    projections = precision.projections(config)
     return MoE(config.hidden_size, config.moe_intermediate_size, router, **experts, **projections)
 
 
@@ -241,10 +245,7 @@ class DeepseekV32Model(nn.Module):
     def __init__(self, config: DeepseekV32Config, precision: Precision) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
-        self.layers = nn.ModuleList(
-            self.make_block(config, precision, indexed=kind == "full", dense=i < config.first_k_dense_replace)
-            for i, kind in enumerate(config.indexer_types)
-        )
+        self.layers = nn.ModuleList(self.make_layer(config, precision, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = make_rotary(config.qk_rope_head_dim, config.rope)
 
@@ -255,6 +256,11 @@ class DeepseekV32Model(nn.Module):
         for i, layer in enumerate(self.layers):
             x, selected = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selected)
         return self.collapse(x)
+
+    def make_layer(self, config: DeepseekV32Config, precision: Precision, layer: int) -> DecoderBlock:
+        """Return the block with the number `layer`."""
+        indexed, dense = config.indexer_types[layer] == "full", layer < config.first_k_dense_replace
+        return self.make_block(config, precision, indexed=indexed, dense=dense)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the input of the first block."""
@@ -315,6 +321,7 @@ class DeepseekV32ForCausalLM(nn.Module):
     ) -> PagedKVCache:
         """Return a paged cache with this model's dimensions and precision, for up to `state_slots` sequences."""
         layers = cache_layers(self.config, self.precision, self.config.indexer_types)
+        layers["sources"] = self.config.latent_sources
         return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
 
     @property
@@ -328,7 +335,8 @@ class DeepseekV32ForCausalLM(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the buffers that no checkpoint stores. Call this after construction on the meta device."""
-        self.model.rotary = make_rotary(self.config.qk_rope_head_dim, self.config.rope).to(device)
+        rotary = make_rotary(self.config.qk_rope_head_dim, self.config.rope)
+        self.model.rotary.frequency_bits = rotary.frequency_bits.to(device)
 
     def name_of(self, stored: str) -> str:
         """Return the model's name for a tensor of the checkpoint.

@@ -11,17 +11,20 @@ to have no influence, and fields that are null. It ignores all other fields with
 
 import importlib
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dsa_layers.config.fields import Fields, one_of, token_ids
+from dsa_layers.config.fields import MAX_CONFIG_BYTES, Fields, one_of, token_ids
 from dsa_layers.config.model_config import ModelConfig
+from dsa_layers.errors import ConfigError
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel, Drafter
-from dsa_layers.models.registry import FAMILIES
+from dsa_layers.models.registry import FAMILIES, TEXT_OF
+from dsa_layers.untrusted_files import read_json_object
 
 VENDORED = Path(__file__).parents[1] / "vendored"
 
@@ -103,14 +106,41 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
     file, the field, its value and the accepted values.
     """
     directory = Path(directory)
+    path = directory if directory.is_file() else directory / "config.json"
+    config = config_of(Fields(read_fields(path), path))
     if directory.is_file():
-        return config_of(Fields.of_file(directory))
-    config = config_of(Fields.of_file(directory / "config.json"))
+        return config
     generation = directory / "generation_config.json"
     if not generation.exists():
         return config
     eos = Fields.of_file(generation).read("eos_token_id", token_ids(config.vocab_size))
     return replace(config, eos_token_ids=eos or config.eos_token_ids)
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json that describe the text model.
+
+    If the file describes a model for text and images or audio, these are the fields of its object text_config, and the
+    file's own fields that every text model has, such as quantization_config. Issue a warning that names the parts that
+    are left out. Raise ConfigError if the file is missing or not a JSON object.
+    """
+    fields = read_json_object(path, ConfigError, MAX_CONFIG_BYTES)
+    model_type, text = fields.get("model_type"), fields.get("text_config")
+    if not isinstance(text, dict) or model_type not in TEXT_OF:
+        return fields | ({"model_type": TEXT_OF[model_type]} if model_type in TEXT_OF else {})
+    others = [name for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict)]
+    left_out = [name.removesuffix("_config") for name in others if name not in ("text_config", "quantization_config")]
+    warnings.warn(f"{path}: only the text model is used; left out: {', '.join(left_out) or 'nothing'}", stacklevel=2)
+    shared = {name: fields[name] for name in _OF_TEXT if fields.get(name) is not None}
+    return (
+        shared
+        | {name: value for name, value in text.items() if value is not None}
+        | {"model_type": TEXT_OF[model_type]}
+    )
+
+
+# Fields of a configuration with a text_config that describe the text model, unless text_config has them
+_OF_TEXT = "bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype", "transformers_version"
 
 
 def config_of(fields: Fields) -> ModelConfig:

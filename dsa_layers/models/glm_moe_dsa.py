@@ -35,7 +35,7 @@ from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 _LETTERS = {"F": "full", "S": "shared"}
 
 
-def _read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
+def read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
     """Read which layers have an indexer. Up to three fields specify these layers, and all must agree."""
     layers = known.num_hidden_layers
     counts = {layers: "num_hidden_layers"}
@@ -72,7 +72,7 @@ class GlmMoeDsaConfig(DeepseekV32Config):
     model_type: ClassVar[str] = "glm_moe_dsa"
     checked = DeepseekV32Config.checked | {"moe_router_dtype": only("float32")}
 
-    indexer_types: tuple[str, ...] = computed(_read_indexer_types)
+    indexer_types: tuple[str, ...] = computed(read_indexer_types)
     indexer_rope_interleave: bool = only(True)
     index_share_for_mtp_iteration: bool = one_of(True, False, default=False)
 

@@ -8,4 +8,14 @@ FAMILIES = {
     "deepseek_v4": "dsa_layers.models.deepseek_v4",
     "glm_moe_dsa": "dsa_layers.models.glm_moe_dsa",
     "hy_v4": "dsa_layers.models.hy_v4",
+    "hy_v4_vl": "dsa_layers.models.hy_v4_vl",
+    "mistral_large4": "dsa_layers.models.mistral_large4",
+}
+# {model_type of a configuration whose object text_config describes the text model, or of this object: the text model's
+# family}
+TEXT_OF = {
+    "hy_v4_vl": "hy_v4_vl",
+    "hy_v4_vl_text": "hy_v4_vl",
+    "mistral_large4": "mistral_large4",
+    "mistral_large4_text": "mistral_large4",
 }

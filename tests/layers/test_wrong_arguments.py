@@ -9,6 +9,7 @@ from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
 from dsa_layers.hf import accelerate
 from dsa_layers.layers import rope
 from dsa_layers.layers.rope import rope_frequencies
+from dsa_layers.models.registry import FAMILIES
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training import IndexerStage
@@ -28,7 +29,7 @@ def refused(message, call, *arguments, **options):
         ({"quantized": 1}, "quantized: must be True or False, got 1"),
         (
             {"model": "llama"},
-            "model: must be one of 'axk2', 'deepseek_v32', 'deepseek_v4', 'glm_moe_dsa', 'hy_v4', got 'llama'",
+            f"model: must be one of {', '.join(map(repr, FAMILIES))}, got 'llama'",
         ),
     ],
 )

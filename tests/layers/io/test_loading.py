@@ -11,7 +11,7 @@ from dsa_layers.io import loading
 from dsa_layers.io.loading import load_model
 from tests.layers.generation.families import has_drafter
 
-NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid")
+NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid", "rotary.alpha")
 
 
 def test_all_but_the_routers_biases_learn(directory, model_type):

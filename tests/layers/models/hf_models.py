@@ -24,6 +24,12 @@ YARN = {
 SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
 
 
+_HY_V4 = _NEWER | {
+    "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
+    "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+
+
 def deepseek_v32(directory: Path, **changes):
     """Save a random DeepseekV32ForCausalLM in fp32 to `directory` and return it. changes: fields of its config."""
     fields = _MLA | {
@@ -56,15 +62,11 @@ def hy_v4(directory: Path, **changes):
     """Save a random HYV4ForCausalLM in fp32 to `directory` and return it. Layers 2 to 4 share the selection of layer 1,
     and layer 6 that of layer 5. transformers rotates channels i and i + R / 2 of R = qk_rope_head_dim. Published
     weights need rotation of 2i and 2i + 1, so the saved weights have these channels in another order than the model."""
-    fields = _NEWER | {
-        "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
-        "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }  # fmt: skip
-    model = _draw_and_save("HYV4", fields | changes, directory)
-    tensors, rope = load_file(directory / "model.safetensors"), fields["qk_rope_head_dim"]
-    head = {".q_b_proj.weight": fields["qk_nope_head_dim"] + rope, ".kv_a_proj_with_mqa.weight": None}
+    model = _draw_and_save("HYV4", _HY_V4 | changes, directory)
+    tensors, rope = load_file(directory / "model.safetensors"), _HY_V4["qk_rope_head_dim"]
+    head = {".q_b_proj.weight": _HY_V4["qk_nope_head_dim"] + rope, ".kv_a_proj_with_mqa.weight": None}
     head |= {
-        f".indexer.{name}": fields["index_head_dim"]
+        f".indexer.{name}": _HY_V4["index_head_dim"]
         for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
     }
     for name, tensor in tensors.items():
@@ -75,6 +77,38 @@ def hy_v4(directory: Path, **changes):
                 heads[:, -rope:] = halves.transpose(1, 2).flatten(1, 2).clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return model
+
+
+def hy_v4_vl(directory: Path, **changes):
+    """Save a random HYV4VLForConditionalGeneration in fp32 to `directory` and return it. It rotates channels 2i and
+    2i + 1, as published weights need. changes: fields of its text_config."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {name: value for name, value in (_HY_V4 | changes).items() if name != "attn_implementation"}
+    rope = text["rope_parameters"] | {"mrope_section": [4, 2, 2]}
+    of_model = {"text_config": text | {"rope_parameters": rope}, "vision_config": vision}
+    of_model["attn_implementation"] = "eager"
+    return _draw_and_save("HYV4VL", of_model, directory, kind="ForConditionalGeneration")
+
+
+def mistral_large4(directory: Path, **changes):
+    """Save a random MistralLarge4ForConditionalGeneration in fp32 to `directory` and return it. Layers 3 and 6 have no
+    rope. Layer 2 attends to the keys that layer 1 selects. Layers 4 and 5 have the latents of layer 2, and layer 6
+    those of layer 3. changes: fields of its text_config."""
+    fields = {name: value for name, value in _NEWER.items() if name not in ("q_lora_rank", "attn_implementation")} | {
+        "num_hidden_layers": 7, "qk_nope_head_dim": 16, "v_head_dim": 24, "bos_token_id": 0, "n_group": 1,
+        "indexer_types": ["full", "full", "shared", "full", "full", "shared", "full"],
+        "kv_source_layers": [0, 1, 2, 3, 2, 2, 3], "no_rope_layers": [1, 1, 1, 0, 1, 1, 0],
+        "final_logit_softcapping": 3.0, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
+            "attention_factor": 1.0,
+        },
+    }  # fmt: skip
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+    }  # fmt: skip
+    of_model = {"text_config": fields | changes, "vision_config": vision, "attn_implementation": "eager"}
+    return _draw_and_save("MistralLarge4", of_model, directory, kind="ForConditionalGeneration")
 
 
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
@@ -96,18 +130,18 @@ def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
     return _draw_and_save("DeepseekV4", fields | changes, directory, save_original_format=original_format)
 
 
-def _draw_and_save(family: str, fields: dict, directory: Path, **options):
+def _draw_and_save(family: str, fields: dict, directory: Path, kind: str = "ForCausalLM", **options):
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**fields)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}{kind}")(config).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(("norm.weight", "layernorm.weight")):
+        if name.endswith(("norm.weight", "layernorm.weight", "softmax_scaling.bias")):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
         elif name.endswith("norm.bias"):
             torch.nn.init.normal_(parameter, std=0.1)
-        elif name.endswith(("sinks", "base", "scale", "position_bias")):
+        elif name.endswith(("sinks", "base", "scale", "position_bias", "alpha")):
             torch.nn.init.normal_(parameter, std=0.5)
         elif parameter.dim() > 1:  # the default std 0.02 gives nearly uniform logits
             torch.nn.init.normal_(parameter, std=0.08)

@@ -1,14 +1,17 @@
-"""Configurations of A.X-K2 and Hy4: wrong fields are refused by their names."""
+"""Configurations of A.X-K2, Hy4 and Mistral Large 4: wrong fields are refused by their names."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from dsa_layers.errors import ConfigError
-from dsa_layers.models.family import VENDORED, published_config, read_config
+from dsa_layers.models.family import VENDORED, family, published_config, read_config
 from dsa_layers.models.precision import Precision
 
-AXK2, HY4 = "axk2_light_config.json", "hy_v4_config.json"
+AXK2, HY4, MISTRAL = "axk2_light_config.json", "hy_v4_config.json", "mistral_large4_config.json"
+YARN = published_config(MISTRAL)["rope_parameters"]
+SHARED = "the last layer before it with latents of its own that others share, and with rope as it has"
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,14 @@ AXK2, HY4 = "axk2_light_config.json", "hy_v4_config.json"
         (HY4, {"learnable_sink": False}, "'learnable_sink' is false"),
         (HY4, {"hc_sinkhorn_iters": 20}, "'hc_sinkhorn_iters' is 20"),
         (HY4, {"quantization_config": {"quant_method": "modelopt"}}, "'quantization_config.quant_method' is"),
+        (MISTRAL, {"q_lora_rank": 1536}, "'q_lora_rank' is 1536; accepted: null"),
+        (MISTRAL, {"n_group": 8}, "'n_group' is 8; accepted: 1"),
+        (MISTRAL, {"rope_parameters": None}, "'rope_parameters' is null; accepted: an object"),
+        (MISTRAL, {"rope_parameters": YARN | {"attention_factor": 1.5}}, "'rope_parameters.attention_factor' is 1.5"),
+        (MISTRAL, {"no_rope_layers": [1, 0]}, "accepted: at least 72 (num_hidden_layers) integers from 0 to 1"),
+        (MISTRAL, {"kv_source_layers": [0, 0, 1] + [0] * 69}, SHARED),
+        (MISTRAL, {"kv_source_layers": [0, 1, 2, 2] + [0] * 68}, SHARED),
+        (MISTRAL, {"kv_source_layers": [*range(71), 72]}, "integers from 0 to 71"),
     ],
 )
 def test_a_wrong_field_is_refused_by_its_name(file, changes, told, tmp_path):
@@ -31,6 +42,24 @@ def test_a_wrong_field_is_refused_by_its_name(file, changes, told, tmp_path):
     with pytest.raises(ConfigError) as error:
         read_config(tmp_path)
     assert told.replace('"', "'") in str(error.value).replace('"', "'")
+
+
+@pytest.mark.parametrize("model_type", ["mistral_large4", "hy_v4_vl"])
+def test_the_text_part_of_a_configuration(model_type, tmp_path):
+    """Fields beside text_config count unless text_config has them."""
+    text = family(model_type).tiny.fields(quantized=False)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    whole = {
+        "model_type": model_type, "text_config": text | {"model_type": f"{model_type}_text", "bos_token_id": 7},
+        "vision_config": {}, "audio_config": {}, "quantization_config": quantization, "bos_token_id": 5,
+        "image_token_index": 10,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.warns(UserWarning, match=r"only the text model is used; left out: vision, audio$"):
+        config = read_config(tmp_path)
+    assert config.quantization is not None and config.bos_token_id == 7 and config.model_type == model_type
+    (tmp_path / "config.json").write_text(json.dumps(whole["text_config"]))
+    assert read_config(tmp_path) == replace(config, quantization=None)
 
 
 def test_a_limit_of_zero_is_no_limit(tmp_path):
