@@ -125,18 +125,17 @@ def read_fields(path: Path) -> dict[str, Any]:
     are left out. Raise ConfigError if the file is missing or not a JSON object.
     """
     fields = read_json_object(path, ConfigError, MAX_CONFIG_BYTES)
-    model_type, text = fields.get("model_type"), fields.get("text_config")
-    if not isinstance(text, dict) or model_type not in TEXT_OF:
-        return fields | ({"model_type": TEXT_OF[model_type]} if model_type in TEXT_OF else {})
+    text, family_name = fields.get("text_config"), TEXT_OF.get(str(fields.get("model_type")))
+    if family_name is None:
+        return fields
+    if not isinstance(text, dict):
+        return fields | {"model_type": family_name}
     others = [name for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict)]
     left_out = [name.removesuffix("_config") for name in others if name not in ("text_config", "quantization_config")]
     warnings.warn(f"{path}: only the text model is used; left out: {', '.join(left_out) or 'nothing'}", stacklevel=2)
     shared = {name: fields[name] for name in _OF_TEXT if fields.get(name) is not None}
-    return (
-        shared
-        | {name: value for name, value in text.items() if value is not None}
-        | {"model_type": TEXT_OF[model_type]}
-    )
+    own = {name: value for name, value in text.items() if value is not None}
+    return shared | own | {"model_type": family_name}
 
 
 # Fields of a configuration with a text_config that describe the text model, unless text_config has them

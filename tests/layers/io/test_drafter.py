@@ -21,6 +21,7 @@ PREFIX = {
     "deepseek_v4": "mtp.0.",
     "glm_moe_dsa": "model.layers.5.",
     "hy_v4": "model.mtp_layers.0.",
+    "hy_v4_vl": "model.mtp_layers.0.",
 }
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
