@@ -1,5 +1,5 @@
-"""The families of models, as parameters of tests. GLM and A.X-K2 are marked slow: they are DeepSeek-V3.2 with other
-options, so other families' tests find most errors."""
+"""The families of models, as parameters of tests. GLM and A.X-K2 share most code with DeepSeek-V3.2, so they are marked
+slow."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Configurations of A.X-K2 and Hy4: wrong fields are refused by their names."""
+"""Configurations of A.X-K2 and Hy4: refused fields, a limit of zero, and refused FP8 caches."""
 
 import json
 
