@@ -1,14 +1,13 @@
 """Layers, models, loaders and generation on top of `dsa`'s ops.
 
-The public names are imported when they are first used, so `import dsa_layers` does not import torch.
+Public names are imported when they are first used: `import dsa_layers` does not import torch.
 """
 
 import importlib
 from pathlib import Path
 from typing import Any
 
-# Folder of a small checkpoint and its model card, README.md. examples/train_indexer.py trained the model on Python
-# source.
+# Folder of a small checkpoint and its model card, README.md.
 SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
 
 _MODULES = {

@@ -1,8 +1,7 @@
 """List the compiled kernel variants that the passes of a model need.
 
 A variant is a kernel compiled for certain arguments, such as dtypes and a tile (dsa/runtime/variants.py). This module
-runs prefill and decoding passes of a model on the meta device, with one to tens of thousands of rows. `asked_variants`
-records the variants that these passes request.
+runs prefill and decoding passes of many sizes on the meta device, and records the variants that they request.
 """
 
 from collections.abc import Callable
@@ -28,12 +27,12 @@ from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
 from dsa_layers.parallel.ranks import Ranks
 
-MOST_ROWS = 32768  # limit of a prefill pass's new tokens; larger passes use the same kernels
+MOST_ROWS = 32768  # limit of a prefill pass's new tokens
 MOST_SEQUENCES = 1024  # limit of a decoding pass
 MOST_KEYS = 2**24  # limit of a decoding pass: number of sequences * tokens of the longest sequence
-# Limit of a prefill pass's index scores: new tokens * earlier tokens. A pass with more scores computes them in chunks
-# (`KeySelection.select_packed`), and the chunks request the same kernels. Passes of up to FUSED_TOKENS new tokens are
-# not limited, so that the kernel that both computes scores and selects keys is requested too.
+# Limit of a prefill pass's index scores: new tokens * earlier tokens. A pass with more scores would only have more
+# chunks (`KeySelection.select_packed`). Passes of up to FUSED_TOKENS new tokens are not limited, so that they request
+# the kernels of `dsa.indexer_select` too.
 MOST_SCORES = 2**29
 META = torch.device("meta")
 
@@ -43,8 +42,8 @@ def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0
 
     The result also has the shipped variants that differ from a requested one only in the tile.
     drafts: the number of draft tokens; if it is above 0, the drafter's variants are included
-    gpus: the number of GPUs that share the model. The result is the variants of one rank. It includes the kernels that
-    sum over the ranks, which exist for up to 8 GPUs
+    gpus: the number of GPUs that share the model. The result is the variants of one rank, with the kernels of
+    `dsa.parallel.one_shot_sum` for 2 to 8 GPUs
     Raises DoesNotDivide, a ValueError, if the GPUs cannot share the model evenly.
     """
     model, cache = without_memory(config, precision, drafter=drafts > 0, gpus=gpus)
@@ -71,8 +70,7 @@ def without_memory(
 ) -> tuple[CheckpointModel, Cache]:
     """Return the model on the meta device, fused and split as `load_model` does it, and a cache for the model.
 
-    Layers of the same kind request the same kernels, so only the first layer of each kind computes. The other layers
-    pass on their input.
+    Only the first layer of each kind (`_kind`) computes. The other layers pass on their input.
     drafter: whether the model has its drafter
     gpus: the number of GPUs that share the model; the result is one rank's part
     Raises DoesNotDivide if the GPUs cannot share the model evenly.
@@ -102,7 +100,7 @@ def _passing_on(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """Return a key that is equal for layers that request the same kernels."""
+    """Return a key. Layers with equal keys request the same kernels."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return layer.is_last, modules, tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
 
@@ -110,9 +108,7 @@ def _kind(layer: nn.Module) -> tuple:
 def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
     """Run prefill passes of one and of several sequences, with and without earlier tokens, and decoding passes.
 
-    Some sequences are so short that a token attends to all keys. In the longer sequences, tokens select keys.
-    drafts: the number of draft tokens, above 0 if the model has a drafter. Then each pass of the model is followed by
-    passes of the drafter
+    drafts: the number of draft tokens, above 0 if the model has a drafter. Its passes then follow the model's passes
     """
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
@@ -152,7 +148,7 @@ def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int
 @torch.inference_mode()
 def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts: int = 0) -> None:
     """Run a decoding pass over the last token and the `drafts` draft tokens of each of `count` sequences. With drafts,
-    also run the drafter's passes. The longest sequence has `tokens` tokens."""
+    also run the drafter's passes. The block table has pages for `tokens` tokens per sequence."""
     pages, size = -(-tokens // cache.page_size), cache.page_size
     inputs = DecodeInputs(count, pages, size, META, 1 + drafts)
     if not drafts:

@@ -2,13 +2,12 @@
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the file, the field, its value and the accepted values."""
+    """A configuration that cannot be used. The message names the file, and a field's value and accepted values."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded. The message names the file or tensor, and the expected and found values."""
+    """A checkpoint that cannot be loaded. The message names the file or the tensor."""
 
 
 class TokenizerError(ValueError):
-    """A tokenizer, chat template or chat format that cannot be used, or that cannot render the given messages. The
-    error message names the file or argument, its value and the accepted values."""
+    """A tokenizer, chat template or chat format that cannot be used, or that cannot render the given messages."""

@@ -42,15 +42,15 @@ def predictions(
     """Yield the logits [T, vocab_size] and the targets [T] of the T tokens of each pass.
 
     The inputs of a sequence are all its tokens except the last, split into parts of at most `chunk` tokens. Each part
-    is one pass. The passes compute one sequence after the other and use a paged cache, as in generation.
+    is one pass with a paged cache.
     """
     device, page_size = next(model.parameters()).device, model.page_size
     pages = range(-(-max(map(len, sequences)) // page_size))
     cache = model.make_cache(len(pages), page_size, device, state_slots=1)
     for tokens in sequences:
         text = torch.tensor(tokens, device=device)
-        # A part of one token runs as a decoding pass instead of a prefill pass. Parts have nearly equal lengths, so
-        # there is such a part only if `chunk` is 1 or 2, or if the sequence has two tokens.
+        # A part of one token runs as a decoding pass. Parts have nearly equal lengths, so there is such a part only if
+        # `chunk` is 1 or 2, or if the sequence has two tokens.
         parts = -(-(len(tokens) - 1) // chunk)
         done = 0
         for inputs, targets in zip(text[:-1].tensor_split(parts), text[1:].tensor_split(parts)):
@@ -76,16 +76,15 @@ class KeyCounts:
 
     @property
     def share(self) -> float:
-        """read / dense: the fraction of the keys of dense attention that tokens read."""
+        """The fraction of the keys of dense attention that tokens read."""
         return self.read / self.dense
 
 
 def keys_read(model: nn.Module, length: int) -> KeyCounts:
-    """Return the numbers of keys that the tokens of a sequence of `length` tokens read.
+    """Return the numbers of keys that the tokens of a sequence of `length` tokens read. No pass runs.
 
-    No pass runs: a token reads as many keys as `top_k` of the layer's indexer, or all keys that it sees if there are
-    fewer. In DeepSeek-V4 a token reads its window and up to `top_k` compressed entries, or all entries in a layer
-    without an indexer.
+    A token reads the keys that it sees, at most the `top_k` of the layer's indexer. In DeepSeek-V4 it reads its window
+    and at most `top_k` compressed entries, or all entries in a layer without an indexer.
     Raises ValueError for a model without attention layers of `dsa_layers`.
     """
     visible = torch.arange(1, integer("length", length, at_least=1) + 1)
@@ -114,16 +113,15 @@ def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:
 
     longest  the maximum number of tokens per sequence
 
-    Use the context manager for passes over several tokens of a sequence, as in prefill. The model's attention layers
-    may have any class with an attribute `indexer`, which is an `Indexer` or None.
-    Raises ValueError for a model without indexers.
+    It is meant for prefill. The model's attention layers may have any class with an attribute `indexer`, which is an
+    `Indexer` or None. Raises ValueError for a model without indexers.
     """
     return _changed_indexers(model, lambda layer: ("top_k", max(longest, layer.indexer.top_k)))
 
 
 def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context manager for sliding-window attention: every token reads the latest `top_k` keys that it sees, as
-    many as the indexer would select. In DeepSeek-V4 a token reads its window and the latest `top_k` compressed entries.
+    """Return a context manager for sliding-window attention: every token reads the latest `top_k` keys that it sees. In
+    DeepSeek-V4 it reads its window and the latest `top_k` compressed entries.
 
     The model's attention layers may have any class with the attribute `indexer`, as for `all_keys`, and the method
     `selectable(batch)`, which returns the keys among which the indexer selects.
@@ -138,8 +136,7 @@ def _changed_indexers(model: nn.Module, change: Callable[[Any], tuple[str, Any]]
 
     change: a function from a layer to (attribute's name, temporary value)
     """
-    # Keep one layer per indexer. A wrapper for activation checkpointing or torch.compile forwards attributes, so it and
-    # the wrapped layer have the same indexer.
+    # Keep one layer per indexer: a wrapper, for example of activation checkpointing, has the attributes of its layer.
     layers = {id(m.indexer): m for m in model.modules() if getattr(m, "indexer", None) is not None}.values()
     if not layers:
         raise ValueError(
@@ -152,8 +149,8 @@ def _changed_indexers(model: nn.Module, change: Callable[[Any], tuple[str, Any]]
 
 
 def _latest(layer: Any) -> tuple[str, Callable[..., torch.Tensor]]:
-    """Return (name, function): the name of the indexer's selection method, and a function that selects the latest keys
-    instead. The method is `pick` in fused attention, else `select`."""
+    """Return (name of the indexer's selection method, a function that selects the latest keys instead). The method is
+    `pick` in an indexer that `fuse` has converted, else `select`."""
     top_k, selectable = layer.indexer.top_k, layer.selectable
 
     def latest(batch: TokenBatch, in_slots: bool) -> torch.Tensor:

@@ -20,7 +20,7 @@ positive = at_least(1)
 
 
 def gigabytes(text: str) -> int:
-    """Convert `text`, a number of gigabytes (10^9 bytes), to bytes."""
+    """Convert a number of gigabytes (10^9 bytes) to bytes."""
     value = float(text) * 1e9
     if not 1 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")

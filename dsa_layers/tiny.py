@@ -1,8 +1,7 @@
 """Write a small checkpoint of a model family, with random weights, for demonstrations and tests.
 
-The dimensions that kernels support only in some sizes have their published sizes. The widths, the selected keys per
-token and the numbers of layers, heads and experts are small. The model generates noise, but the checkpoint has the
-files of a published one: config.json, tokenizer, and shards of tensors with the published names.
+Dimensions that kernels support only in some sizes have their published sizes; the others are small. The checkpoint has
+the files of a published one: config.json, tokenizer, and shards of tensors with the published names.
 """
 
 import hashlib
@@ -46,16 +45,16 @@ _CHAT_TEMPLATE = (
 def write_tiny_checkpoint(
     directory: str | PathLike[str], *, model: str = "deepseek_v32", seed: int = 0, quantized: bool = True
 ) -> None:
-    """Write a small random checkpoint, 22 to 44 MB (40 to 79 MB with quantized=False), into `directory`. Create
+    """Write a small random checkpoint, about 24 to 44 MB (44 to 79 MB with quantized=False), into `directory`. Create
     `directory` if it does not exist.
 
-    model: the `model_type`, one of `dsa_layers.models.registry.FAMILIES`.
+    model: the `model_type`, a key of `dsa_layers.models.registry.FAMILIES`.
     seed: the seed of the random weights. The weights before quantisation do not depend on `quantized`.
     quantized: whether projections and experts are quantised: in FP8 blocks of 128 x 128 with scales, and for
     deepseek_v4 with experts in FP4. False: these weights are BF16.
     The tokenizer is trained on the source code of this package.
-    Raises ValueError for another `model`. Raises TypeError or ValueError, which names the argument, for any other wrong
-    argument. Raises FileExistsError if `directory` exists and is not empty.
+    Raises ValueError for another `model`; TypeError or ValueError, which names the argument, for another wrong
+    argument; FileExistsError if `directory` exists and is not empty.
     """
     if model not in FAMILIES:
         raise ValueError(f"model: must be one of {', '.join(map(repr, FAMILIES))}, got {model!r}")
@@ -88,13 +87,12 @@ def write_tiny_checkpoint(
 
 
 def _before_quantisation(info: TensorInfo) -> TensorInfo:
-    """Return the shape and dtype of the random values of the tensor `info`, before they are quantised."""
+    """Return the shape and dtype that the values of the tensor `info` have before they are quantised."""
     return info if info.dtype not in KINDS else TensorInfo(unpacked(info.shape, KINDS[info.dtype]), "F32")
 
 
 def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator, experts: int) -> torch.Tensor:
-    """Return random values for the tensor `name`. The distributions ensure that every part of the model affects the
-    result: activations are of order 1, logits differ clearly, and the weights of norms are not 1.
+    """Return random values for the tensor `name`, such that every part of the model affects the result.
 
     experts: the number of routed experts, among which the table of a hash-routed layer (tid2eid) chooses
     """
@@ -109,17 +107,14 @@ def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator,
         return 0.1 * values
     if name.endswith(("embed_tokens.weight", "embed.weight", "tok_embeddings.weight")):
         return values
-    # Matrices have unit gain, except language model heads. A head's input is normalised, and a gain of 2 sharpens the
-    # softmax.
+    # Matrices have unit gain. In a language model head, a gain of 2 makes the logits differ more.
     gain = 2 if name.endswith(("head.weight", "output.weight")) else 1
     return values * gain * shape[1] ** -0.5
 
 
 def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
-    """Return the fields of tokenizer_config.json. max_length: the model's context in tokens
-
-    For models in `FORMATS` (io/chat_template.py) there is no chat template, because their published releases have none.
-    """
+    """Return the fields of tokenizer_config.json. max_length: the model's context in tokens. Models in `FORMATS`
+    (io/chat_template.py) get no chat template, as in their published releases."""
 
     return {
         "add_bos_token": True,
@@ -136,8 +131,7 @@ def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
 
 
 def train_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """Train a byte-level BPE tokenizer. It can encode any text, and DeepSeek's tokenizers have this type. The id of BOS
-    is 0, and the id of EOS is 1."""
+    """Train a byte-level BPE tokenizer, with BOS as token 0 and EOS as token 1."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

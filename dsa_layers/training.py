@@ -1,4 +1,4 @@
-"""Train a model's indexers: the two training stages with their loss, and the targets of the language model's loss."""
+"""Training of indexers: the warm-up and sparse stages, and the targets of the language model's loss."""
 
 import inspect
 from collections.abc import Sequence
@@ -36,21 +36,18 @@ class IndexerStage:
             loss = torch.nn.functional.cross_entropy(logits, next_tokens(tokens, batch)) + stage.loss()
         loss.backward()
 
-    model    the model as `load_model(..., trainable=True)` returns it. `fuse` must not have prepared it for inference
+    model    the model as `load_model(..., trainable=True)` returns it, not prepared for inference by `fuse`
     name     the stage:
              "warmup": every token attends to all keys. The indexer's scores of all keys learn to follow the attention
-             weights, summed over heads. DeepSeek-V3.2 trained only the indexers in this stage; the method
-             `parameters` returns their parameters
+             weights, summed over heads. DeepSeek-V3.2 trained only the indexers' `parameters` in this stage
              "sparse": every token attends to the keys that its indexer selects. The scores of these keys learn to
              follow the attention to them
-    drafter  True: also train the indexer of the model's `drafter`. Each pass of the model must then be followed by a
-             pass of the drafter. False: the drafter's indexer is not trained
+    drafter  True: also train the indexer of the model's `drafter`; run the drafter after each pass of the model
 
-    Raises ValueError for a model whose indexers cannot be trained. An attention layer must have the attribute
-    `indexer_stage`, and its indexer must have the method `loss` of `dsa_layers.layers.indexer.Indexer`. `DSAAttention`
-    meets both conditions; DeepSeek-V4's attention and indexer do not. Models in which layers share an indexer
-    (IndexShare), models with sinks, because the loss ignores sinks, and parts of a model (`load_model(..., mesh=)`),
-    because they lack some heads, are refused too.
+    Raises ValueError for a model whose indexers cannot be trained: no layer has the attribute `indexer_stage`, or a
+    layer with this attribute has no indexer with the method `loss` (`dsa_layers.layers.indexer.Indexer`). So
+    DeepSeek-V4 and models in which layers share an indexer (IndexShare) are refused. So are models with sinks, which
+    the loss would ignore, and parts of a model (`load_model(..., mesh=)`), which lack some heads.
 
     The inputs and the target of an indexer are detached. The indexers' loss therefore has gradients only for the
     indexers' parameters, and the language model's loss only for all other parameters. Scores are not quantised.
@@ -81,7 +78,7 @@ class IndexerStage:
         self._before: list[list] = []  # per open `with` block, the previous indexer_stage of every layer
 
     def __enter__(self) -> Self:
-        if not self._before:  # drop losses of earlier validation passes that `loss` did not return
+        if not self._before:  # drop losses of earlier passes without gradients
             self._kls, self._without_gradients = [kl for kl in self._kls if kl.requires_grad], False
         self._before.append([layer.indexer_stage for layer in self._layers])
         for layer in self._layers:
@@ -111,8 +108,7 @@ class IndexerStage:
             loss = share.mean(of_tokens, count=200 - 2) + stage.loss()  # the last token of each sequence has no target
 
         The mean of `loss` over the ranks equals the loss of one rank with all tokens. The same holds for the gradients,
-        which DDP and FSDP2 average. All ranks must call this method together: they exchange `lens`, and the host waits
-        for this exchange.
+        which DDP and FSDP2 average. All ranks must call this method together, with equal `lens`.
         Raises ValueError on all ranks if one rank's `lens` has fewer tokens than there are ranks, has a length below 1
         or differs from rank 0's. A rank whose `lens` has a wrong type raises TypeError instead.
         """
@@ -120,11 +116,8 @@ class IndexerStage:
         return ContextBatch.of(lens, ranks, device)
 
     def add(self, kl: torch.Tensor, batch: TokenBatch) -> None:
-        """Add one layer's losses in one pass. kl: fp32 [T], the loss of every token of `batch`
-
-        The losses are ignored if a backward pass recomputes checkpointed activations, because the forward pass has
-        already added them.
-        """
+        """Add one layer's losses in one pass. kl: fp32 [T], the loss of every token of `batch`. A backward pass that
+        recomputes checkpointed activations adds nothing."""
         if isinstance(batch, ContextBatch) and batch.weight != 1:
             kl = kl * batch.weight
         if torch._C._current_graph_task_id() == -1:
@@ -136,11 +129,10 @@ class IndexerStage:
         its pass. For a batch from `share` the average is weighted, so that the mean over the ranks is the average over
         all tokens.
 
-        Raises RuntimeError if there was no pass since the last call. Inside the `with` block and with gradients
-        enabled, also raises RuntimeError if a pass ran without gradients although an indexer's parameter requires them,
-        and drops all collected losses. Passes under torch.no_grad() and passes checkpointed with use_reentrant=True run
-        without gradients. Losses without gradients that this method has not returned are dropped when the next `with`
-        block begins.
+        Raises RuntimeError if no losses were added since the last call. Inside the `with` block and with gradients
+        enabled, also raises RuntimeError if a pass ran without gradients (under torch.no_grad(), or checkpointed with
+        use_reentrant=True) although an indexer's parameter requires them, and drops all collected losses. The start of
+        the next `with` block drops losses without gradients that this method has not returned.
         """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
@@ -152,8 +144,8 @@ class IndexerStage:
                 "activations with use_reentrant=False, and take the loss of a pass under torch.no_grad() there, too, "
                 "before the next pass"
             )
-        # After `sum`, the losses of all tokens have the same upstream gradient. The backward pass of the warm-up stage
-        # then only scales the saved gradient of the index keys, and need not compute this gradient again.
+        # `sum` gives the losses of all tokens one upstream gradient, expanded. The backward pass of
+        # `dsa.indexer_warmup_attention` then only scales the index keys' saved gradient.
         total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
         self._forget()
         return total
@@ -164,12 +156,11 @@ class IndexerStage:
 
 
 def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
-    """Return the layers whose indexers are trained: all layers with the attribute `indexer_stage`, but the drafter's
-    only if `drafter`. Raise ValueError if there is no such layer, or if a layer has sinks or no indexer with `loss`."""
+    """Return the layers with the attribute `indexer_stage`, the drafter's only if `drafter`. Raise ValueError if there
+    is no such layer, or if one has sinks or no indexer with `loss`."""
     drafters = [getattr(module, "drafter", None) for module in model.modules() if not drafter]
     left_out = {module for one in drafters if isinstance(one, nn.Module) for module in one.modules()}
-    # getattr_static ignores wrappers for activation checkpointing and torch.compile, which forward the attributes of
-    # the wrapped layer.
+    # getattr_static ignores wrappers, for example of activation checkpointing, that forward their layer's attributes.
     layers = [
         module
         for module in model.modules()
@@ -199,9 +190,9 @@ def next_tokens(tokens: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:
 
     -100 is the default `ignore_index` of cross_entropy, which averages over the other targets.
 
-    tokens  int64 [T]: packed sequences. If `batch` is a rank's share (`IndexerStage.share`), these are the tokens of
-            all ranks, and `share.own` selects this rank's targets from the result
-    batch   the SequenceBatch of these tokens, or a rank's share of them
+    tokens  int64 [T]: packed sequences; with a rank's share, the tokens of all ranks
+    batch   the SequenceBatch of these tokens, or a rank's share of them (`IndexerStage.share`), whose method `own`
+            selects this rank's targets from the result
 
     Raises TypeError or ValueError, which names the argument, for a wrong argument.
     """

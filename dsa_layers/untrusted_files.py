@@ -1,8 +1,4 @@
-"""Read the text and JSON files of a checkpoint safely, although an untrusted author may have written them.
-
-Each caller limits the size of its file (`max_bytes`). The cost of reading depends only on this size, not on numbers in
-the file.
-"""
+"""Read the text and JSON files of a checkpoint, which an untrusted author may have written."""
 
 import json
 from pathlib import Path
@@ -14,7 +10,7 @@ ACCEPTED = (
     "accepted: Hugging Face's safetensors, in bfloat16, float16 or float32, or in DeepSeek's FP8 (quant_method 'fp8', "
     "e4m3, weight_block_size [128, 128]), of DeepSeek-V4 also with experts in FP4"
 )
-# (file pattern, description) of other tools' files, which users confuse with a checkpoint's files.
+# (file pattern, description) of files in formats that dsa does not read
 _OTHER_FORMATS = (
     ("*.gguf", "GGUF, which llama.cpp reads"),
     (
@@ -31,8 +27,8 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def found_instead(directory: Path) -> str:
-    """Return the end of an error message about a missing file. It names another tool's file in `directory`, or is empty
-    if there is none."""
+    """Return the end of an error message about a missing file: it names a file of `directory` in another format, or is
+    empty if there is none."""
     for pattern, what in _OTHER_FORMATS:
         files = sorted(path.name for path in directory.glob(pattern))
         if files:
@@ -41,8 +37,8 @@ def found_instead(directory: Path) -> str:
 
 
 def check_no_pointer(path: Path, error: type[ValueError]) -> None:
-    """Raise `error` if `path` is a git-LFS pointer or not a regular file: reading a pipe, for example, could block
-    forever. Raises OSError if the file cannot be read."""
+    """Raise `error` if `path` is a git-LFS pointer, or not a regular file (reading a pipe could block indefinitely).
+    Raise OSError if the file cannot be read."""
     if path.exists() and not path.is_file():
         raise error(f"{path}: must be a file")
     with path.open("rb") as stream:
@@ -52,7 +48,8 @@ def check_no_pointer(path: Path, error: type[ValueError]) -> None:
 
 
 def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
-    """Return the text of a UTF-8 file. Raises `error` if the file is missing, unreadable or larger than `max_bytes`."""
+    """Return the text of a UTF-8 file. Raise `error` if the file is missing, is not UTF-8 text, is larger than
+    `max_bytes`, cannot be read, or fails `check_no_pointer`."""
     try:
         check_no_pointer(path, error)
         with path.open("rb") as stream:
@@ -67,8 +64,7 @@ def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
 
 
 def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in the file `path`. Raises `error` if `read_text` fails or if the file is not one JSON
-    object."""
+    """Return the JSON object in the file `path`. Raise `error` if it has none, or as `read_text` does."""
     text = read_text(path, error, max_bytes)
     try:
         value = json.loads(text)

@@ -1,4 +1,4 @@
-"""Batches for decoding: a few new tokens per sequence. Only the device knows the lengths of the sequences."""
+"""Batches for decoding: a few new tokens per sequence, and sequence lengths in a tensor on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,16 +21,15 @@ class DecodeBatch(TokenBatch):
     page_size        tokens per page
     key_lens_tensor  int32 [B]: tokens of each sequence after this pass, including the new tokens, at least next_n. A
                      padding row, which has no sequence, has length 0, and -1 in all columns of block_table. Padding
-                     rows are not allowed if the cache stores states per sequence: a pass writes every row's state
+                     rows are not allowed if the cache stores states per sequence
     max_key_len      upper bound of the lengths in key_lens_tensor
     state_slots      int32 [B]: for each sequence, its row in the tensors that have one row per sequence; may be None
                      if the cache stores all data in pages
     next_n           new tokens per sequence. A cache with windows per sequence has room for at most
                      dsa_layers.cache.drafts.DRAFTS + 1 new tokens; its layers raise ValueError for more
 
-    The host code of a layer reads sizes, such as B and max_key_len, but no values of these tensors. So, if the model's
-    `captures_decode` is true, a CUDA graph can capture a pass, including the construction of its batch. A replay of the
-    graph reads the values, with lengths up to max_key_len, that the caller has written to the same tensors.
+    If the model's `captures_decode` is true, a CUDA graph can capture a pass and the construction of its batch. A
+    replay reads the values that the caller has written to the same tensors, with lengths up to max_key_len.
     For an argument of a wrong type, shape or device, or a number out of range, the constructor raises TypeError or
     ValueError with the argument's name. It does not check the contents of tensors.
     """
@@ -88,7 +87,7 @@ class DecodeBatch(TokenBatch):
     def earlier_lens_tensor(self) -> torch.Tensor:
         return self.key_lens_tensor - self.next_n
 
-    # The next three properties depend only on B and next_n, so later batches of the same size reuse them (`of_size`).
+    # The next three properties depend only on B and next_n.
 
     @cached_property
     def sequences(self) -> torch.Tensor:
@@ -104,8 +103,8 @@ class DecodeBatch(TokenBatch):
         return self.cu_query_lens[1:].long() - 1
 
     def of_size(self) -> dict[str, Any]:
-        """Return {name: value} of the three properties above and of `groups`. The caller gives these values to
-        `unchecked` for later batches of the same size. Such a batch launches no kernels to compute them."""
+        """Return {name: value} of the three properties above and of `groups`: fields for `unchecked`, so that another
+        batch with equal B and next_n does not compute them."""
         return {name: getattr(self, name) for name in ("sequences", "cu_query_lens", "last_tokens", "groups")}
 
     @property
@@ -115,8 +114,8 @@ class DecodeBatch(TokenBatch):
 
 class Running(Protocol):
     """The interface of a running sequence. tokens: its text; the cache has all of these tokens except the last one.
-    drafts: guesses of the next tokens, equally many in all sequences of a pass. pages, state_slot: the numbers of its
-    pages and of its state slot in the cache."""
+    drafts: guesses of the next tokens, equally many in all sequences of a pass. pages, state_slot: numbers in the
+    cache."""
 
     tokens: Sequence[int]
     drafts: Sequence[int]
@@ -125,8 +124,8 @@ class Running(Protocol):
 
 
 class DecodeInputs:
-    """Input tensors of decoding passes. The tensors' addresses never change, so a replay of a captured CUDA graph reads
-    the values that were written last.
+    """Input tensors of decoding passes. The tensors' addresses do not change, so a replay of a captured CUDA graph
+    reads the values that were written last.
 
     count   sequences per pass
     pages   columns of the block table
@@ -151,9 +150,9 @@ class DecodeInputs:
         packing.write(self.key_lens, [len(row.tokens) + len(row.drafts) for row in rows])
 
     def hold(self, sequences: Sequence[Running], padding: Running) -> list[Running]:
-        """Return the sequence of each row of the pass: `sequences`, then in the remaining rows `padding`, which belongs
-        to no request. Write block_table and state_slots if these rows differ from the last call's. Otherwise no write
-        is needed, because the pages of a sequence do not change while it decodes."""
+        """Return the sequence of each row of the pass: `sequences`, then in the remaining rows `padding`. Write
+        block_table and state_slots if a row has another sequence object than in the last call. Otherwise no write is
+        needed: the pages of a sequence must not change while it decodes."""
         rows = [*sequences, *[padding] * (self.count - len(sequences))]
         if len(self._held) != len(rows) or any(a is not b for a, b in zip(self._held, rows)):
             packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.pages))
@@ -162,12 +161,11 @@ class DecodeInputs:
         return rows
 
     def batch(self, key_lens: torch.Tensor | None = None) -> DecodeBatch:
-        """Return a new batch of these tensors. key_lens: lengths to use instead of those that `fill` has written."""
+        """Return a new batch of these tensors. key_lens: lengths to use instead of the attribute `key_lens`."""
         return self._batch(self.key_lens if key_lens is None else key_lens, self.next_n, **self._of_size)
 
     def one_each(self, key_lens: torch.Tensor) -> DecodeBatch:
-        """Return a new batch with one new token per sequence and the lengths `key_lens`. A drafter's second and later
-        steps use it."""
+        """Return a new batch with one new token per sequence and the lengths `key_lens`."""
         return self._batch(key_lens, 1)
 
     def _batch(self, key_lens: torch.Tensor, next_n: int, **of_size: Any) -> DecodeBatch:

@@ -1,9 +1,5 @@
-"""Index computations for packed sequences: the first row of each sequence, the sequence of each row, and the cache slot
-of each row.
-
-Lengths are Python integers, a few per sequence. The functions copy lengths to the device asynchronously. The device
-then computes the tensors that have one value per row.
-"""
+"""Index computations for packed sequences. Lengths are Python integers, a few per sequence, which are copied to the
+device. The device computes the tensors that have one value per row."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,12 +16,12 @@ def starts(lens: Sequence[int]) -> list[int]:
 
 
 def to_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the numbers as a tensor on `device`. The copy is asynchronous."""
+    """Return the numbers as a tensor on `device`. The copy to a GPU is asynchronous."""
     return on_host(values, dtype, device).to(device, non_blocking=device.type == "cuda")
 
 
 def write(target: torch.Tensor, values: Numbers) -> None:
-    """Write the numbers to the tensor `target`. The copy is asynchronous."""
+    """Write the numbers to the tensor `target`. The copy to a GPU is asynchronous."""
     target.copy_(on_host(values, target.dtype, target.device), non_blocking=target.device.type == "cuda")
 
 
@@ -39,8 +35,7 @@ def on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def offsets(lens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return int32 [B + 1]: the first row of each of B sequences, then the total number of rows. If all lengths are
-    equal and not 0, the device computes the tensor and nothing is copied."""
+    """Return int32 [B + 1]: the first row of each of B sequences, then the total number of rows."""
     if len(set(lens)) == 1 and lens[0]:
         return torch.arange(0, sum(lens) + 1, lens[0], dtype=torch.int32, device=device)
     return to_device([0, *accumulate(lens)], torch.int32, device)
@@ -51,7 +46,7 @@ def repeated(values: Sequence[int], counts: Sequence[int], device: torch.device)
     if len(counts) == 1:
         return torch.full((counts[0],), values[0], dtype=torch.int32, device=device)
     of_sequences = to_device(values, torch.int32, device), to_device(counts, torch.int64, device)
-    # output_size avoids a synchronisation: without it, PyTorch reads the size from the device.
+    # Without output_size, PyTorch would read the size from the device, which synchronises.
     return torch.repeat_interleave(*of_sequences, output_size=sum(counts))
 
 
@@ -66,15 +61,14 @@ def ranges(begins: Sequence[int], ends: Sequence[int], device: torch.device) -> 
 
 def packed_rows(indices: torch.Tensor, starts: torch.Tensor, sequences: int) -> torch.Tensor:
     """Convert positions in a sequence to rows among all packed sequences. Return int32 [T, K]: `indices` [T, K] plus
-    `starts` [T], the first row of each token's sequence; -1 stays -1. sequences: the number of sequences. If it is 1,
-    the result is `indices` itself, because a single sequence begins at row 0."""
+    `starts` [T], the first row of each token's sequence; -1 stays -1. sequences: the number of sequences."""
     if sequences == 1:
         return indices
     return torch.where(indices < 0, indices, indices + starts[:, None])
 
 
 def positions_of_rows(rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return int32 [T, K]: the positions in each token's sequence, the inverse of `packed_rows`; -1 stays -1."""
+    """Return int32 [T, K]: the inverse of `packed_rows`, positions in each token's sequence; -1 stays -1."""
     return torch.where(rows < 0, rows, rows - starts[:, None])
 
 
@@ -87,7 +81,7 @@ def paged_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return int64: the cache slot of each position in `positions`, page * page_size + offset, or -1 if the block table
-    has -1 for the page. `sequences`, which broadcasts with `positions`, has the sequence of each position."""
+    has -1 for the page. sequences: the sequence of each position; broadcasts with `positions`."""
     page = torch.div(positions, page_size, rounding_mode="floor")
     page = block_table[sequences.long(), page].long()
     return torch.where(page < 0, -1, page * page_size + positions % page_size)

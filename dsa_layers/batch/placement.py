@@ -14,36 +14,34 @@ class Placement:
     Tensors between layers, such as residual streams, have one row per token. The local rows of a rank are the rows of
     these tensors that the rank stores: all T rows, or only some if `sharded`. A layer that needs all rows of a tensor,
     for example of keys, all-gathers the tensor. If each rank computes a subset of a layer's heads, channels or experts
-    for all rows, the results are partial sums, and the ranks reduce them. If `sharded`, a rank can compute shared
-    experts, and attention whose weights it has whole, for its local rows: then nothing is reduced.
+    for all rows, the results are partial sums, and the ranks reduce them.
     """
 
     is_split = False  # whether several ranks compute each layer together
     sharded = False  # whether a rank has only some of the rows
 
     def local(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's local rows of x [T, ...]. Every rank has the complete x."""
+        """Return this rank's local rows of x [T, ...]. x has all rows on every rank."""
         return x
 
     def local_cached(self, x: Any) -> Any:
-        """Return `local(x)`. Compute it once and cache it, because several layers of the pass read the same x, for
-        example angles. x: a tensor or a tuple of tensors. For a tuple, the result is a tuple of the same class."""
+        """Return `local(x)`, or for a tuple of tensors x the tuple of their local rows. A sharded placement caches the
+        result, because several layers of the pass read the same x, for example angles."""
         return self.local(x)
 
     def local_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B + 1]: the sequence boundaries within the local rows, which have the same order as among all
-        rows. The result is cached as in `local_cached`. bounds: int32 [B + 1], the sequence boundaries within all
-        rows."""
+        """Return int32 [B + 1]: for each of the sequence boundaries `bounds`, int32 [B + 1] in all rows, the number of
+        local rows before it. A sharded placement caches the result."""
         return bounds
 
     def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all rows [T, ...] of each tensor. `local`: this rank's rows of the tensors. Each rank sends its rows
-        of all tensors in one message."""
+        """Return all rows [T, ...] of each tensor in `local`, which have this rank's local rows. Each rank sends its
+        rows of all tensors in one message."""
         return local
 
     def start_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Start `all_gather` and return a function that finishes it. Kernels that are launched before this function is
-        called overlap with the communication."""
+        """Start `all_gather` and return a function that finishes it. Kernels that are launched in between can overlap
+        with the communication."""
         return partial(self.all_gather, *local)
 
     def reduce(self, part: torch.Tensor) -> torch.Tensor:
@@ -51,9 +49,8 @@ class Placement:
         return part
 
     def start_reduce(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
-        """Start `reduce`. Return a function (shared=None, residual=None) that finishes the reduction and returns
-        residual + (sum + shared), where sum is the result of `reduce`. shared and residual have the local rows; None
-        adds nothing."""
+        """Start `reduce`. Return a function (shared=None, residual=None) that finishes it and returns residual + (sum +
+        shared), with the local rows of the sum. shared and residual have the local rows; None adds nothing."""
 
         def finish(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
             y = self.reduce(part)

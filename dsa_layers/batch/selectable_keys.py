@@ -27,20 +27,20 @@ class cached_property:
 
 
 class SelectableKeys:
-    """The keys of a pass over T new tokens of B sequences. Subclasses have the attributes below. When a layer first
-    reads a cached property, the value is computed from these attributes. The other layers of the pass reuse the value.
+    """The keys of a pass over T new tokens of B sequences. Subclasses have the attributes below. A cached property is
+    computed when a layer first reads it; the other layers of the pass reuse the value.
 
     device           device of the tensors
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 after its last page; None without a cache
     page_size        keys per page; 0 without a cache
     query_lens       new tokens of each sequence
-    key_lens         rows that each sequence has in a tensor of all packed keys. The number is at least the number of
-                     the sequence's keys after this pass. It is a Python integer, because shapes depend on it
-    max_key_len      maximum of key_lens
+    key_lens         rows that each sequence has in a tensor of all packed keys: at least the sequence's keys after this
+                     pass. Python integers, because shapes depend on them
+    max_key_len      upper bound of key_lens_tensor, a Python integer
     key_lens_tensor  int32 [B]: keys of each sequence after this pass
     sequences        int32 [T]: the sequence of each new token
     visible_keys     int32 [T]: for each new token, the number of keys of its sequence that the token may see
-    least_visible    lower bound of visible_keys, a Python integer; padding rows may have fewer keys
+    least_visible    lower bound of visible_keys, a Python integer; padding rows may see fewer keys
     next_n           new tokens per sequence in a decoding pass
     """
 
@@ -51,14 +51,14 @@ class SelectableKeys:
 
     @property
     def visible_ranges(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(key_starts, visible_keys, max_key_len): the range of packed keys that each new token may see, and an upper
-        bound of visible_keys."""
+        """(key_starts, visible_keys, max_key_len): the first packed key and the number of keys that each new token may
+        see, and an upper bound of these numbers."""
         return self.key_starts, self.visible_keys, self.max_key_len
 
     @property
     def visible_by_sequence(self) -> torch.Tensor:
-        """`visible_keys` of a decoding pass in the shape that `dsa.fp8_paged_mqa_logits` takes: int32 [B] if next_n is
-        1, else [B, next_n]."""
+        """`visible_keys` of a decoding pass, for `dsa.fp8_paged_mqa_logits`: int32 [B] if next_n is 1, else [B,
+        next_n]."""
         return self.visible_keys if self.next_n == 1 else self.visible_keys.unflatten(0, (-1, self.next_n))
 
     @cached_property
@@ -72,9 +72,9 @@ class SelectableKeys:
         return packing.selected_slots(self.block_table, self.page_size, self.sequences, indices)
 
     def selected_counts(self, columns: int) -> torch.Tensor | None:
-        """Return int32 [T]: min(columns, visible keys), the number of keys that each new token selects. columns: the
-        most keys that a token selects. Return None if `least_visible` is at least `columns`: every token then selects
-        `columns` keys. The layers of a pass share the tensor."""
+        """Return int32 [T]: min(columns, visible_keys), the number of keys that each new token selects if it selects up
+        to `columns` keys. Return None if `least_visible` is at least `columns`. The layers of a pass share the
+        tensor."""
         if self.least_visible >= columns:
             return None
         if columns not in self._counts:
@@ -82,10 +82,9 @@ class SelectableKeys:
         return self._counts[columns]
 
     def most_selected(self, columns: int) -> torch.Tensor | None:
-        """Return int32 [B], in a decoding pass: the number of keys that each sequence's last token sees. The last token
-        sees the most keys. Return None if `least_visible` is at least `columns`. The result is the argument topk_length
-        or extra_topk_length of `dsa.flash_mla_with_kvcache`. For indices with `columns` columns, this op treats a
-        larger number as `columns`, so no kernel is needed here to limit the numbers."""
+        """Return int32 [B], in a decoding pass: the number of keys that each sequence's last token sees. Return None if
+        `least_visible` is at least `columns`. The result is for topk_length or extra_topk_length of
+        `dsa.flash_mla_with_kvcache` with indices of `columns` columns. This op treats a larger number as `columns`."""
         if self.least_visible >= columns:
             return None
         return self.visible_keys if self.next_n == 1 else self._last_visible

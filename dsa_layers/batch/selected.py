@@ -1,4 +1,4 @@
-"""The keys that an indexer selected in a pass. Later layers without an indexer reuse them."""
+"""The keys that an indexer selected in a pass, for later layers without an indexer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,16 +14,14 @@ CountedIn = Literal["positions", "rows", "slots"]
 
 @dataclass(frozen=True)
 class Selected:
-    """The keys that a layer attended to in this pass.
-
-    A later layer may store its keys elsewhere: in the slots of its cache, in the packed rows of this pass, or on
-    another device. `indices` converts topk_indices to the form that the later layer needs.
+    """The keys that a layer attended to in this pass. `indices` converts topk_indices to the form that a later layer
+    needs.
 
     topk_indices  int32 [T, top_k]: the selected keys, padded with -1; None if the layer attended to all keys
     batch         batch of the layer that selected the keys; None if the pass has no tokens
     counted_in    the meaning of the values of topk_indices: positions in the sequence, rows among all packed keys of
                   `batch`, or slots in the cache of `batch`
-    placement     topk_indices has the local rows of this placement: all T tokens, or the tokens of one rank
+    placement     the placement whose local rows topk_indices and bits have
     bits          the selected keys in the format of `dsa.selection_bits` if the layer attended to selected keys in the
                   multi-head form (engine/attention_form.py), else None
     """

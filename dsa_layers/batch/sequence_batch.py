@@ -15,7 +15,7 @@ from dsa_layers.batch.token_batch import TokenBatch, check_of_sequences
 
 @dataclass(frozen=True)
 class SequenceBatch(TokenBatch):
-    """T new tokens of B sequences, packed one sequence after the other without padding.
+    """T new tokens of B sequences, packed without padding.
 
     query_lens   new tokens of each sequence, at least 1; T is the sum of query_lens
     key_lens     tokens of each sequence after this pass: cached tokens, followed by new tokens
@@ -25,7 +25,6 @@ class SequenceBatch(TokenBatch):
     state_slots  for each sequence, its row in the tensors that have one row per sequence; may be None if the cache
                  stores all data in pages
 
-    Lengths are Python integers, so that no layer copies a length from the device.
     The constructor raises TypeError or ValueError, with the argument's name, for a wrong type, shape or device, for
     invalid numbers, and if block_table has too few columns for key_lens. It does not check the contents of block_table;
     `paged` builds block_table from checked page numbers.
@@ -65,8 +64,8 @@ class SequenceBatch(TokenBatch):
 
     @classmethod
     def without_cache(cls, query_lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
-        """Return a batch of complete sequences with the lengths `query_lens`: all tokens are new. An empty list gives
-        the batch of a rank that has no tokens."""
+        """Return a batch of complete sequences with the lengths `query_lens`: all tokens are new. The list may be
+        empty."""
         return SequenceBatch(query_lens, query_lens, device)
 
     @classmethod
@@ -80,7 +79,7 @@ class SequenceBatch(TokenBatch):
         state_slots: Sequence[int] | None = None,
     ) -> "SequenceBatch":
         """Return a batch of sequences with a paged cache. pages: for each sequence, a list of its physical page
-        numbers. Raise TypeError or ValueError for invalid or too few pages, and as the constructor does."""
+        numbers. Raise TypeError or ValueError for invalid or too few pages and for what the constructor refuses."""
         if not isinstance(pages, Sequence):
             raise TypeError(f"pages: must be a list of pages for each sequence, got {shown(pages)}")
         pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
@@ -155,10 +154,7 @@ class Chunk:
 
 
 def prefill_batch(chunks: Sequence[Chunk], page_size: int, device: torch.device | str) -> SequenceBatch:
-    """Return the batch of these chunks, one chunk per sequence, packed in the order of `chunks`.
-
-    Raises TypeError or ValueError as `SequenceBatch.paged` does. Each key length is `cached` + `new`.
-    """
+    """Return the batch of these chunks, one chunk per sequence. Raise the errors of `SequenceBatch.paged`."""
     return SequenceBatch.paged(
         [chunk.new for chunk in chunks],
         [chunk.cached + chunk.new for chunk in chunks],
@@ -170,7 +166,7 @@ def prefill_batch(chunks: Sequence[Chunk], page_size: int, device: torch.device 
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Return `values`, a list of integers, as a tuple. Raise TypeError for anything else."""
+    """Return `values` as a tuple. Raise TypeError if it is not a list of integers."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{name}: must be a list of integers, got {shown(values)}")
     if set(map(type, values)) <= {int}:  # fast path: a long context has thousands of pages
@@ -179,8 +175,8 @@ def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_key_lens(query_lens: Sequence[int], key_lens: Sequence[int], room: Sequence[int] | None) -> None:
-    """Raise ValueError if a sequence's key length is below its query length or above its number in `room`. room: for
-    each sequence, the number of tokens that its pages can hold; None without pages."""
+    """Raise ValueError if a sequence's key length is below its query length or above its number in `room`: the number
+    of tokens that its pages can hold. room is None without pages."""
     if all(map(le, query_lens, key_lens)) and (room is None or all(map(le, key_lens, room))):
         return
     for i, (new, total) in enumerate(zip(query_lens, key_lens)):

@@ -1,4 +1,4 @@
-"""The base class of batches: the attributes of a pass's tokens that layers read."""
+"""The base class of batches, and checks of batches."""
 
 from typing import Any, Self
 
@@ -20,20 +20,22 @@ class TokenBatch(SelectableKeys):
     earlier_lens_tensor  int32 [B]: the number of each sequence's tokens before its new tokens
     cu_query_lens        int32 [B + 1]: the first row of each sequence among the T new tokens, then T
     last_tokens          int64 [B]: the row of each sequence's last token among the T new tokens
-    state_slots_tensor   int32 [B]: for each sequence, its row in the tensors that have one row per sequence
+    state_slots          the numbers of state_slots_tensor, or None
+    state_slots_tensor   int32 [B]: for each sequence, its row in the tensors that have one row per sequence. Raises
+                         ValueError if state_slots is None
     """
 
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
-        """Return a batch without the constructor's checks, which would take time in each decoding step. fields: the
-        dataclass's fields, and values of cached properties that the caller already has."""
+        """Return a batch without the constructor's checks, to save time. fields: all fields of the dataclass, and
+        values of cached properties that the caller already has."""
         batch = object.__new__(cls)
         vars(batch).update(fields)
         return batch
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int64 [T]: the cache slot of each new token, page * page_size + offset."""
+        """int64 [T]: the cache slot of each new token, page * page_size + offset; -1 without a page."""
         return dsa.slot_mapping(
             self.block_table, self.cu_query_lens, self.key_lens_tensor, sum(self.query_lens), self.page_size
         )
@@ -44,13 +46,13 @@ class TokenBatch(SelectableKeys):
 
     @property
     def keyed(self) -> Self:
-        """The batch of these tokens and of all keys that the tokens see. This is `self`, unless several ranks divide
-        the tokens of a sequence, as in `dsa_layers.parallel.context.ContextBatch`."""
+        """The batch of these tokens and of all keys that the tokens see: `self`, except in `ContextBatch`
+        (dsa_layers/parallel/context.py), which has one rank's part of the tokens."""
         return self
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows [S, ...] of all S keys of `keyed`. x [T, ...]: the rows of the tokens. The result is
-        differentiable in x."""
+        """Return the rows [S, ...] of all S keys of `keyed`, in a pass without a cache. x [T, ...]: the rows of the
+        tokens. The result is differentiable in x."""
         return x
 
     @cached_property
@@ -65,8 +67,8 @@ class TokenBatch(SelectableKeys):
 
     @cached_property
     def mla_schedule(self) -> dsa.FlashMLASchedMeta:
-        """The schedule of `dsa.flash_mla_with_kvcache` for attention to all keys. It is empty until the first layer of
-        the pass calls this op, which fills it."""
+        """The schedule of `dsa.flash_mla_with_kvcache` for attention to all keys. The op's first call in the pass fills
+        it."""
         return dsa.get_mla_metadata()[0]
 
     def checked_state_slots(self) -> Any:
@@ -75,20 +77,20 @@ class TokenBatch(SelectableKeys):
         return self.state_slots
 
     def entries(self, ratio: int) -> EntryView:
-        """Return the view of compressed entries with `ratio` tokens each. All layers of the pass share one view."""
+        """Return the view of compressed entries with `ratio` tokens each. The layers of the pass share it."""
         return self._views.setdefault(("entries", ratio), EntryView(self, ratio))
 
     def windows(self, window: int, ring: int) -> WindowView:
-        """Return the view of windows of `window` tokens in rings of `ring` slots. All layers of the pass share one
-        view. Raise ValueError if next_n is above ring - window + 1, the new tokens that a ring has room for."""
+        """Return the view of windows of `window` tokens in rings of `ring` slots. The layers of the pass share it.
+        Raise ValueError if next_n is above ring - window + 1, the new tokens that a ring has room for."""
         most = ring - window + 1
         if self.next_n > most:
             raise ValueError(f"batch: next_n must be at most {most} with this cache, got {self.next_n}")
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
     def group_rows(self, groups: int, tokens: int) -> packing.GroupRows:
-        """Return the `packing.GroupRows` for `tokens` tokens and `groups` groups of channels. All layers of the pass
-        share the result."""
+        """Return the `packing.GroupRows` for `tokens` tokens and `groups` groups of channels. The layers of the pass
+        share it."""
         if (groups, tokens) not in self.groups:
             self.groups[groups, tokens] = packing.GroupRows.of(tokens, groups, self.device)
         return self.groups[groups, tokens]
@@ -127,8 +129,8 @@ def check_batch(batch: object, *, whole: bool = True) -> None:
 
 
 def check_no_cache(cache: object, batch: TokenBatch) -> None:
-    """Raise ValueError unless `cache` is None and all keys of the pass are new. A layer that `dsa_layers.fuse` has not
-    converted supports only such passes."""
+    """Raise ValueError unless `cache` is None and all keys of the pass are new. For layers that `dsa_layers.fuse` has
+    not converted."""
     if cache is not None:
         raise ValueError("cache: must be None before dsa_layers.fuse, which prepares a layer for inference")
     check_all_keys_are_new(batch)
@@ -149,7 +151,7 @@ def check_pages(batch: TokenBatch, page_size: int) -> None:
 
 def check_pass(tokens: torch.Tensor, batch: TokenBatch, cache: Any) -> None:
     """Raise TypeError or ValueError unless `batch` is a batch of T tokens, `tokens` is int64 [T], and `cache` is a
-    model's cache or None. The values of tokens are not checked, because the host would have to wait for the device."""
+    model's cache or None. The values of tokens are not checked, because the host would wait for the device."""
     check_batch(batch, whole=False)
     check_tensor("tokens", tokens, (torch.int64,), (sum(batch.query_lens),), "batch")
     if cache is not None and not hasattr(cache, "layer"):

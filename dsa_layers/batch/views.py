@@ -1,5 +1,4 @@
-"""Views of a batch: the compressed entries of its sequences, one per `ratio` tokens, and the sliding windows of its
-tokens. The views compute positions and cache slots."""
+"""Views of a batch: the compressed entries of its sequences, one per `ratio` tokens, and the windows of its tokens."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -15,8 +14,8 @@ from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
 class EntryView(SelectableKeys):
     """The compressed entries of a batch's sequences.
 
-    Entry i of a sequence belongs to the block of tokens i * ratio to i * ratio + ratio - 1. The pass that computes the
-    last of these tokens also computes the entry. A cache page of page_size tokens has page_size / ratio entries.
+    Entry i of a sequence belongs to the block of tokens i * ratio to i * ratio + ratio - 1. The pass over the last of
+    these tokens computes the entry. A token may see the entries that it and earlier tokens complete.
 
     batch: the `TokenBatch` of the tokens; ratio: tokens per block
     """
@@ -43,13 +42,13 @@ class EntryView(SelectableKeys):
 
     @property
     def key_lens(self) -> tuple[int, ...]:
-        """Number of rows of each sequence in a tensor that packs the entries of all sequences. It is at least the
-        number of the sequence's entries; in a `DecodeBatch` it may be larger."""
+        """Rows of each sequence in a tensor of all packed entries: at least its entries; more in some decoding
+        passes."""
         return tuple(n // self.ratio for n in self.batch.key_lens)
 
     @property
     def max_key_len(self) -> int:
-        """Maximum of key_lens. No sequence has more entries after this pass."""
+        """Upper bound of key_lens_tensor."""
         return self.batch.max_key_len // self.ratio
 
     @cached_property
@@ -67,15 +66,15 @@ class EntryView(SelectableKeys):
 
     @cached_property
     def visible_keys(self) -> torch.Tensor:
-        """int32 [T]: for each new token, the number of entries of its sequence that the token may see."""
+        """int32 [T]: for each new token, the number of entries that the token may see."""
         one_each = self.batch.is_decode and self.batch.next_n == 1
         return self.key_lens_tensor if one_each else self.batch.visible_keys // self.ratio
 
     @cached_property
     def rows(self) -> torch.Tensor:
         """int32 [T, max_key_len]: for each new token, the rows of its sequence's entries among all packed entries. The
-        entries that the token may see come first; `visible_keys` counts them. The caller ignores the other columns. If
-        the batch has one sequence, the tensor is an expanded view of one row."""
+        first `visible_keys` columns are the entries that the token may see; the caller must ignore the others. If the
+        batch has one sequence, the tensor is an expanded view of one row."""
         columns = torch.arange(self.max_key_len, dtype=torch.int32, device=self.batch.device)
         if len(self.key_lens) == 1:
             return columns.expand(sum(self.batch.query_lens), -1)
@@ -83,8 +82,8 @@ class EntryView(SelectableKeys):
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """int64 [T]: for each new token, the position of the entry that ends with this token. The position of an entry
-        is the position of its first token. For tokens that end no entry, the value is not used."""
+        """int64 [T]: for each new token that completes an entry, the position of the entry's first token. The values
+        of other tokens have no meaning."""
         return (self.batch.positions + (1 - self.ratio)).clamp_(min=0)
 
     @cached_property
@@ -121,9 +120,9 @@ class EntryView(SelectableKeys):
 class WindowView:
     """The cache slots that the sliding windows of a batch read and write.
 
-    A token sees the last `window` tokens, including itself. Sequence b has a ring of `ring` slots: page state_slots[b]
-    of the cache. Slot p mod ring has the key of position p, for the latest `ring` positions. With a ring of window + K
-    - 1 slots, a sequence can continue after any of its last K tokens, for example after rejected drafts.
+    A token sees the last `window` tokens, including itself. Sequence b has a ring of `ring` slots: page
+    state_slots_tensor[b] of the cache. Slot p mod ring has the key of position p, for the latest `ring` positions. With
+    a ring of window + K - 1 slots, a sequence can continue after any of its last K tokens, so drafts can be rejected.
 
     batch: the `TokenBatch` of the tokens
     """
@@ -148,7 +147,7 @@ class WindowView:
 
     @property
     def earlier_lens(self) -> tuple[int, ...]:
-        """For each sequence, the number of earlier tokens that at least one new token sees."""
+        """For each sequence, the number of earlier tokens that new tokens see."""
         pairs = zip(self.batch.query_lens, self.batch.key_lens)
         return tuple(min(total - new, self.window - 1) for new, total in pairs)
 
@@ -161,14 +160,13 @@ class WindowView:
 
     @property
     def in_order(self) -> bool:
-        """Whether `order` is the identity 0, 1, 2, ... This holds if `earlier_lens` is 0 for every sequence after the
-        first."""
+        """Whether `order` is 0, 1, 2, ...: no sequence after the first has earlier tokens in a window."""
         return not any(self.earlier_lens[1:])
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """int64 [sum(earlier_lens) + T]: the permutation that sorts rows by sequence. Before sorting, the earlier
-        tokens of all sequences precede all new tokens. After sorting, each sequence has its earlier tokens first."""
+        """int64 [sum(earlier_lens) + T]: row order[i] becomes row i. Before, the earlier tokens of all sequences
+        precede all new tokens. After, rows are sorted by sequence, and each sequence has its earlier tokens first."""
         earlier, new = self.earlier_lens, self.batch.query_lens
         first_new = sum(earlier)
         begins = list(chain(*zip(packing.starts(earlier), (first_new + row for row in packing.starts(new)))))
@@ -177,7 +175,7 @@ class WindowView:
 
     @cached_property
     def cu_keys(self) -> torch.Tensor:
-        """int32 [B + 1]: the first row of each sequence among the rows sorted by `order`, then the number of rows."""
+        """int32 [B + 1]: the first row of each sequence after sorting by `order`, then the number of rows."""
         if not any(self.earlier_lens):
             return self.batch.cu_query_lens
         lens = [before + new for before, new in zip(self.earlier_lens, self.batch.query_lens)]
@@ -185,7 +183,6 @@ class WindowView:
 
     @cached_property
     def indices(self) -> torch.Tensor:
-        """int32 [T, window]: the rows that each new token sees, counted among the rows sorted by `order` and padded
-        with -1."""
+        """int32 [T, window]: the rows, after sorting by `order`, that each new token sees, padded with -1."""
         batch = self.batch
         return dsa.window_indices(batch.cu_query_lens, self.cu_keys, sum(batch.query_lens), self.window)

@@ -18,7 +18,7 @@ class EntryCache:
     pages  [pages, P, 1, width]: the entries, P per page, in a layout of `dsa.write_compressed_kv`. width: with a
            float dtype, the channels of an entry; with uint8, its bytes: 584, or channels + 4 in an indexer's cache
     state  fp32 [state slots, n, 2, c]: the compressor's two projections, each of c channels, of the last n tokens of a
-           sequence. Incomplete entries need them (`Compressor.state_shape`)
+           sequence (`Compressor.state_shape`)
     """
 
     pages: torch.Tensor
@@ -29,8 +29,8 @@ class EntryCache:
 class CompressedLayerCache:
     """The cache of a layer.
 
-    window         [state slots, window + DRAFTS, 1, width]: one ring of window keys per sequence. width: with a float
-                   dtype, the channels of a key; with uint8, its 584 bytes. DRAFTS: see drafts.py
+    window         [state slots, window + DRAFTS, 1, width]: a ring of window keys per sequence. width: with a float
+                   dtype, the channels of a key; with uint8, its 584 bytes
     entries        cache of the layer's compressor; None for a layer without a compressor
     index_entries  cache of the compressor of the layer's indexer; None for a layer without an indexer
     """
@@ -57,13 +57,13 @@ class EntryShape:
 class CompressedKVCache(Cache):
     """The windows, entries and index entries of all layers. Index entries are the entries of a layer's indexer.
 
-    In every layer, page p stores the entries of the same tokens. State slot s stores the window ring of one sequence,
-    and the states of the layer's compressors for incomplete entries of this sequence.
+    In every layer, page p stores the entries of the same tokens. State slot s stores the window ring of one sequence
+    and the states of the layer's compressors for this sequence.
 
     layers       for each layer, the shapes of its entries and of its indexer's entries; a shape is None if the layer
                  has no such entries
     num_pages    pages per layer, each for the entries of page_size tokens
-    state_slots  maximum number of sequences at a time
+    state_slots  number of state slots; a sequence needs one
     entries      storage of windows and entries: "fp8" for 584 bytes per token or entry, or a float dtype
     window       tokens that a token sees through the window, including itself
     dim          channels of a window key and of an entry

@@ -12,7 +12,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class OutOfPages(RuntimeError):
-    """The cache has fewer free pages than a sequence needs."""
+    """A cache has too few pages or state slots."""
 
 
 class PageAllocator:
@@ -38,8 +38,7 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Free pages. If a page is not in use or is named twice, raise ValueError and free none. Without this check, a
-        page could later be allocated to two sequences, which would overwrite each other's data."""
+        """Free pages. If a page is not in use or is named twice, raise ValueError and free none."""
         if wrong := sorted(set(pages) - self._used):
             raise ValueError(f"pages: {wrong} are not in use")
         if len(set(pages)) < len(pages):
@@ -49,15 +48,15 @@ class PageAllocator:
 
 
 class Cache:
-    """A paged cache. Each sequence has pages for its tokens and one state slot for its data that is not in pages. State
-    slots limit the number of sequences, even if a cache stores all data in pages.
+    """A paged cache. Each sequence has pages for its tokens and one state slot for its data that is not in pages, even
+    if there is no such data.
 
     page_size    tokens per page
     allocator    allocator of pages; in every layer, page p stores the same tokens
     state_slots  allocator of state slots
 
-    Memory is not cleared, because the contents of an unused slot never affect a result. The constructor raises
-    TypeError or ValueError for invalid sizes, and for more token slots than int32 can number.
+    Memory may be uninitialised. The constructor raises TypeError or ValueError for invalid sizes, and for more token
+    slots than int32 can number.
     """
 
     def __init__(self, num_pages: int, page_size: int, state_slots: int) -> None:
@@ -91,10 +90,10 @@ class Cache:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """The cache size in bytes. page: bytes per page of `page_size` tokens; slot: bytes per state slot.
+    """The size of a model's cache. page: bytes per page of `page_size` tokens; slot: bytes per state slot.
 
-    Both sizes are sums over the caches of a model and its drafter, which have equal numbers of pages and state slots.
-    They include the padding of DeepSeek-V4's FP8 pages and window rings (`dsa.make_v4_cache`).
+    Both are sums over the caches of a model and, if there is one, its drafter. They include the padding of
+    DeepSeek-V4's FP8 pages and window rings (`dsa.make_v4_cache`).
     """
 
     page: int
@@ -103,7 +102,7 @@ class CacheSizes:
 
     @classmethod
     def of(cls, modules: Iterable[Any], page_size: int) -> Self:
-        """Measure the caches of `modules`: a model and, if it has one, its drafter."""
+        """Return the sizes for `modules`: a model, or a model and its drafter."""
         modules = list(modules)
 
         def held(pages: int, slots: int) -> int:
@@ -114,8 +113,8 @@ class CacheSizes:
         return cls(held(2, 1) - one, held(1, 2) - one, page_size)
 
     def pages(self, room: int, sequences: int) -> int:
-        """Return the number of pages that fit into `room` bytes together with the state slots. sequences: the
-        maximum number at a time. Each needs a state slot and a page, so there are min(pages, sequences) state slots."""
+        """Return the number of pages that fit into `room` bytes together with min(pages, sequences) state slots.
+        sequences: the maximum number at a time."""
         pages = max(room, 0) // (self.page + self.slot)
         if pages > sequences:
             pages = (room - sequences * self.slot) // self.page
@@ -123,8 +122,8 @@ class CacheSizes:
 
 
 def most_tokens(page_size: int) -> int:
-    """Return the largest cache size, in tokens, that a caller may request. This leaves two pages: one because a size is
-    rounded up to whole pages, and one for the sequence that pads decoding batches."""
+    """Return the largest cache size, in tokens, that a caller may request. It leaves one page for rounding up to whole
+    pages, and one page for the sequence that pads decoding batches."""
     return MOST_SLOTS - 2 * page_size
 
 
@@ -141,10 +140,10 @@ LATENT_FP8_BYTES = 656  # per token: 512 e4m3 latent channels, 4 fp32 scales, 64
 class LayerCache:
     """The cache pages of one layer. P: tokens per page.
 
-    latent  [pages, P, 1, latent_dim] in a float dtype: latent | rope key; or uint8 [pages, P, 1, 656]: e4m3 latents
-            with fp32 scales, and rope keys
-    index   [pages, P, 1, index_dim] in a float dtype: index keys; or uint8 [pages, P, 1, index_dim + 4]: e4m3 index
-            keys and fp32 scales; None for a layer without an indexer
+    latent  [pages, P, 1, latent_dim] in a float dtype: latent | rope key; or uint8 [pages, P, 1, 656], V3.2's layout
+            of `dsa.write_kv_cache`
+    index   [pages, P, 1, index_dim] in a float dtype: index keys; or uint8 [pages, P, 1, index_dim + 4], the layout of
+            `dsa.write_indexer_cache`; None for a layer without index pages
     """
 
     latent: torch.Tensor
@@ -178,14 +177,14 @@ def read_latents(store: LatentStore | None) -> torch.Tensor:
 
 
 class PagedKVCache(Cache):
-    """The latent and index pages of all layers. All data of a sequence is in its pages; state slots store nothing.
+    """The latent and index pages of all layers. State slots store nothing.
 
-    latent_dim     channels of latent | rope key
+    latent_dim     channels of a latent and its rope key together
     index_dim      channels of an index key
     latent, index  storage of latents and index keys: "fp8" for the byte layouts of LayerCache, or a float dtype
     index_layers   layers that have index pages; None means all layers
     sources        for each layer, the layer whose latents it attends to; None: each layer attends to its own
-    state_slots    maximum number of sequences at a time
+    state_slots    number of state slots; a sequence needs one
 
     The constructor raises TypeError or ValueError for invalid sizes and storage kinds.
     """

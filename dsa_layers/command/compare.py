@@ -1,4 +1,4 @@
-"""`dsa compare`: the loss of sparse, windowed and dense attention on a text, and the number of keys that are read."""
+"""`dsa compare`: the loss of sparse, windowed and dense attention on a text, and the number of keys that they read."""
 
 import argparse
 import contextlib
@@ -15,9 +15,7 @@ from dsa_layers.evaluation import all_keys, held_out_loss, keys_read, latest_key
 
 
 def compare(args: argparse.Namespace) -> int:
-    # Set args.device and args.dequantize, and check that the GPU can hold the model. No ranks are launched, as this
-    # command has no --gpus.
-    start_ranks(args)
+    start_ranks(args)  # sets args.device and args.dequantize, and checks the GPU's memory; launches no ranks
     directory, config, tokenizer = read_files(args)
     sequences, length = pieces(args, config, tokenizer, read_text(f"--text {args.text}", args.text.read_bytes()))
     model, top_k, found = load(args, directory), config.index_topk, place(args)
@@ -38,7 +36,7 @@ def compare(args: argparse.Namespace) -> int:
     counts = {}
     for attention, (name, selection) in attentions.items():
         with selection:
-            if found["backend"] == "cute":  # warm up, because kernels compile at their first call
+            if found["backend"] == "cute":  # warm up: kernels compile at their first call
                 held_out_loss(model, sequences[:1], chunk=args.prefill_chunk)
             began = time.perf_counter()
             loss = held_out_loss(model, sequences, chunk=args.prefill_chunk)
@@ -71,10 +69,10 @@ def compare(args: argparse.Namespace) -> int:
 def pieces(
     args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, text: str
 ) -> tuple[list[list[int]], int]:
-    """Split the text into pieces of equal length. Return the pieces' tokens and the number of predicted tokens per
-    piece. Each piece begins with BOS if the tokenizer has a BOS token."""
+    """Split the beginning of the text into pieces of equal length. Return the pieces' tokens and the number of
+    predicted tokens per piece. Each piece begins with BOS if the tokenizer has a BOS token."""
     tokens = tokenizer.encode(text, add_bos=False)
-    # The first token of a piece is not predicted. It is BOS, or without BOS the first token of the piece's text.
+    # The first token of a piece, BOS or a token of the text, is not predicted.
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = len(tokens) - 1 + len(begin)
     if room < 2:

@@ -83,8 +83,8 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def read_prompts(prompts: Iterable[str | Path]) -> list[str]:
-    """Return the texts of prompts. A Path is the file to read, "-" is the standard input, and another string is the
-    text itself. Raise ValueError for a text that is empty or not UTF-8."""
+    """Return the texts of prompts. A Path is a file to read, "-" is the standard input, and any other string is a text.
+    Raise ValueError for a text that is empty or not UTF-8."""
     texts = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, Path):
@@ -98,8 +98,8 @@ def read_prompts(prompts: Iterable[str | Path]) -> list[str]:
 
 
 def read_text(source: str | Path, content: bytes) -> str:
-    """Decode `content` as UTF-8 and remove one newline at the end. Raise ValueError for invalid UTF-8. source: the name
-    of the text in error messages."""
+    """Decode `content` as UTF-8 and remove one newline at the end. Raise ValueError for invalid UTF-8; the message
+    names `source`."""
     try:
         return re.sub(r"\r?\n\Z", "", content.decode())
     except UnicodeDecodeError as error:
@@ -114,8 +114,8 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 
 
 def events_of(generator: Generator, prompts: list, params: SamplingParams) -> Iterator[TokenEvent]:
-    """Yield the events of a generation. On a terminal, show a progress bar if prefill takes more than a second, and
-    remove it before the first event."""
+    """Yield the events of a generation. On a terminal, show a progress bar until the first event if that takes more
+    than a second."""
     with tqdm(desc="Prefill", unit=" tokens", leave=False, disable=None, delay=1) as bar:
 
         def on_prefill(done: int, total: int) -> None:
@@ -131,9 +131,9 @@ def events_of(generator: Generator, prompts: list, params: SamplingParams) -> It
 def _print(events: Iterator[TokenEvent], completions: list[Completion], prompts: list[str], as_json: bool) -> None:
     """Add the events to the completions, and print them.
 
-    As JSON, print a "token" event for each token, and a "completion" event when a sequence ends. As text, print each
-    prompt and its completion. Print a single sequence token by token. Print each of several sequences when the sequence
-    ends, with the sequence's number before each line: "[0] def f(x):".
+    As JSON, print a "token" event for each token, and a "completion" event when a sequence ends. As text, print prompts
+    and completions: a single sequence token by token; several sequences each when it ends, with the sequence's number
+    before each line: "[0] def f(x):".
     """
     alone, n = len(completions) == 1, len(completions) // len(prompts)
     for event in events:
@@ -167,9 +167,7 @@ def _print_event(event: TokenEvent, completion: Completion, prompt: str) -> None
 
 
 def chat(args: argparse.Namespace) -> int:
-    # Set args.device and args.dequantize, and check that the GPU can hold the model. No ranks are launched, as this
-    # command has no --gpus.
-    start_ranks(args)
+    start_ranks(args)  # sets args.device and args.dequantize, and checks the GPU's memory; launches no ranks
     params = sampling(args)
     directory, _, tokenizer = read_files(args)
     check_stop_strings(params.stop, tokenizer)
@@ -210,8 +208,8 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def assistant_message(reply: str) -> dict[str, str]:
-    """Return the assistant's message for a reply. Text between <think> and </think> at the start of the reply becomes
-    `reasoning_content`."""
+    """Return the assistant's message for a reply. If the reply begins with <think>, the text from there to </think>
+    becomes `reasoning_content`."""
     begun = reply.lstrip()
     if not begun.startswith(BEGIN_REASONING):
         return {"role": "assistant", "content": reply}
@@ -221,10 +219,10 @@ def assistant_message(reply: str) -> dict[str, str]:
 
 def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
     """Generate and print a reply until it ends or the user presses Ctrl-C, and return it. Raise ValueError if the
-    generation fails, for example because logits are not finite.
+    generation fails.
 
-    If the prompt ends with <think> and the tokenizer decodes </think> as text, put <think> at the start of the reply.
-    The reasoning in the reply then has both marks.
+    If the prompt ends with <think> and the tokenizer decodes </think> as text, the reply begins with <think>, so that
+    its reasoning is between both marks.
     """
     tokenizer, reply = generator.tokenizer, ""
     shows_end = tokenizer.decode(tokenizer.encode(END_REASONING, add_bos=False)) == END_REASONING
@@ -242,7 +240,7 @@ def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the non-blank lines of the standard input, without surrounding spaces."""
+    """Yield the non-blank lines of the standard input, without surrounding whitespace."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

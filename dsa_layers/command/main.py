@@ -15,8 +15,8 @@ from dsa_layers.parallel.launch import note_failure
 
 # Exit codes that a shell reports for a process that SIGINT or SIGPIPE ended.
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
-# {subcommand: module}, for subcommands whose name is not the module's. In every module the function that runs a
-# subcommand has the name of the subcommand.
+# {subcommand: module}, for subcommands whose name is not the module's. The function that runs a subcommand has the
+# subcommand's name.
 _MODULES = {
     "chat": "generate",
     "compile": "model",
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. argv: the arguments; None: the arguments of this process.
 
     The exit code is 0 for success, 1 for a failure, 2 for a wrong call or input, 130 after Ctrl-C, and 141 if the
-    reader of the standard output has closed the pipe. With --json an error is also printed as an event on the standard
-    output.
+    reader of the standard output has closed the pipe. With --json, failures and wrong calls are also printed as events
+    on the standard output.
     """
     args = argparse.Namespace(argv=list(sys.argv[1:] if argv is None else argv), command="")
     logger, handler = logging.getLogger("dsa_layers"), logging.StreamHandler()
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             sys.stdout.reconfigure(errors="replace")  # print "?" for characters that the output's encoding lacks
         make_parser().parse_args(args.argv, args)
-        if "run" not in args:  # import the subcommand's module here: it imports torch, which `dsa --help` must avoid
+        if "run" not in args:  # import the subcommand's module here, so that `dsa --help` does not import torch
             module = importlib.import_module(f"dsa_layers.command.{_MODULES.get(args.command, args.command)}")
             args.run = getattr(module, args.command)
         warnings.showwarning = lambda message, *_: say(f"Warning: {message}")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.removeHandler(handler)
         try:
             sys.stdout.flush()
-        except OSError:  # otherwise Python would flush again at exit and print a traceback
+        except OSError:  # otherwise Python would flush again at exit and print an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,5 +1,5 @@
 """`dsa plan`, `dsa convert`, `dsa tiny` and `dsa compile`, and functions that load the model that a command's options
-name, on one device or on several ranks."""
+name, on one device or several ranks."""
 
 import argparse
 import importlib.util
@@ -44,7 +44,7 @@ def start_ranks(args: argparse.Namespace) -> int | None:
     Return None if this process must run the command itself: it is the only process, or a launcher has started it as a
     rank. If args.device or args.dequantize is None, set it to the default for this machine.
     Raise ValueError if --gpus contradicts --device or the launcher, if the machine has fewer GPUs than ranks, or if the
-    GPUs cannot hold the model. These checks do not read the weights.
+    ranks cannot share or hold the model. These checks do not read the weights.
     """
     started = started_ranks()
     if started is not None and args.gpus not in (None, started):
@@ -74,7 +74,7 @@ def start_ranks(args: argparse.Namespace) -> int | None:
 
 def join_ranks(args: argparse.Namespace) -> Ranks | None:
     """Join the group of ranks and return its `Ranks`, or return None if there is only one process. Set args.device to
-    this rank's device, and silence this rank unless it is rank 0."""
+    this rank's device. On ranks other than 0, drop the standard output, warnings and log messages below ERROR."""
     if started_ranks() in (None, 1):
         return None
     ranks, device = join(args.device)
@@ -87,15 +87,15 @@ def join_ranks(args: argparse.Namespace) -> Ranks | None:
 
 
 def read_files(args: argparse.Namespace) -> tuple[Path, ModelConfig, Tokenizer]:
-    """Return the checkpoint's directory, configuration and tokenizer. Call this before the weights are loaded, so that
-    wrong files are reported at once. Raise ValueError, which names the file, if a file cannot be used."""
+    """Return the checkpoint's directory, configuration and tokenizer. Call this before the weights are loaded, to
+    report wrong files early. Raise ValueError, which names the file, if a file cannot be used."""
     directory = checkpoint_directory(args.checkpoint)
     return directory, read_config(directory), Tokenizer(directory)
 
 
 def load(args: argparse.Namespace, directory: Path, ranks: Ranks | None = None) -> Model:
-    """Load the model, or with `ranks` this rank's part of the model. Load the drafter too if args.draft is above 0.
-    Call `start_ranks` first, because it sets args.device and args.dequantize."""
+    """Load the model, or with `ranks` this rank's part of it; with the drafter if args.draft is above 0. Call
+    `start_ranks` first: it sets args.device and args.dequantize."""
     if args.checkpoint == SHIPPED_MODEL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the shipped model is too small to gain from several threads
     return load_model(
@@ -127,8 +127,7 @@ def precision_options(args: argparse.Namespace) -> dict[str, Any]:
 def stored_model(args: argparse.Namespace) -> tuple[ModelConfig, Precision]:
     """Return the checkpoint's configuration and precision."""
     directory = checkpoint_directory(args.checkpoint, weights=False)
-    # The config.json of the earliest checkpoints with FP4 experts does not name the experts' dtype, so read the dtype
-    # from the files' headers. Ignore errors: a hub checkpoint may not be downloaded yet. `load_model` reports them.
+    # `precision_of` uses the files' headers. Ignore errors: a hub checkpoint's weights may not be downloaded yet.
     try:
         files = Checkpoint(directory)
     except CheckpointError:
@@ -138,8 +137,8 @@ def stored_model(args: argparse.Namespace) -> tuple[ModelConfig, Precision]:
 
 
 def plan_of(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool) -> GpuPlan:
-    """Return the plan for `gpus` GPUs. Raise ValueError, which lists the accepted numbers of GPUs, if `gpus` GPUs
-    cannot share the model evenly."""
+    """Return the plan for `gpus` GPUs. If they cannot share the model evenly, raise a ValueError that lists the
+    accepted numbers of GPUs."""
     try:
         return gpu_plan.plan(config, precision, gpus, drafter=drafter)
     except DoesNotDivide as error:
@@ -166,7 +165,7 @@ def plan(args: argparse.Namespace) -> int:
     some_fit = False
     for gpus, one in found.items():
         if isinstance(one, ValueError):
-            if gpus.bit_count() == 1:  # report failures only for powers of two, the usual numbers of GPUs
+            if gpus.bit_count() == 1:  # report failures only for powers of two
                 print(f"{gpus:>4}  {str(one).removeprefix(f'gpus: {gpus} ')}")
             continue
         tokens = one.tokens(memory)

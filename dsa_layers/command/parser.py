@@ -1,4 +1,4 @@
-"""The argument parser of the `dsa` command with the options of all subcommands, and the command's messages."""
+"""The argument parser of the `dsa` command, and functions that print the command's messages."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.models.registry import FAMILIES
 from dsa_layers.options import at_least, gigabytes, path, positive
 
-# A text that the shipped model was not trained on. The text's license is LICENSE.python.txt in the same folder.
+# A text that the shipped model was not trained on. Its license is LICENSE.python.txt in the same folder.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
 COMPARED_TOKENS = 4096  # default of `dsa compare --max-tokens`
 SELECTIONS = 16  # `dsa compare --length` is at most this multiple of index_topk by default
@@ -25,8 +25,8 @@ _CONFIG_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that rejects abbreviated options and reports errors in one line. If abbreviations were accepted, a new
-    option could make an abbreviation in an existing script ambiguous."""
+    """A parser that raises ValueError for errors, and rejects abbreviated options: a new option could make them
+    ambiguous."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
@@ -115,14 +115,14 @@ def _add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str)
 
 
 def _add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
-    """Add the option --draft. does: the help text; this function appends the default to it"""
+    """Add the option --draft. does: the help text without the default"""
     parser.add_argument(
         "--draft", type=int, choices=range(DRAFTS + 1), default=0, metavar="K", help=f"{does} (default: %(default)s)"
     )
 
 
 def _add_generation_options(parser: argparse.ArgumentParser, *, max_tokens: int, each: str) -> None:
-    """Add the options of `SamplingParams` and the chat template.
+    """Add --chat-option, --cache-tokens and the options of `SamplingParams`, except --n and --logprobs.
 
     max_tokens: the default of --max-tokens
     each: "sequence" or "reply", the word for one output in the help texts
@@ -287,7 +287,7 @@ Exit codes: 0; 1 where a reply failed; 2 for a wrong call or input; 130 after Ct
 
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with a checkpoint on the terminal", epilog=_CHAT)
-    # `dsa chat` has no --gpus: Ctrl-C would end a reply after a different number of tokens on each rank.
+    # No --gpus: Ctrl-C could end a reply after a different number of tokens on each rank.
     _add_model_options(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message (default: none)")
     _add_generation_options(parser, max_tokens=4096, each="reply")
@@ -449,12 +449,12 @@ def say(line: str) -> None:
 
 
 def say_json(event: str, **fields: object) -> None:
-    """Print an event as one line of JSON."""
+    """Print an event as a line of JSON."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
 def by_options(problem: str, args: argparse.Namespace) -> str:
-    """Replace parameter names in an error message of the library by the command's options. For example, "top_p: ..."
+    """Replace parameter names at the start or the end of an error message by the command's options: "top_p: ..."
     becomes "--top-p: ...", and "... (cache_tokens)" becomes "... (--cache-tokens)"."""
     options = {name: f"--{name.replace('_', '-')}" for name in vars(args).keys() - _POSITIONAL} | _OPTIONS
     return re.sub(r"(^|(?<=\())\w+(?=:|\)$)", lambda found: options.get(found[0], found[0]), problem)

@@ -1,7 +1,5 @@
-"""Declarative parsing of JSON objects. A dataclass declares the values that each field accepts.
-
-`Fields` records which fields were read. It can therefore reject an unread field that would change results.
-"""
+"""Declarative parsing of JSON objects. A dataclass declares the values that each field accepts. `Fields` records which
+fields were read, so that it can reject an unread field that would change results."""
 
 import dataclasses
 import warnings
@@ -15,7 +13,7 @@ from dsa_layers.errors import ConfigError
 from dsa_layers.untrusted_files import read_json_object
 
 # Upper limits of numbers in config.json, far above the values of real models. They keep every tensor below 2^63 bytes,
-# and keep loops over these numbers short. The sizes of the checkpoint's files impose further limits.
+# and loops over these numbers short.
 MAX_DIMENSION = 2**20
 MAX_HEADS = 2**12
 MAX_EXPERTS = 2**13
@@ -38,8 +36,8 @@ _NO_INFLUENCE = {
 }
 NO_INFLUENCE = frozenset(" ".join(_NO_INFLUENCE.values()).split())
 
-# {field that changes the results of some models: its neutral values, which change nothing}. If a model family reads
-# such a field, the family checks the value. Otherwise only a neutral value or null is accepted.
+# {field that changes the results of some models: its neutral values, which change nothing}. For families that do not
+# read such a field, only a neutral value or null is accepted.
 _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -62,16 +60,17 @@ _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,),
     "use_sliding_window": (False,),
 }
-# Unknown fields with these prefixes are rejected, because they probably configure layers of a newer model.
+# Unread fields with these prefixes that are not in _CHANGES_RESULTS are rejected: they probably change results.
 _PREFIXES = ("index", "compress", "dspark", "engram", "hc_", "rope_", "quantization")
 
 _REQUIRED = object()
 
 
 class Fields:
-    """A JSON object that records which of its fields were read.
+    """A JSON object that records which of its fields were read. A field with value null counts as absent, because some
+    tools write null and others omit the field.
 
-    A field with value null counts as absent, because some tools write null and others omit the field.
+    values: the object; path: its file; prefix: the names of the objects that contain it, for error messages
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
@@ -92,8 +91,8 @@ class Fields:
         return ConfigError(f"{self._path}: field {field} {problem}; accepted: {accepted}")
 
     def read(self, name: str, declared: Any) -> Any:
-        """Return the value of a field. declared: the accepted values, from a function of this module such as `integer`.
-        Raise ConfigError if the value is not accepted, or if the field is missing and has no default."""
+        """Return the value of a field. declared: the result of a function such as `integer`. Raise ConfigError if the
+        value is not accepted, or if the field is missing and has no default."""
         accepted, fits, default, convert = declared.metadata["accepted"]
         self._read.add(name)
         value = self._values.get(name)
@@ -118,16 +117,15 @@ class Fields:
         return None if value is None else Fields(value, self._path, f"{self._prefix}{name}.")
 
     def reject_unread(self) -> None:
-        """Raise ConfigError if a field that is not null was not read. Call this for an object in which every field
-        changes results."""
+        """Raise ConfigError if a field that is not null was not read, for an object in which every field changes
+        results."""
         for name in self._unread():
             self.require(False, name, "null, because every field of this object changes what is computed")
 
     def warn_unread(self) -> None:
-        """Warn once about all unread fields that are unknown. Raise ConfigError if an unread field changes results, or
-        probably does because its name has one of _PREFIXES. Other unread fields are ignored: they are null, do not
-        affect inference, or have a neutral value. Call this for the top level of config.json, to which tools add
-        fields."""
+        """Raise ConfigError for an unread field that changes results (_CHANGES_RESULTS, _PREFIXES). Ignore unread
+        fields that are null, neutral or in NO_INFLUENCE, and all others with one warning. This is for the top level of
+        config.json, to which tools add fields."""
         unknown = []
         for name in self._unread():
             if name in _CHANGES_RESULTS or name.startswith(_PREFIXES):
@@ -145,9 +143,9 @@ class Fields:
 class Declared:
     """Base class of dataclasses that are read from a JSON object.
 
-    A subclass declares each field with a function of this module. The dataclass field has the name of the JSON field.
-    Fields are read in the order of their declarations.
-    checked: declarations of JSON fields that are checked first and have no field in the dataclass
+    A subclass declares each field, under its JSON name, with a function of this module. Fields are read in the order of
+    their declarations.
+    checked: {name: declaration} of JSON fields that are checked first and have no field in the dataclass
     """
 
     checked: ClassVar[dict[str, Any]] = {}
@@ -157,10 +155,8 @@ class Declared:
 
     @classmethod
     def read(cls, fields: Fields, **given: Any) -> Self:
-        """Read an instance from `fields`. given: values of dataclass fields that are not read from `fields`.
-
-        Raises ConfigError if a value is not accepted, a required field is missing, or fields contradict each other.
-        """
+        """Read an instance from `fields`. given: values of dataclass fields that are not read from `fields`. Raise
+        ConfigError if a value is not accepted, a required field is missing, or fields contradict each other."""
         for name, declared in cls.checked.items():
             fields.read(name, declared)
         known = SimpleNamespace(**given)
@@ -175,8 +171,8 @@ class Declared:
 
 
 def computed(compute: Callable[[Fields, SimpleNamespace], Any]) -> Any:
-    """Declare a field whose value is compute(fields, known). fields: the JSON object. known: a namespace of the
-    dataclass fields that already have values: those in `given` of `Declared.read`, and all earlier declarations."""
+    """Declare a field whose value is compute(fields, known). fields: the JSON object. known: a namespace of the values
+    in `given` of `Declared.read` and of all fields that are declared before."""
     return dataclasses.field(metadata={"compute": compute})
 
 
@@ -189,15 +185,14 @@ def number(minimum: float = 1e-9, maximum: float = 1e9, default: Any = _REQUIRED
     """Declare a field that holds a number from `minimum` to `maximum`. It is converted to float."""
 
     def fits(value: Any) -> bool:
-        # Python compares int and float exactly, so an integer too large for a float is rejected. NaN is rejected too.
+        # Also rejects NaN, and integers too large for a float: Python compares int and float exactly.
         return type(value) in (int, float) and minimum <= value <= maximum
 
     return _accepting(f"a number from {minimum:g} to {maximum:g}", fits, default, float)
 
 
 def epsilon() -> Any:
-    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1. None of these values rounds to 0
-    in fp32."""
+    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1: it does not round to 0 in fp32."""
     return number(minimum=1e-30, maximum=1.0)
 
 
@@ -206,7 +201,7 @@ def one_of(*choices: Any, default: Any = _REQUIRED) -> Any:
 
 
 def only(value: Any) -> Any:
-    """Declare a field with a single accepted value, which is also the default. No code supports other values."""
+    """Declare a field with a single accepted value, which is also the default."""
     return one_of(value, default=value)
 
 
@@ -216,8 +211,8 @@ def refused(problem: str) -> Any:
 
 
 def each_of(*choices: Any, counts: dict[int, str]) -> Any:
-    """Declare a field that holds a list of choices, a string of one-letter choices, or null. Except for null, the value
-    is converted to a tuple. counts: {accepted number of items: source of this number, for error messages}."""
+    """Declare a field that holds a list of choices, a string of one-letter choices, or null. Lists and strings are
+    converted to tuples. counts: {accepted number of items: source of this number, for error messages}."""
 
     def fits(value: Any) -> bool:
         if not isinstance(value, list | str) or len(value) not in counts:
@@ -244,12 +239,13 @@ def integers(count: int, source: str, maximum: int) -> Any:
 
 
 def anything() -> Any:
-    """Declare a field that accepts any value and does not affect inference."""
+    """Declare a field that accepts any value."""
     return _accepting("anything", lambda value: True, None)
 
 
 def token_ids(vocab_size: int) -> Any:
-    """Declare a field that holds a token id, a list of token ids, or null. It is converted to a tuple of ids."""
+    """Declare a field that holds a token id, a list of token ids, or null. The result is a tuple of ids, () for
+    null."""
 
     def ids(value: Any) -> tuple:
         return tuple(value) if isinstance(value, list) else (value,)
@@ -263,8 +259,8 @@ def token_ids(vocab_size: int) -> Any:
 def _accepting(
     listed: str, fits: Callable[[Any], bool], default: Any, convert: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    """Declare a field. listed: the accepted values, as error messages list them. fits: whether a value is accepted.
-    default: the value of a missing or null field. convert: function from an accepted JSON value to the result."""
+    """Declare a field. listed: the accepted values, for error messages. fits: whether a value is accepted. default: the
+    result for a missing or null field. convert: function from an accepted JSON value to the result."""
     return dataclasses.field(metadata={"accepted": (listed, fits, default, convert)})
 
 
@@ -273,5 +269,5 @@ def _listed(choices: tuple) -> str:
 
 
 def _is_one_of(value: Any, choices: tuple) -> bool:
-    """Return whether `value` equals one of `choices`. Unlike in Python, 0 and False differ, and so do 1 and True."""
+    """Return whether `value` equals one of `choices`, where 0 and False differ, and so do 1 and True."""
     return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices)

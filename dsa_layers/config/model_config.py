@@ -29,9 +29,9 @@ THETA = number(minimum=2.0, maximum=1e30)
 class YarnConfig(Declared):
     """YaRN's extension of the context from n = `original_max_position_embeddings` tokens to `factor` * n tokens.
 
-    Frequencies with at least beta_fast rotations within n tokens stay unchanged; those with at most beta_slow rotations
-    are divided by factor; those in between are interpolated. With m(x) = 0.1 * x * ln(factor) + 1, the softmax scale is
-    multiplied by m(mscale_all_dim)^2, and cos and sin are multiplied by m(mscale) / m(mscale_all_dim).
+    `yarn_frequencies` (layers/rope.py) computes the frequencies; beta_fast and beta_slow are numbers of rotations
+    within n tokens. With m(x) = 0.1 * x * ln(factor) + 1, the softmax scale is multiplied by m(mscale_all_dim)^2, and
+    cos and sin are multiplied by m(mscale) / m(mscale_all_dim).
     """
 
     factor: float = number(minimum=1, maximum=1e6)
@@ -54,9 +54,9 @@ class RopeConfig:
 
 
 def read_rope(fields: Fields, known: SimpleNamespace, ignored: tuple[str, ...] = ()) -> RopeConfig:
-    """Read the rope fields. Published files have the fields rope_theta and rope_scaling, an object or null. Files of
-    transformers 5 have an object rope_parameters, which contains rope_theta and the scaling fields. ignored: fields of
-    these objects that may have any value."""
+    """Read the rope fields: the published rope_theta and rope_scaling, an object or null, or transformers 5's object
+    rope_parameters, which contains rope_theta and the scaling fields. ignored: fields of these objects that may have
+    any value."""
     nested, scaling = fields.object("rope_parameters"), fields.object("rope_scaling")
     if nested is not None and scaling is not None:
         raise fields.error("rope_scaling", "and field 'rope_parameters' are both given", "one of them")
@@ -69,10 +69,8 @@ def read_rope(fields: Fields, known: SimpleNamespace, ignored: tuple[str, ...] =
 
 
 def read_yarn(parameters: Fields | None, **given: float) -> YarnConfig | None:
-    """Read the YaRN parameters of a JSON object; return None for plain rope.
-
-    given: values of `YarnConfig` fields that are not in the object
-    """
+    """Read the YaRN parameters of a JSON object; return None for plain rope. given: values of `YarnConfig` fields that
+    the object does not have."""
     if parameters is None:
         return None
     types = {name: parameters.read(name, one_of("default", "yarn", default=None)) for name in ("rope_type", "type")}
@@ -89,8 +87,8 @@ class QuantizationConfig(Declared):
     """The quantisation of FP8 checkpoints: e4m3 weights with one scale per 128 x 128 block.
 
     scale_fmt: "ue8m0" if all scales of weights and activations are powers of two; "float" for arbitrary fp32 scales.
-    expert_dtype: the storage of routed experts. Only "fp8", the default, is read here. A family with FP4 experts reads
-    the field itself and gives `read_quantization` "fp8", "fp4", or None if config.json does not name the dtype.
+    expert_dtype: the storage of routed experts: "fp8"; in a family with FP4 experts, which reads the field itself, also
+    "fp4", or None if config.json does not name the dtype.
     """
 
     checked: ClassVar[dict[str, Any]] = {
@@ -100,7 +98,7 @@ class QuantizationConfig(Declared):
         "weight_block_size": one_of([128, 128]),
         "dequantize": only(False),
         "modules_to_convert": only([]),
-        # This list is not checked here. Loading fails if a weight is not quantised where the model expects it to be.
+        # Not checked here: loading fails if a weight is not quantised where the model expects it to be.
         "modules_to_not_convert": anything(),
     }
 
@@ -109,7 +107,7 @@ class QuantizationConfig(Declared):
 
 
 def read_quantization(quantization: Fields | None, **given: Any) -> QuantizationConfig | None:
-    """Read the JSON object quantization_config, or return None if there is none. given: values of `QuantizationConfig`
+    """Read the JSON object quantization_config; return None if there is none. given: values of `QuantizationConfig`
     fields that the caller has already read."""
     if quantization is None:
         return None
@@ -135,11 +133,11 @@ def read_bos(fields: Fields, known: SimpleNamespace) -> int | None:
 class ModelConfig(Declared):
     """The fields of config.json that all model families have. Each family has a subclass with additional fields.
 
-    Fields have the names of config.json, except for eos_token_ids and quantization. Dimensions are in elements.
+    Fields have the names of config.json, except for eos_token_ids and quantization.
     model_type       the family's value of model_type in config.json
     eos_token_ids    token ids that end a sequence (eos_token_id); () if there are none
     bos_token_id     token id that begins a sequence, or None
-    dtype            dtype of the tensors that are not quantised: "bfloat16", "float16" or "float32"
+    dtype            default dtype of activations and unquantised weights: "bfloat16", "float16" or "float32"
     quantization     quantization_config; None if no tensor is quantised
     """
 
@@ -180,7 +178,7 @@ class ModelConfig(Declared):
 
     @property
     def has_fp8_cache(self) -> bool:
-        """Whether FP8 caches, whose byte layouts are for fixed sizes, support this model's sizes."""
+        """Whether FP8 caches support this model's sizes: their byte layouts are for fixed sizes."""
         return True
 
     @property

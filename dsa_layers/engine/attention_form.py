@@ -2,16 +2,13 @@
 
 Both forms give the same result up to rounding. The multi-head form expands the latents to keys and values per head and
 attends to all visible tokens under a mask. The absorbed form attends only to the latents of the selected keys, at most
-top_k per query; all heads share these latents. The multi-head form visits more keys, but needs 320 multiply-adds per
-query, key and head, where the absorbed form needs 1088 (DeepSeek-V3.2). So the multi-head form is faster while a
-sequence has at most a few times top_k keys. For a given model, GPU and number of ranks, the choice depends only on the
-lengths of the sequences.
+top_k per query; all heads share these latents. In DeepSeek-V3.2, the multi-head form needs 320 multiply-adds per query,
+key and head, and the absorbed form 1088. But the multi-head form visits more keys, and expands the keys of earlier
+tokens too. So it is faster for prefills of many new tokens over at most a few times top_k keys.
 
 If each rank has fewer heads than TILE_OF_HEADS (split.py), the ranks split a long prefill by heads in the multi-head
-form and by queries in the absorbed form. A rank computes the same fraction of either form. But the split by heads
-exchanges queries, selections and results (`Communication`). For a layer of V3.2 on 8 GPUs, a rank's
-absorbed form takes at most 0.13 microseconds per token. Where it takes that long, the multi-head form takes at least
-0.04, and the exchange adds 0.1. So there the absorbed form is always faster.
+form and by queries in the absorbed form. The split by heads also exchanges queries, selections and results
+(`Communication`).
 """
 
 from collections.abc import Sequence
@@ -28,10 +25,10 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 # attention. EXPANDING: the FP8 products that expand latents to keys and values. ABSORBING: the 16-bit products by
 # kv_b's matrices in the absorbed form.
 MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
-# Collectives on two H200s with NVLink. LATENCY: duration of a collective with few bytes, in microseconds. BANDWIDTH:
-# bytes that a rank receives per microsecond, including the copies before and after the collective.
+# Measured on two H200s with NVLink. LATENCY: microseconds of a collective with few bytes. BANDWIDTH: bytes that a rank
+# receives per microsecond; the time includes the copies before and after the collective.
 LATENCY, BANDWIDTH = 20.0, 210e3
-EXPANDED_BYTES = 2 << 30  # limit for the keys and values of a rank's heads in 16 bits; above it use the absorbed form
+EXPANDED_BYTES = 2 << 30  # limit for the expanded keys and values of a rank's heads, in 16 bits
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class HeadSizes:
     """The sizes of an attention layer.
 
     heads   the number of heads
-    nope    channels of a head's key without rope
-    rope    channels of a head's key with rope
+    nope    channels of a head's key that rope does not rotate
+    rope    channels of a head's key that rope rotates
     value   channels of a head's value
     latent  channels of a latent
     """
@@ -57,10 +54,9 @@ class Communication:
     """The data that ranks exchange in the multi-head form but not in the absorbed form.
 
     processes    the number of ranks
-    token_bytes  bytes of a new token's query latents, indices of selected keys, and result. All ranks receive the
-                 latents and the indices. One rank receives the partial results of the token. On average a rank
-                 receives (processes - 1) / processes of these bytes per token
-    collectives  the number of collectives in a layer's pass
+    token_bytes  bytes per new token: its query latents, the indices of its selected keys, and its result. On average a
+                 rank receives (processes - 1) / processes of these bytes
+    collectives  the number of collectives per layer for these data
     """
 
     processes: int
@@ -80,10 +76,10 @@ def multi_head_is_faster(
     sizes: HeadSizes,
     communication: Communication | None = None,
 ) -> bool:
-    """Return whether the multi-head form is faster and its expanded keys and values fit in EXPANDED_BYTES.
+    """Estimate whether the multi-head form is faster. If its keys and values exceed EXPANDED_BYTES, return False.
 
     query_lens     the number of new tokens of each sequence
-    key_lens       the number of all tokens of each sequence
+    key_lens       the number of earlier and new tokens of each sequence
     top_k          the most keys that a query selects
     sizes          the sizes of the layer, with the number of heads of one rank
     communication  the exchange of the multi-head form; None if both forms exchange the same data
@@ -115,10 +111,9 @@ def _beyond(new: int, total: int, top_k: int) -> int:
     return last * (last + 1) // 2 - first * (first + 1) // 2
 
 
-# The kernels `dsa.mla_absorb_queries` and `dsa.mla_values_cast_to_fp8` read kv_b in FP8. MOST_TOKENS: tokens of the
-# largest pass that uses these kernels because they are faster; with 32 tokens, one bf16 product per head is as fast.
-# Batch-invariant decoding uses them for any number of tokens. The other numbers are the sizes that the kernels support;
-# a head must have a multiple of ROWS rows in kv_b.
+# The kernels of `dsa.mla_absorb_queries` and `dsa.mla_values_cast_to_fp8` read kv_b in FP8. MOST_TOKENS: the most
+# tokens of a decoding pass that uses them, unless it is batch-invariant. The other numbers are the sizes that the
+# kernels support; a head has a multiple of ROWS rows in kv_b.
 MOST_TOKENS = 16
 NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 
@@ -126,9 +121,8 @@ NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 def stored_up_projection(layer: DSAAttention, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return (weight, scales) of kv_b if this decoding pass uses the kernels that read kv_b in FP8, else None.
 
-    q [T, heads, nope + rope]: the queries of the pass. The kernels require bf16 queries, a layer that `can_stay_stored`
-    accepts, and a GPU that has them. They are used for up to MOST_TOKENS tokens, and in batch-invariant decoding for
-    any number of tokens.
+    q [T, heads, nope + rope]: the queries of the pass. Batch-invariant decoding uses the kernels for any T, other
+    decoding for T up to MOST_TOKENS. The kernels require bf16 queries.
     """
     few = len(q) <= MOST_TOKENS or has_any_rows()
     if q.dtype != torch.bfloat16 or not few or not has_kernels(q) or not can_stay_stored(layer):
@@ -143,7 +137,7 @@ def can_stay_stored(layer: DSAAttention) -> bool:
         return False
     if layer.gate is not None:
         return False
-    # 128 x 128 weights share a scale, so a rank's heads must begin and end at a multiple of 128 rows.
+    # A rank's part of kv_b must begin and end at a multiple of 128 rows, because 128 x 128 weights share a scale.
     if kv_b.part_of is not None and len(kv_b.weight) % BLOCK:
         return False
     taken = layer.nope_dim in NOPE and layer.rope_dim == ROPE and layer.kv_lora_rank == LATENT

@@ -1,4 +1,4 @@
-"""Products in fp32 for inference, and the mode in which a result does not depend on the batch (batch-invariant)."""
+"""Products in fp32 for inference, and the batch-invariant mode: a sequence's result does not depend on the batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from dsa.reference.autocast import without_autocast
 from dsa.runtime import backends
 from dsa_layers.layers.linear import HALVES
 
-# Outside batch-invariant decoding, use the kernel of `dsa.linear_fp32` for at most this number of results (tokens times
-# rows of the matrix). For more, PyTorch's product is faster, because the kernel reads the matrix once per 32 tokens.
+# Limit of results (tokens times rows of the matrix) for the kernel of `dsa.linear_fp32` outside batch-invariant
+# decoding. For more results, PyTorch's product is likely to be faster.
 MOST_RESULTS = 3 * 2**14
 
 
@@ -23,10 +23,8 @@ MOST_RESULTS = 3 * 2**14
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
     """Return y = x W^T, accumulated in fp32, with y's columns from `scaled_from` on multiplied by `scale`.
 
-    x [..., I], weight W [O, I] -> y fp32 [..., O], without gradients. On a GPU, tensor cores multiply 16-bit operands
-    of equal dtype; within fp32's range, the product of two 16-bit numbers is exact in fp32. On all devices,
-    `dsa.linear_fp32` multiplies 16-bit operands of equal dtype in batch-invariant decoding passes, and in other passes
-    if the result is small (`_are_few`).
+    x [..., I], weight W [O, I] -> y fp32 [..., O]. On a GPU, 16-bit operands of one dtype are multiplied as they are:
+    within fp32's range, the product of two 16-bit numbers is exact in fp32. Other operands are converted to fp32 first.
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES
     if halves and has_any_rows():
@@ -45,8 +43,8 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, s
 
 
 def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the kernel of `dsa.linear_fp32` accepts the operands' shapes and alignment and is faster than
-    PyTorch's product. On a GPU without the kernel, return False."""
+    """Return whether the kernel of `dsa.linear_fp32` supports the operands' shapes and alignment and is likely to be
+    faster than PyTorch's product. On a GPU without the kernel, return False."""
     if x.dim() != 2 or x.shape[1] % CHANNEL_MULTIPLE:
         return False
     few = len(x) <= MAX_TOKENS and len(x) * len(weight) <= MOST_RESULTS
@@ -83,14 +81,11 @@ def is_batch_invariant() -> bool:
 
 
 def of_attention() -> dict[str, bool]:
-    """Return the keyword arguments that batch invariance adds to a call of an attention op.
-
-    Without batch invariance the dict is empty. A function that replaces an op then need not accept the argument.
-    """
+    """Return the keyword arguments that batch invariance adds to a call of an attention op; {} without it."""
     return {"enable_batch_invariant": True} if is_batch_invariant() else {}
 
 
 def has_any_rows() -> bool:
-    """Return whether this is a batch-invariant decoding pass. Its batch may have any number of rows, so the caller must
-    not choose kernels by this number."""
+    """Return whether this is a batch-invariant decoding pass. The number of rows of such a pass must not change the
+    bits of a row, so the caller must not choose between kernels with different bits by this number."""
     return _PASS.get() == "decoding"

@@ -75,13 +75,12 @@ Module = TypeVar("Module", bound=nn.Module)
 def fuse(module: Module) -> Module:
     """Prepare a model or a layer for inference, in place, and return it.
 
-    `fuse` changes the class of each module whose class is in FUSED. The new class has the same parameters and
-    submodules and is faster; attention then accepts a cache. A fused layer may bypass its submodules, so hooks on
-    linear layers inside it may not run. All parameters then have requires_grad=False. Unless a parameter is on the meta
-    device, `fuse` also calls `prepare`, which may make weights that multiply the same input views of one tensor.
-    `fuse` keeps the class of subclasses of the layers in FUSED, and of layers with submodules that _PARTS rejects.
-    Call `fuse` after the weights are on their device and before a CUDA graph is captured. `load_model`, unless the
-    model is trainable, calls `fuse` on the meta device and `prepare` after it has loaded the weights.
+    `fuse` changes the class of each module whose class is in FUSED, and sets requires_grad=False for all parameters. It
+    keeps the class of subclasses of the layers in FUSED, and of layers with submodules that _PARTS rejects. Fused
+    attention accepts a cache. A fused layer may bypass its submodules, so hooks on linear layers inside it may not run.
+    Unless a parameter is on the meta device, `fuse` also calls `prepare`, which may make several weights views of one
+    tensor. So call `fuse` after the weights are on their device and before a CUDA graph is captured. If you fuse a
+    model on the meta device, as `load_model` does, call `prepare` after you have loaded the weights.
     """
     for part in reversed([*module.modules()]):  # submodules before the modules that contain them
         kind = FUSED.get(type(part))
@@ -101,11 +100,9 @@ def fuse(module: Module) -> Module:
 
 
 def prepare(module: nn.Module) -> None:
-    """Compute the tensors that fused layers derive from their weights, `join` weights that multiply the same input, and
-    set the parts of replicated layers (`make_parts`).
+    """Join weights (`join`), compute the tensors that fused layers derive from weights, and call `make_parts`.
 
-    Call `prepare` after the weights are loaded or changed, with the weights on their device, and before a CUDA graph is
-    captured.
+    Call `prepare` after the weights are loaded or moved, and before a CUDA graph is captured.
     """
     join(module)
     for part in module.modules():

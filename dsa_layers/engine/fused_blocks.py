@@ -26,13 +26,10 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 class FusedDecoderBlock(DecoderBlock):
     """`DecoderBlock` with a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`.
 
-    If the layers after a norm can share an FP8 cast, one kernel applies the norm and the cast. Before the second norm,
-    this kernel also adds the residual (`norm_and_cast`).
-
-    ranks     the ranks that compute the model. With several ranks, a block's input and output are this rank's local
-              rows (`placement_of`)
-    is_first  whether the block's input has all rows
-    is_last   whether the block's output has all rows
+    ranks     the ranks that compute the model
+    is_first  whether the block's input has all rows, also in a sharded pass (`placement_of`). The input of other blocks
+              has this rank's local rows
+    is_last   the same for the block's output
     """
 
     ranks: Ranks = ALONE
@@ -100,10 +97,8 @@ class MixedStreams(NamedTuple):
 class _FusedMixing(StreamMixing):
     """`StreamMixing` that projects bf16 streams on a GPU with `dsa.hyper_mix`, if the weight fn is fp32.
 
-    `dsa.hyper_mix` reads fn as three bf16 parts, so that it can use tensor cores.
-
-    fn_parts  bf16 [3, *fn.shape]: three tensors that sum to fn (`split_in_bf16`). `prepare` computes them. The methods
-              that load or move fn call `prepare`; after any other change of fn, call it again
+    fn_parts  bf16 [3, *fn.shape]: the result of `split_in_bf16` for fn, which `dsa.hyper_mix` reads. `prepare` computes
+              it. The methods that load or move fn call `prepare`; after any other change of fn, call it again
     """
 
     fn_parts: torch.Tensor | None = None
@@ -149,16 +144,14 @@ def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
 
 
 class FusedHyperConnection(_FusedMixing, HyperConnection):
-    """`HyperConnection` for inference. It applies a sublayer to the streams of `mixed`, a `MixedStreams`, as follows:
+    """`HyperConnection` for inference. A block applies a sublayer to `mixed`, a `MixedStreams`, as follows:
 
         x, cast, weights = enter(mixed, norm, readers)
         mixed = leave(sublayer(x, cast), mixed, weights, following)
 
     `readers` are the sublayer's layers that multiply x. `following` is the next hyper-connection, or None. For at least
-    256 channels the results have the same bits as `collapse`, norm and `expand`. If the streams are bf16 and the
-    readers' cast can be fused (`norm_cast_scaling`), `enter` calls one op for the collapse, the norm and the cast. If
-    the streams are bf16 on a GPU and `following` has an fp32 fn, `leave` calls one op for the expansion and the
-    projection of `following`; this op runs one kernel for up to 4 tokens.
+    256 channels the results have the same bits as those of `collapse`, `norm` and `expand`, which `enter` and `leave`
+    fuse if they can.
     """
 
     def enter(
@@ -202,8 +195,8 @@ class FusedHyperHead(_FusedMixing, HyperHead):
 class FusedHyperBlock(HyperDecoderBlock):
     """`HyperDecoderBlock` with a `PagedCompressedAttention` and a `FusedMoE`.
 
-    following  a tuple with the first hyper-connection of the next block, or (). In a tuple, the hyper-connection is not
-               registered as a submodule. If it is not (), the block returns `MixedStreams`, which the next block reads
+    following  a tuple with the first hyper-connection of the next block, or (). A tuple prevents registration as a
+               submodule. If `following` is not (), the block returns `MixedStreams`, else the streams
     ranks, is_first, is_last  see `FusedDecoderBlock`
     """
 
@@ -236,7 +229,7 @@ class FusedHyperBlock(HyperDecoderBlock):
 
 
 class FusedHead(LanguageModelHead):
-    """`LanguageModelHead` without gradients. Each rank computes some columns of the logits, and returns all columns."""
+    """`LanguageModelHead` without gradients. A rank computes its columns of the logits, and returns all columns."""
 
     ranks: Ranks = ALONE
 

@@ -1,6 +1,4 @@
-"""`SwiGLU`, `MoE` and routing for inference. In a CUDA graph, the shared expert runs concurrently with the router and
-the routed experts. For few tokens, one op computes the router's logits, chooses the experts and sorts the tokens by
-expert."""
+"""`SwiGLU`, `MoE` and routing for inference."""
 
 from typing import Self
 
@@ -27,8 +25,8 @@ class FusedSwiGLU(SwiGLU):
     forward(x [T, hidden], cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
 
     cast       x in FP8 with scales, for `joint_layers` (`norm_and_cast`)
-    placement  the placement of the rows of x, cast, residual and the result, if the layer is split over ranks
-    part       if this is a shared expert of a model on several ranks: a copy with this rank's channels (`rank_part`)
+    placement  the placement of the rows of x, cast, residual and the result; y is summed over its ranks
+    part       for a shared expert of a model on several ranks: a copy with this rank's channels (`rank_part`)
     part_of_ranks  the ranks that have such copies
     """
 
@@ -51,7 +49,7 @@ class FusedSwiGLU(SwiGLU):
         return y if residual is None else residual + y
 
     def product(self, x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
-        """Return y for the rows of x. If `cast` is not None, return y for the rows of `cast`, in the dtype of x."""
+        """Return this rank's y for the rows of `cast`, or of x if `cast` is None, in the dtype of x."""
         gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
@@ -59,7 +57,7 @@ class FusedSwiGLU(SwiGLU):
         return self.down_proj(gated(gate.float(), up.float(), self.limit).to(x.dtype))
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that multiply x in one product."""
+        """Return the layers that can multiply x in one product (`join`)."""
         return self.gate_proj, self.up_proj
 
 
@@ -71,9 +69,8 @@ class FusedMoE(MoE):
     tokens  the token ids of all rows, for a router that chooses experts by the token id
     cast, residual, placement  see `FusedSwiGLU`
 
-    With several ranks, each rank has some of the routed experts. If x is sharded, each rank computes the shared expert
-    for its local rows while the ranks sum the outputs of the routed experts. Otherwise each rank computes some channels
-    of the shared expert for all rows.
+    With several ranks, each rank has some of the routed experts. If `placement` is sharded, a rank computes the whole
+    shared expert for its local rows. Otherwise it computes some channels of the shared expert for all rows.
     """
 
     def forward(
@@ -100,7 +97,7 @@ class FusedMoE(MoE):
         return y if residual is None else residual + y
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """Return the shared expert's layers that read the cast of x; () without a shared expert."""
+        """Return `joint_layers` of the shared expert; () without a shared expert."""
         return () if self.shared_experts is None else self.shared_experts.joint_layers()
 
     def _sharded(
@@ -111,11 +108,7 @@ class FusedMoE(MoE):
         residual: torch.Tensor | None,
         placement: Placement,
     ) -> torch.Tensor:
-        """Compute `forward` for sharded x.
-
-        The routed experts need all rows. The ranks exchange the rows of `cast`, or of x if it is None, while the router
-        runs.
-        """
+        """Compute `forward` for sharded x. Exchanges of rows overlap with the router and with the shared expert."""
         gathering = placement.start_all_gather(*((x,) if cast is None else cast))
         choosing = placement.start_all_gather(
             *choose(self.gate, x, None if tokens is None else placement.local_cached(tokens))
@@ -145,8 +138,8 @@ Router = GroupedSigmoidRouter | SqrtSoftplusRouter | SoftmaxRouter
 
 
 def choose(gate: Router, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (experts, weights), as `forward` of the router does. tokens: the token ids of x's rows, for a router that
-    chooses experts by the token id; else None."""
+    """Return (experts, weights), as `forward` of the router does. tokens: the token ids of x's rows, which only a
+    router with a table reads."""
     logits = fp32_product(x, gate.weight)
     if isinstance(gate, SoftmaxRouter):
         return gate.choose(logits)
@@ -184,13 +177,11 @@ def _bias(gate: Router) -> torch.Tensor:
 
 
 def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the op named `op` accepts these operands and is faster than separate ops. On a GPU without the
-    op's kernel, return False."""
-    if has_any_rows():  # `op` sums logits in another order than `fp32_product`, which larger batches use
+    """Return whether `route` calls the op named `op` in this pass. On a GPU without the op's kernel, return False."""
+    if has_any_rows():  # separate ops, which larger passes use, may give a row other bits
         return False
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return False
-    # For more than MAX_TOKENS tokens, PyTorch's product with the router's matrix is faster.
     few = len(x) <= MAX_TOKENS and len(weight) <= MAX_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
     if not few or not has_aligned_rows(x) or not has_aligned_rows(weight):
         return False

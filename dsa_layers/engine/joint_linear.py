@@ -1,6 +1,5 @@
 """Products of several linear layers for inference. `join` makes the weights of layers that multiply the same input
-adjacent in memory. One product then computes all these layers. FP8 layers also share one FP8 cast of the input, and one
-grouped product computes all groups of an FP8 `GroupedLinear`."""
+adjacent in memory, so that one product can compute all these layers."""
 
 from collections.abc import Sequence
 
@@ -27,9 +26,9 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
     cast  x in FP8 with scales for FP8 layers; None if `multiply` must compute it
 
     If all layers are FP8 layers with equal use_ue8m0, they share a cast of x. If their weights are adjacent (`join`),
-    they also share one product, which gives the same bits as separate products. If all layers are `FP32Linear`s with
-    adjacent weights of one dtype, and all but the last have scale 1, they share one product, which may add in another
-    order than separate products. Otherwise each layer computes a separate product.
+    they also share one product, with the bits of separate products. If all layers are `FP32Linear`s with adjacent
+    weights of one dtype, and all but the last have scale 1, they share one product. Its bits may differ from those of
+    separate products. Otherwise each layer computes a separate product.
     """
     if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
@@ -57,7 +56,7 @@ def multiply_as_one(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, 
 def multiply_gathered(x: torch.Tensor, layer: Layer, cast: Cast | None, placement: Placement) -> torch.Tensor:
     """Gather the rows of `cast`, or of x if `cast` is None, from all ranks. Return the layer's y [T, O] for all rows.
 
-    placement: the placement of the rows of x and of `cast`, which is x in FP8 with scales.
+    cast: x in FP8 with scales. placement: the placement of the rows of x and `cast`.
     """
     if cast is None:
         (x,) = placement.all_gather(x)
@@ -75,9 +74,8 @@ def norm_and_cast(
 ) -> tuple[torch.Tensor, torch.Tensor, Cast | None]:
     """Return (h, y, cast): h = residual + x, or h = x without a residual; y = norm(h); cast = y in FP8 with scales.
 
-    x, residual: [T, D]. layers: the layers that multiply y. The cast is None if they share no cast, or no kernel can
-    fuse it with the norm (`norm_cast_scaling`). If there is a cast, one kernel computes h, y and the cast on a GPU. For
-    D of at least 256, the results have the same bits as those of separate ops (`dsa.rms_norm_cast_to_fp8`).
+    x, residual: [T, D]. layers: the layers that multiply y. If `norm_cast_scaling` is None for them, the cast is None.
+    Otherwise one op computes all results, for D of at least 256 with the same bits as separate ops.
     """
     use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], layers)
     if use_ue8m0 is None:
@@ -100,9 +98,9 @@ def join(model: nn.Module) -> None:
     """Make the weights of layers that multiply the same input adjacent in memory.
 
     `joint_layers()` and `joint_fp32_layers()` of the modules that have these methods are such groups of layers. If
-    `join_layers` can join a group, its weights become views of one tensor, and its FP8 scales views of another; nothing
-    else changes. After `.to()` the weights may no longer be adjacent; then each layer computes a separate product. Call
-    `join` after the weights are loaded and before a CUDA graph is captured.
+    `join_layers` can join a group, its weights become views of one tensor, and its FP8 scales views of another. After
+    `.to()` the weights may no longer be adjacent; then each layer computes a separate product. Call `join` after the
+    weights are loaded and before a CUDA graph is captured.
     """
     # A submodule may list a subset of its parent's layers. `modules` yields the parent first, so the larger group is
     # joined first.
@@ -124,8 +122,8 @@ def join_layers(layers: Sequence[Layer]) -> None:
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Return whether one product can compute all layers if their weights are adjacent: all are FP8 layers with equal
-    use_ue8m0, or all are `FP32Linear`s of one dtype and all but the last have scale 1."""
+    """Return whether all layers are FP8 layers with equal use_ue8m0, or all are `FP32Linear`s of one dtype and all but
+    the last have scale 1."""
     first = layers[0]
     if any(type(layer) is not type(first) for layer in layers):
         return False
@@ -148,8 +146,8 @@ def _parameters(layers: Sequence[Layer]) -> list[list[torch.Tensor]]:
 
 
 def _whole(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
-    """Return the joined weight and, for FP8 layers, the joined scales. Return None if these are not adjacent in
-    memory, or if an FP8 block would belong to two layers."""
+    """Return the joined weight and, for FP8 layers, the joined scales. Return None if these are not adjacent in memory
+    or not `_blocks_fit(layers)`."""
     whole = tuple(map(_side_by_side, _parameters(layers))) if _blocks_fit(layers) else (None,)
     return None if any(part is None for part in whole) else whole
 
@@ -172,7 +170,7 @@ def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, b
     """Return then(grouped(x).flatten(1)), [T, outputs of `then`].
 
     x      [T, groups, I], with I channels per group
-    batch  the batch of the pass, which caches the row permutations between the orders by token and by group
+    batch  the batch of the pass, which caches permutations of rows (`TokenBatch.group_rows`)
     """
     layer = grouped.matrices
     if not isinstance(layer, BlockFP8Linear):

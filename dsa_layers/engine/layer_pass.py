@@ -14,7 +14,7 @@ from dsa_layers.layers.rope import Angles
 class LayerPass:
     """The inputs of one layer in a pass over T new tokens.
 
-    batch      the tokens of all ranks
+    batch      all T tokens, also those whose rows of x are on other ranks
     angles     cos and sin for all T tokens
     cache      the layer's cache, or None
     placement  the placement of the rows of x
@@ -31,7 +31,7 @@ class LayerPass:
 
     @property
     def decode(self) -> bool:
-        """Whether this is a decoding pass with a cache: every sequence has one or a few new tokens."""
+        """Whether this is a decoding pass with a cache."""
         return self.cache is not None and self.batch.is_decode
 
     @property
@@ -51,9 +51,9 @@ class LayerPass:
 
 @dataclass
 class EntryPass(LayerPass):
-    """A `LayerPass` of a layer with compressed entries.
+    """A `LayerPass` of `PagedCompressedAttention` or its indexer.
 
-    entry_angles: cos and sin for the entries that the new tokens may complete; None if the layer has no entries.
+    entry_angles: cos and sin at the positions `EntryView.positions`; None if the layer has no compressor.
     """
 
     entry_angles: Angles | None = None

@@ -26,19 +26,18 @@ from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 MOST_CHANNELS = 256  # the most channels of a head that `dsa.mha_varlen_fwd` supports on a GPU
-# In the absorbed form, a sparse prefill first converts the keys in FP8 pages to 16 bits, if the 16-bit keys take at
-# most MOST_READ bytes (174762 keys of V3.2; twice as many with few heads, see `most_read`). Otherwise attention reads
-# the FP8 pages directly. Measured with 64 heads: the prefill with conversion takes 0.83 times as long as the prefill
-# without it for 131072 keys, and 1.29 times for 262144 keys.
+# In the absorbed form, a sparse prefill first converts the keys in FP8 pages to x's dtype, if they then take at most
+# `most_read` bytes. Otherwise attention reads the FP8 pages, and converts a key for every query that selects it.
+# MOST_READ is 174762 keys of V3.2 in 16 bits. Measured with 64 heads: converting first takes 0.83 times as long as
+# reading FP8 pages for 131072 keys, and 1.29 times for 262144 keys.
 MOST_READ = 192 << 20
 
 
 def most_read(heads: int) -> int:
-    """Return the limit on the bytes of the 16-bit keys for this number of heads.
+    """Return the limit on the bytes of converted keys for this number of heads.
 
-    With few heads the limit is twice as large, because the 16-bit kernel then shares keys between neighbouring queries.
-    The factor 2 is not measured directly. It is computed from measured parts (docs/explanation/kernels.md, "Sparse MLA,
-    FP8 caches").
+    With few heads, only the kernel for 16-bit keys can group queries that share keys. So the limit is twice as large.
+    The factor 2 is derived, not measured (docs/explanation/kernels.md, "Sparse MLA, FP8 caches").
     """
     return 2 * MOST_READ if heads <= max(GROUP_SIZES) else MOST_READ
 
@@ -48,8 +47,7 @@ class AttentionPass(LayerPass):
     """A `LayerPass` with the form of attention.
 
     sparse      whether queries attend to selected keys only
-    multi_head  whether attention uses the multi-head form, with expanded keys and values per head, or else the absorbed
-                form, with latents
+    multi_head  whether attention uses the multi-head form, else the absorbed form (attention_form.py)
     store       in a pass without a cache, the latents that layers share; None if no layer shares this layer's latents
     """
 
@@ -70,10 +68,10 @@ class Latents(NamedTuple):
 
     queries        [T, q_lora_rank]: latents of the queries, after the norm; x if q_lora_rank is None
     unnormed       `queries` before the norm
-    cast           `queries` in FP8 with scales, for FP8 layers; else None
-    keys           [T, latent + rope]: latents and rope channels of the keys, before the norm; None in a layer that
+    cast           `queries` in FP8 with scales, or None (`norm_and_cast`)
+    keys           [T, latent + rope]: latents and rope channels of the keys, before norm and rope; None in a layer that
                    shares latents
-    index_keys     wk(x) of the lightning indexer; None if the indexer computes wk(x) itself or need not run
+    index_keys     wk(x) of a `PagedIndexer`; None if the layer has no such indexer or the pass needs no index keys
     index_weights  `head_weights` of the indexer if `_latents` has also written the index keys to the cache; else None
     """
 
@@ -88,11 +86,10 @@ class Latents(NamedTuple):
 class PagedAttention(DSAAttention):
     """`DSAAttention` for inference.
 
-    A pass is sparse if its queries attend to selected keys only, else dense. A dense prefill uses the multi-head form,
-    with keys and values per head. A sparse prefill uses the multi-head form if a kernel supports it and it is faster
-    (attention_form.py). In that case one bit per query and key marks the selected keys, and a NaN in a key's value can
-    reach queries of the sequence that did not select the key. Other sparse prefills and decoding use the absorbed form,
-    in which all heads attend to the latents.
+    A pass is sparse if its queries attend to selected keys only, else dense. A dense prefill uses the multi-head form
+    (attention_form.py). A sparse prefill uses it if a kernel supports it and it is faster. Other sparse prefills and
+    decoding use the absorbed form. In the multi-head form, an infinity or NaN in a key's value can reach queries of the
+    sequence that do not attend to the key.
 
     forward(x, cos, sin, batch, cache=None, selected=None, cast=None) -> ([T, hidden], `Selected`), without gradients.
 
@@ -100,16 +97,16 @@ class PagedAttention(DSAAttention):
     selected  the `Selected` that the previous layer returned, for a layer without an indexer
     cast      x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
 
-    With a cache, the layer first writes the latents and index keys of the new tokens to the pages. Attention then uses
-    the keys as the pages store them, so FP8 pages round the keys.
+    With a cache, the layer writes the new tokens' keys, and its indexer's keys, to the pages. Attention uses the keys
+    as the pages store them, so FP8 pages round the keys.
 
     ranks          the ranks that compute the layer. With several ranks, x and the result are this rank's local rows
                    (`placement_of`)
     part           a copy of this layer with this rank's heads (`rank_part`), if this layer has the heads of all ranks
     part_of_ranks  the ranks that have such copies
 
-    A rank computes some heads for all rows, and the ranks sum the results. If this layer has a `part` and each rank has
-    some of the rows, the absorbed form instead computes all heads for the rank's local rows.
+    With several ranks, a rank computes some heads for all rows, and the ranks sum the results. If the layer has a
+    `part` and the rows are sharded, the absorbed form instead computes all heads for the rank's local rows.
     """
 
     ranks: Ranks = ALONE
@@ -150,7 +147,8 @@ class PagedAttention(DSAAttention):
         return step.placement.reduce(y), selected
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that multiply x in one product. Only the last one may end inside a block of 128 rows."""
+        """Return the layers that can multiply x in one product (`join`). In V3.2, kv_a_proj_with_mqa has 576 rows. It
+        is last because only the last layer may end inside a block of 128 rows."""
         own = (self.indexer.wk,) if isinstance(self.indexer, PagedIndexer) else ()
         return own + self._latent_layers()
 
@@ -163,16 +161,12 @@ class PagedAttention(DSAAttention):
         if self.indexer is None:
             step.sparse = selected.topk_indices is not None
         else:
-            # Decoding supports only sparse attention with FP8 pages, and in GPU kernels with keys of other sizes than
-            # 512 latent and 64 rope channels. Batch-invariant decoding is always sparse too, so that the choice does
-            # not depend on the lengths of other sequences.
+            # Dense decoding has no kernel for FP8 pages, nor for other sizes than 512 latent and 64 rope channels.
+            # Batch-invariant decoding is always sparse too, so that the choice does not depend on other sequences.
             always = step.decode and (cache.latent_is_fp8 or is_batch_invariant() or self._lacks_dense_decode(x))
             step.sparse = always or batch.max_key_len > self.indexer.top_k
         step.multi_head = not step.decode and (not step.sparse or self._takes_multi_head_form(x, step, selected))
-        # The absorbed form gathers the selected keys directly from the pages if the pages have x's dtype. From FP8
-        # pages, a prefill would dequantise a key again for every query that selects this key. So the prefill first
-        # converts all keys to x's dtype, unless they would take more than `most_read` bytes. The multi-head form reads
-        # packed keys.
+        # The multi-head form reads packed keys.
         step.in_pages = step.decode or (not step.multi_head and cache is not None and self._stay_in_pages(x, step))
 
     def _run(
@@ -222,15 +216,10 @@ class PagedAttention(DSAAttention):
         return self._output(_by_head(attended, w_uv.mT), gate), selected
 
     def _latents(self, x: torch.Tensor, cast: Cast | None, step: AttentionPass) -> Latents:
-        """Return the projections of x.
-
-        This method gathers `keys` and `index_keys` from all ranks; `_project_queries` gathers the queries' latents.
-        """
         indexes = (step.sparse or step.cache is not None) and isinstance(self.indexer, PagedIndexer)
         weights = None
-        # Launch the kernels for the indexer's weights and keys on the second stream now, while the first stream runs
-        # small kernels. Later the product that computes the queries occupies all SMs. `_run` launches the selection
-        # on the second stream after these kernels, so `side.join()` in `_run` waits for them too.
+        # In a CUDA graph, run the kernels for the indexer's weights and keys on the second stream. `_run` launches the
+        # selection on this stream later, so its `side.join()` waits for these kernels too.
         early = indexes and step.decode and step.sparse
         if early:
             _ = step.batch.slots  # compute `slots` before the second stream begins, because both streams read it
@@ -256,8 +245,8 @@ class PagedAttention(DSAAttention):
     def _project_queries(
         self, x: torch.Tensor, latents: Latents, step: AttentionPass
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (q, gate) for the rows of `step.queries`. q [T, heads, nope + rope] is not rotated yet. gate
-        [T, heads, v_dim] is the gate before its sigmoid, or None without a gate."""
+        """Return (q, gate) for the rows of `step.queries`: q [T, heads, nope + rope] before rope; gate [T, heads,
+        v_dim] before its sigmoid, or None."""
         inputs, input_cast = latents.queries, latents.cast
         if self.gate == "queries":
             inputs, input_cast = torch.cat((inputs, latents.unnormed), -1), None
@@ -269,10 +258,10 @@ class PagedAttention(DSAAttention):
         return q, gate
 
     def _pick(self, x: torch.Tensor, latents: Latents, step: AttentionPass) -> torch.Tensor | None:
-        """Return the indices of the keys that the rows of `step.queries` attend to, in the unit `step.counted_in`.
+        """Return the indices of the keys that the rows of `step.queries` attend to, in the unit `step.counted_in`; None
+        if the pass is not sparse.
 
-        Return None if the pass is not sparse. If there is a cache, also write the index keys of the new tokens to it,
-        unless `_latents` has already written them.
+        If there is a cache, also write the index keys of the new tokens to it, unless `_latents` has written them.
         """
         if not step.sparse and step.cache is None:
             return None
@@ -317,12 +306,11 @@ class PagedAttention(DSAAttention):
     def _store(self, kv: torch.Tensor, step: AttentionPass) -> torch.Tensor | None:
         """Apply norm and rope to the new tokens' projections kv [T, latent + rope], and write the keys to the pages.
 
-        Return all keys as the pages store them, [sum(key_lens), latent + rope] in kv's dtype, if all keys are new,
-        attention reads packed keys, and the pages are FP8 or have kv's dtype. Otherwise return None.
+        If all keys are new, return them as the pages store them, [sum(key_lens), latent + rope] in kv's dtype, so that
+        the pages need not be read back. Return None if a key is not new, attention reads the pages, or the pages have
+        another float dtype than kv.
         """
         batch, cache, norm = step.batch, step.cache, self.kv_a_layernorm
-        # If all keys are new, `write_mla_cache` also writes the stored values to `out`, so that the pages need not be
-        # read back. It cannot do so if the pages have another float dtype than kv.
         as_stored = cache.latent_is_fp8 or cache.latent.dtype == kv.dtype
         keep = not step.in_pages and as_stored and batch.query_lens == batch.key_lens
         pages = cache.latent, batch.slots
@@ -343,11 +331,7 @@ class PagedAttention(DSAAttention):
         return self.kv_lora_rank == HEAD_DIM_V and self.rope_dim == HEAD_DIM - HEAD_DIM_V
 
     def _stay_in_pages(self, x: torch.Tensor, step: AttentionPass) -> bool:
-        """Return whether a sparse prefill in the absorbed form reads keys directly from the pages.
-
-        It does so if the pages have x's dtype, or if they are FP8 and all keys in x's dtype would take more than
-        `most_read` bytes.
-        """
+        """Return whether a sparse prefill in the absorbed form reads keys directly from the pages (see MOST_READ)."""
         if step.cache.latent.dtype == x.dtype:
             return True
         read = sum(step.batch.key_lens) * (self.kv_lora_rank + self.rope_dim) * x.itemsize
@@ -355,11 +339,8 @@ class PagedAttention(DSAAttention):
         return step.cache.latent_is_fp8 and read > most_read(heads)
 
     def _stored_keys(self, step: AttentionPass, dtype: torch.dtype) -> torch.Tensor:
-        """Return the keys that attention reads.
-
-        If `step.in_pages`, these are the pages, as a view with one row per slot. Otherwise they are all keys, packed
-        and converted to `dtype`: [sum(key_lens), latent + rope].
-        """
+        """Return the keys that attention reads: if `step.in_pages`, a view of the pages with one row per slot; else all
+        keys in `dtype`, packed, [sum(key_lens), latent + rope]."""
         latent = step.cache.latent
         if step.in_pages:
             return latent.view(-1, latent.shape[-1])
@@ -374,7 +355,6 @@ class PagedAttention(DSAAttention):
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor, step: AttentionPass
     ) -> torch.Tensor:
         """Return [T, heads, latent + rope]: q_nope W_UK, and q_pe after rope."""
-        # The two ops write their results directly into slices of q, which avoids a concatenation.
         q = q_nope.new_empty(*q_nope.shape[:2], self.kv_lora_rank + self.rope_dim)
         _by_head(q_nope, w_uk, q[..., : self.kv_lora_rank])
         dsa.apply_rotary(q_pe, *step.query_angles, interleaved=True, out=q[..., self.kv_lora_rank :])
@@ -382,8 +362,7 @@ class PagedAttention(DSAAttention):
 
     def _decode(self, q: torch.Tensor, topk_indices: torch.Tensor | None, step: AttentionPass) -> torch.Tensor:
         batch, cache = step.batch, step.cache
-        # On a GPU, the kernel for FP8 pages accepts only bf16 queries. Casting queries of other dtypes costs little
-        # accuracy, because e4m3 keys have only 4 significant bits.
+        # On a GPU, the kernel for FP8 pages accepts only bf16 queries.
         dtype = torch.bfloat16 if cache.latent_is_fp8 and q.is_cuda else q.dtype
         by_sequence = (-1, batch.next_n)
         options = {"softmax_scale": self.softmax_scale, "is_fp8_kvcache": cache.latent_is_fp8}
@@ -401,10 +380,8 @@ class PagedAttention(DSAAttention):
         return out.to(q.dtype)
 
     def _attend_to_bytes(self, q: torch.Tensor, topk_indices: torch.Tensor, step: AttentionPass) -> torch.Tensor:
-        """Return [T, heads, latent]: attention of a prefill's queries to selected slots of FP8 pages.
-
-        Each query is a sequence of one token for the decoding op.
-        """
+        """Return [T, heads, latent]: attention of a prefill's queries to selected slots of FP8 pages. For the op, each
+        query is a sequence of one token."""
         dtype = torch.bfloat16 if q.is_cuda else q.dtype
         counts = self._counts(topk_indices, step)
         options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
@@ -432,9 +409,7 @@ class PagedAttention(DSAAttention):
         exchange the same data.
 
         These data are the latents of the queries, the results, and the indices of the selected keys. An indexer other
-        than `PagedIndexer` selects for all rows on every rank in both forms, so its indices are not exchanged. Later
-        layers without an indexer use the form that this layer chooses. The estimate assumes that each of them exchanges
-        as much data as this layer.
+        than `PagedIndexer` selects for all rows on every rank in both forms, so its indices are not exchanged.
         """
         if self.part is None or not step.placement.sharded:
             return None
@@ -473,8 +448,8 @@ class PagedAttention(DSAAttention):
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
         k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
         sequences = batch.cu_query_lens, batch.cu_key_lens, batch.max_key_len
-        # Queries with at most dense_keys visible keys skip the bits and attend to all visible keys. A layer without an
-        # indexer does not know top_k, so it reads the bits of all queries; the result is the same.
+        # Queries with at most dense_keys visible keys attend to all of them and skip the bits. A layer without an
+        # indexer does not know top_k, so all its queries read bits; the result is the same.
         dense_keys = 0 if self.indexer is None else self.indexer.top_k
         options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys}
         out, lse = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
@@ -485,8 +460,8 @@ class PagedAttention(DSAAttention):
         return of_attention() | ({} if self.sinks is None else {"attn_sink": self.sinks})
 
     def _apply_sinks(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Return attention's result with the sinks in the softmax's denominator. out [T, heads, ...], lse [T, heads]:
-        the result and the log-sum-exp without sinks."""
+        """Add the sinks to the softmax's denominator. out [T, heads, ...], lse [T, heads]: the result and the
+        log-sum-exp without sinks."""
         return (out * (lse - self.sinks).sigmoid()[..., None]).to(out.dtype)
 
 

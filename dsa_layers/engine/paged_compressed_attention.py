@@ -23,17 +23,17 @@ from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-# The kernels that fuse rope with the norm or the cast support heads of at most MOST_CHANNELS channels. The channels and
-# the rope channels must be multiples of VECTOR.
+# The kernel for norm and rope supports heads of up to MOST_CHANNELS channels in every dtype, in multiples of VECTOR.
+# For it and for the kernel for rope and cast, the rope channels must be a multiple of VECTOR.
 MOST_CHANNELS, VECTOR = 512, 8
-FEW_HEADS = 32  # for at most FEW_HEADS heads, a prefill uses another kernel, which cannot cast its results to FP8
+FEW_HEADS = 32  # prefills with at most FEW_HEADS heads use another kernel, which cannot cast its results to FP8
 
 
 class QueryLatents(NamedTuple):
     """The latents of the queries.
 
-    values  [T, q_lora_rank]
-    cast    `values` in FP8 with scales, for FP8 layers; else None
+    values  [T, q_lora_rank], after the norm
+    cast    `values` in FP8 with scales, or None (`norm_and_cast`)
     """
 
     values: torch.Tensor
@@ -45,12 +45,12 @@ class Projections(NamedTuple):
     have all rows.
 
     latents        latents of the queries
-    keys           [T, dim]: keys of the tokens, before the norm
+    keys           [T, dim]: keys of the tokens, before norm and rope
     entries        `Products` of the compressor; None without a compressor
-    index_entries  `Products` of the lightning indexer's compressor; None if the indexer computes them itself or the
-                   pass does not need them
-    index_weights  the indexer's `head_weights`, if one product computes them together with the compressors' products
-                   (`joint_fp32_layers`); else None
+    index_entries  `Products` of the indexer's compressor; None if the pass does not need them or `_shares_products` is
+                   false
+    index_weights  the indexer's `head_weights`, if one product computes them and all `Products` (`joint_fp32_layers`);
+                   else None
     """
 
     latents: QueryLatents
@@ -69,14 +69,13 @@ class PagedCompressedAttention(CompressedAttention):
 
     forward(x, rope, entry_rope, batch, cache=None, cast=None) -> [T, hidden], without gradients.
 
-    rope        cos and sin; pass a `RopeAngles` if several layers rotate by the same angles
-    entry_rope  cos and sin for the entries that the new tokens may complete; None without a compressor
+    rope        cos and sin; a `RopeAngles` lets layers share the inverse rotation
+    entry_rope  cos and sin at the positions `EntryView.positions`; None without a compressor
     batch       the new tokens of all ranks. Without a cache, no sequence may have earlier tokens
     cast        x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
 
-    ranks, part, part_of_ranks  see `PagedAttention`. With several ranks, each rank computes its heads for all rows. But
-                                if `part` is not None and the rows are sharded, each rank instead computes all
-                                heads for its local rows
+    ranks, part, part_of_ranks  see `PagedAttention`. If the layer has a `part` and the rows are sharded, each rank
+                                computes all heads for its local rows. Otherwise it computes its heads for all rows
     """
 
     ranks: Ranks = ALONE
@@ -108,15 +107,15 @@ class PagedCompressedAttention(CompressedAttention):
             return step.placement.reduce((self.part or self)._run(x, cast, step))
 
     def joint_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that multiply x in one product."""
+        """Return the layers that can multiply x in one product (`join`)."""
         return self.wq_a, self.wkv
 
     def joint_fp32_layers(self) -> tuple[FP32Linear, ...]:
-        """Return the fp32 layers of the compressor and of the indexer's compressor, which multiply x in one product.
+        """Return the fp32 layers of the compressor and of the indexer, which can multiply x in one product (`join`).
         Return () if there is no `PagedCompressor` or no `PagedCompressedIndexer`.
 
-        They include the indexer's `weights_proj` only if the indexer's n_heads is a multiple of 4. Otherwise the rows
-        of the results would not begin at multiples of 16 bytes, as the compressors' kernels require.
+        If the indexer's n_heads is not a multiple of 4, leave out its `weights_proj`. Otherwise the rows of the results
+        would not begin at multiples of 16 bytes, as the kernel of `dsa.write_compressed_kv` requires.
         """
         if not isinstance(self.indexer, PagedCompressedIndexer) or not isinstance(self.compressor, PagedCompressor):
             return ()
@@ -130,10 +129,10 @@ class PagedCompressedAttention(CompressedAttention):
         latents, projecting = self._begin_projections(x, cast, step)
         q = self._queries(latents, step)  # overlaps with the exchange of rows between ranks
         projected = projecting()
-        del latents, projecting  # free the memory of this rank's rows
+        del latents, projecting  # free the rows of this rank that `projecting` holds
         keys = self._token_keys(projected.keys, step)
         entries = self._entries(x, projected, step)
-        del projected  # free the fp32 products of all rows, which attention does not need
+        del projected  # free the fp32 products of all rows
         return self._prefill(q, keys, *entries, step)
 
     def _selects(self, batch: TokenBatch) -> bool:
@@ -142,7 +141,7 @@ class PagedCompressedAttention(CompressedAttention):
 
     @property
     def _shares_products(self) -> bool:
-        """Whether this layer computes products for the indexer. Otherwise the indexer computes them."""
+        """Whether this layer computes its indexer's projections, so that they can share products and casts."""
         return isinstance(self.indexer, PagedCompressedIndexer)
 
     def _begin_projections(
@@ -150,8 +149,8 @@ class PagedCompressedAttention(CompressedAttention):
     ) -> tuple[QueryLatents, Callable[[], Projections]]:
         """Return the queries' latents, and a function that returns all projections.
 
-        If x is sharded, the ranks exchange the keys and the compressors' products; the function waits for this
-        exchange. If a rank has only some heads, `_queries` also exchanges the queries' latents.
+        If x is sharded, this method starts to exchange the keys and the compressors' products between ranks, and the
+        function waits for them.
         """
         selects = self._selects(step.batch)
         latents, kv = self._latents(x, cast, selects and self._shares_products)
@@ -203,7 +202,7 @@ class PagedCompressedAttention(CompressedAttention):
         """Return the indices of the entries that the indexer selects for the rows of `step.queries`, or their cache
         slots if `step.in_pages`.
 
-        If there is a cache and `_shares_products`, the caller has already written the index keys to the cache.
+        If there is a cache, also write the index keys to it; if `_shares_products`, the caller has already done so.
         """
         cache, latents, indexer = step.cache, projected.latents, self.indexer
         if self._shares_products:
@@ -230,16 +229,15 @@ class PagedCompressedAttention(CompressedAttention):
         rows: torch.Tensor | None,
         step: EntryPass,
     ) -> torch.Tensor:
-        """Return y for the queries q. A query attends to the keys in its window and to some compressed entries.
+        """Return y for the queries q. A query attends to the keys in its window and to compressed entries.
 
-        keys        the keys of all tokens in the windows, as `_token_keys` returns them
-        compressed  all entries, packed [N, dim]; None without a compressor
-        rows        int32 [T, K]: the rows of `compressed` to which each query attends; None without a compressor
+        keys              the result of `_token_keys`
+        compressed, rows  the result of `_entries`
         """
         batch, queries, angles = step.batch, step.queries, step.query_angles
         windows = self._windows(step)
-        # List the keys in the window of each query. The op cannot derive them from the sequence bounds, because this
-        # rank's queries may not be the last tokens of their sequences.
+        # List the keys in the window of each query: the op would assume that the queries are the last tokens of their
+        # sequences, but this rank's queries may not be.
         near = queries.local_cached(windows.indices)
         packed = (q, keys[:, None], queries.local_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
         if compressed is None or len(compressed) == 0:
@@ -267,16 +265,13 @@ class PagedCompressedAttention(CompressedAttention):
         return self._project(out, angles, batch)
 
     def _casts_results(self, rope: Angles) -> bool:
-        """Return whether a prefill's attention casts its results to FP8 for wo_a.
-
-        It does so if wo_a has FP8 weights, a head has the 512 channels (64 of them with rope) that the fused kernel
-        supports, and there are more than FEW_HEADS heads. For at most FEW_HEADS, the kernel cannot cast.
-        """
+        """Return whether a prefill's attention casts its results to FP8 for wo_a. The kernel that casts supports heads
+        of 512 channels, 64 of them with rope."""
         takes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
         return takes and type(self.wo_a.matrices) is BlockFP8Linear
 
     def _joins_rope(self, rope: Angles) -> bool:
-        """Return whether the size of a head allows one kernel for the norm and rope, and one for rope and the cast."""
+        """Return whether the size of a head allows one kernel for norm and rope, and one for rope and cast."""
         return self.dim <= MOST_CHANNELS and self.dim % VECTOR == 0 and 2 * rope[0].shape[1] % VECTOR == 0
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
@@ -295,7 +290,7 @@ class PagedCompressedAttention(CompressedAttention):
         return step.batch.windows(self.window, self.window if step.cache is None else step.cache.window.shape[1])
 
     def _token_keys(self, kv: torch.Tensor, step: EntryPass) -> torch.Tensor:
-        """Return the keys of all tokens in the windows of the new tokens, in the order of `WindowView.order`.
+        """Return the keys of all tokens in the windows of the new tokens, sorted by `WindowView.order`.
 
         kv: wkv(x) of the new tokens. If there is a cache, also write their keys to the sequences' rings (`WindowView`).
         """
@@ -306,8 +301,8 @@ class PagedCompressedAttention(CompressedAttention):
         earlier = None
         if any(windows.earlier_lens):
             earlier = dsa.read_kv_cache(cache.window, windows.earlier_slots, dtype=kv.dtype)
-        # If the rings are FP8, the op also rounds `rows` to FP8. So all queries see the same value of a key, whether
-        # the key comes from a ring or from this pass.
+        # If the rings are FP8, the op also rounds `rows` to FP8. So a key has the same value in this pass and in later
+        # passes.
         rows = torch.empty_like(kv)
         dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, cache.window, windows.slots, eps=norm.eps, out=rows)
         if earlier is None:
@@ -322,8 +317,8 @@ class PagedCompressedAttention(CompressedAttention):
 
         entries  [N, dim]: all compressed entries of all sequences, packed
         rows     int32 [T, K]: for each of `step.queries`, the rows of `entries` to which it attends. K is top_k if the
-                 indexer selects, else the most entries of a sequence. Attention reads only a query's first columns, as
-                 many as entries that it may see, but at most K
+                 indexer selects, else `EntryView.max_key_len`. If a query may see n < K entries, only its first n
+                 columns count
 
         If there is a cache, also write the new entries and index entries to it.
         """
@@ -354,8 +349,7 @@ class PagedCompressedAttention(CompressedAttention):
         slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots
         entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
         # In a CUDA graph, run the compressors' products on the second stream while the first stream computes the
-        # latents. After the latents, the product that computes the queries occupies all SMs. `side.join()` waits for
-        # everything on the second stream, so it waits for the compressors too.
+        # latents. `side.join()` waits for everything on the second stream, so it waits for these products too.
         with side_stream(x):
             products, of_index, weights = self._products(x, shares, shares)
             if self.compressor is not None:
@@ -376,12 +370,11 @@ class PagedCompressedAttention(CompressedAttention):
         if self.compressor is not None:
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
-        # On a GPU, the kernel for FP8 pages accepts only bf16 queries. Casting queries of other dtypes costs little
-        # accuracy, because e4m3 keys have only 4 significant bits.
+        # On a GPU, the kernel for FP8 pages accepts only bf16 queries.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
-        # topk_length has one number per sequence: the window keys of its last new token. The op puts the entries after
-        # that many window keys, so the order of a sum depends on the number of new tokens. Batch-invariant passes
-        # therefore pass no topk_length.
+        # topk_length is the number of window keys of a sequence's last new token. The op puts the entries after that
+        # many window keys, so a draft could change the order of another token's sums. Batch-invariant passes therefore
+        # pass no topk_length.
         lengths = None if is_batch_invariant() else batch.most_selected(self.window)
         out, _ = dsa.flash_mla_with_kvcache(
             *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),
@@ -397,7 +390,7 @@ class PagedCompressedAttention(CompressedAttention):
 
 
 def _check_entries(name: str, entries: EntryCache | None, ratio: int, batch: TokenBatch) -> None:
-    """Raise ValueError unless the cache has `entries` and their page size matches the page size of the batch.
+    """Raise ValueError if `entries` is None, or if the batch does not have pages of the same size.
 
     name: the cache's attribute, for the message. ratio: tokens per entry.
     """

@@ -20,8 +20,7 @@ from dsa_layers.layers.linear import FP32Linear
 
 
 class PagedSelection(KeySelection):
-    """Selection of keys for inference, with or without a paged cache. `KeySelection` lists the attributes that
-    subclasses have."""
+    """Selection of keys for inference, with or without a paged cache."""
 
     def pick(
         self,
@@ -36,8 +35,8 @@ class PagedSelection(KeySelection):
         The result has positions in the sequence, or cache slots if `step.in_pages`.
 
         queries    the index queries before rope, for the local rows
-        projected  what the index keys are computed from, for all rows: wk(x) in `PagedIndexer`, `compressor.project(x)`
-                   in `PagedCompressedIndexer`. It is not read with a cache: the caller has already written the keys
+        projected  for all rows, wk(x) (`PagedIndexer`) or `compressor.project(x)` (`PagedCompressedIndexer`). With a
+                   cache it is not read: the caller has already written the keys
         weights    `head_weights` for the local rows
         """
         view = self.selectable(step.batch)
@@ -95,10 +94,9 @@ class PagedSelection(KeySelection):
 
 
 class PagedIndexer(PagedSelection, LightningIndexer):
-    """`LightningIndexer` for inference, with a cache.
+    """`LightningIndexer` for inference, with or without a cache.
 
-    `PagedAttention` computes the indexer's projections of x and qr itself, so that they can share products and FP8
-    casts with its other projections. It then calls `write` and `pick`.
+    `PagedAttention` computes the projections of x and qr itself and calls `write` and `pick`, not `store` and `select`.
     """
 
     @torch.no_grad()
@@ -153,8 +151,7 @@ Products = tuple[torch.Tensor, torch.Tensor]  # (wkv(x), wgate(x)) of a compress
 
 
 class PagedCompressor(Compressor):
-    """`Compressor` for inference. If `join` has made the weights adjacent, `project` computes wkv(x) and wgate(x) in
-    one product."""
+    """`Compressor` for inference."""
 
     def project(self, x: torch.Tensor) -> Products:
         return joint_linear.multiply(x, *self.joint_layers())
@@ -167,7 +164,7 @@ class PagedCompressor(Compressor):
         return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
 
     def store(self, products: Products, step: EntryPass, cache: EntryCache) -> None:
-        """Write the entries that the new tokens complete, and the state of incomplete blocks, to the cache."""
+        """Write the entries that the new tokens complete to the cache, and update `EntryCache.state`."""
         batch = step.batch
         dsa.write_compressed_kv(
             *(*products, self.ape, self.norm.weight.float(), *step.entry_angles, cache.pages),
@@ -178,16 +175,15 @@ class PagedCompressor(Compressor):
         )
 
     def joint_layers(self) -> tuple[FP32Linear, FP32Linear]:
-        """Return the layers that multiply x in one product."""
+        """Return the layers that can multiply x in one product (`join`)."""
         return self.wkv, self.wgate
 
 
 class PagedCompressedIndexer(PagedSelection, CompressedIndexer):
-    """`CompressedIndexer` for inference, with a cache.
+    """`CompressedIndexer` for inference, with or without a cache.
 
-    `PagedCompressedAttention` computes the indexer's projections of x and qr itself, so that they can share products
-    and FP8 casts with its other projections. It writes the keys to the cache with `PagedCompressor.store` and then
-    calls `pick`.
+    `PagedCompressedAttention` computes the projections of x and qr itself. It calls `PagedCompressor.store` to write
+    the keys to the cache, and `pick` in place of `select`.
     """
 
     @torch.no_grad()

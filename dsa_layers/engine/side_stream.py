@@ -32,17 +32,16 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
 
     The kernels in the block wait for all earlier launches. Later launches do not wait for these kernels until the
     caller calls `join` on the yielded value. So a replayed graph can run the block's kernels and the later ones at the
-    same time. If several blocks are not joined yet, `join` of the last one waits for all. Without a graph, a second
-    stream would only add host overhead.
+    same time. If several blocks are not joined yet, `join` of the last one waits for all.
 
-    reads: the tensors that the block reads and that the caller may drop before `join`. The yielded value holds
-    references to them until `join`, so that their memory is not reused. The first tensor determines the device.
+    reads: the tensors that the block reads and that the caller may drop before `join`. The yielded value references
+    them until `join`, so that their memory is not reused. The first tensor determines the device.
 
     Until `join`, the two streams must not write a tensor that the other stream reads or writes. If both streams read
     a `cached_property` of the batch, compute the property before the block. Memory that the block allocates belongs to
     the second stream. If the caller frees this memory after `join`, only a later `side_stream` block can reuse it, and
-    that block waits for all earlier launches. This holds for PyTorch's native allocator only. With another one, such as
-    cudaMallocAsync, which frees memory in stream order, all launches stay on the current stream.
+    that block waits for all earlier launches. This holds for PyTorch's native allocator only; with another allocator,
+    all launches stay on the current stream.
     """
     x = reads[0]
     captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -58,5 +57,4 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
 
 @cache
 def _second_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Return the second stream for `stream`. Every call with the same `stream` returns the same second stream."""
     return torch.cuda.Stream(stream.device)

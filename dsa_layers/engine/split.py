@@ -1,8 +1,8 @@
 """Tensor parallelism: conversion of a whole model on the meta device to the part of one rank.
 
-`split` cuts a sharded parameter into equal parts, one per rank; rank r has part r. A linear layer that is cut along
-dimension 1 follows layers that are cut along dimension 0, and returns a partial sum of the result. `split` does not cut
-replicated layers (`ShardingPlan`). After the weights are loaded, `make_parts` gives each a copy with the rank's part.
+`split` cuts parameters into equal parts, one per rank; rank r has part r. A linear layer that is cut along dimension 1
+follows layers that are cut along dimension 0, and returns a partial sum of the result. `split` does not cut replicated
+layers (`ShardingPlan`). After the weights are loaded, `make_parts` makes a copy of each, with the rank's part.
 """
 
 import copy
@@ -28,10 +28,9 @@ from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-# The largest tile of the sparse attention kernels has 64 heads. Fewer heads save little, because a query gathers its
-# keys once for all heads: 16 heads take two thirds of the time of 64. So if each rank would have fewer than
-# TILE_OF_HEADS heads, the ranks split the queries of long prefills instead of the heads, except in the multi-head form
-# (`ShardingPlan.replicated`).
+# The largest tile of the sparse attention kernels has 64 heads. Fewer heads save little: `dsa.flash_mla_sparse_fwd`
+# with 16 heads takes 0.7 of the time with 64 (4096 queries, 32768 keys, k 2048). So if each rank would have fewer than
+# TILE_OF_HEADS heads, the ranks split the queries of long prefills instead of the heads, except in the multi-head form.
 TILE_OF_HEADS = 64
 SCALES = "_scale_inv"  # the end of the names of FP8 weights' scales
 
@@ -41,12 +40,11 @@ class ShardingPlan:
     """The rules by which ranks divide a layer.
 
     dim0, dim1  the parameters to cut along dimension 0 or 1. An item is the name of a parameter, the name of a
-                submodule for all its parameters, or "" for all parameters of the layer. Every rank has all other
-                parameters whole
+                submodule for all its parameters, or "" for all parameters of the layer
     counts      {attribute: the noun in error messages}, such as {"n_heads": "attention heads"}, for the attributes that
                 `split` divides by the number of ranks
-    blocks      whether a cut could go through the 128 x 128 blocks of FP8 weights, which it must not. False for
-                embedding and head, which are never FP8, and for experts, which `split` cuts between experts
+    blocks      whether a cut could go through a 128 x 128 block of FP8 weights. False for embedding and head, which are
+                never FP8, and for experts, which `split` cuts between experts
     replicated  whether each rank has the whole layer. In long prefills (SHARDED_TOKENS in parallel/placement.py) a rank
                 then computes the whole layer for its local rows, except attention in the multi-head form. In all other
                 passes it computes its part (`rank_part`)
@@ -112,8 +110,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
     blocks: see `cuts_of`.
 
     The embedding, attention and MLPs compute partial sums and add them over the ranks, and the head joins the ranks'
-    columns of logits. `split` does not cut replicated layers. Activations between layers, and selected keys, have the
-    same bits on all ranks that hold them.
+    columns of logits. Activations between layers, and selected keys, have the same bits on all ranks that hold them.
     Raise DoesNotDivide (a ValueError) and leave the model unchanged if the model cannot be cut evenly.
     """
     cuts = cuts_of(model, ranks.size, blocks=blocks)
@@ -141,7 +138,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
             module.ranks = ranks
         if isinstance(module, nn.ModuleList) and module and isinstance(module[0], FusedDecoderBlock | FusedHyperBlock):
             module[0].is_first = True
-            # The last `FusedHyperBlock` does not gather all streams; `SplitDeepseekV4.forward` gathers their weighted
+            # The last `FusedHyperBlock` does not gather all streams: `SplitDeepseekV4.forward` gathers their weighted
             # sum, which has fewer bytes.
             module[-1].is_last = isinstance(module[-1], FusedDecoderBlock)
         elif isinstance(block := getattr(module, "block", None), FusedDecoderBlock | FusedHyperBlock):
@@ -152,7 +149,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     """Return {parameter's name: its cut} for the parameters of a whole model that `split` cuts.
 
-    ranks: the number of ranks.
+    ranks: the number of ranks; for 1, the result is empty.
     blocks: whether the checkpoint stores projections in FP8. Then no 128 x 128 block may be cut, as it has one scale.
     Raise DoesNotDivide if the model, including the parts of replicated layers, cannot be cut evenly.
     """
@@ -212,8 +209,7 @@ def _does_not_divide(ranks: int, what: str, name: str) -> DoesNotDivide:
 def make_parts(model: nn.Module) -> None:
     """Set the `part` of every replicated layer.
 
-    Call `make_parts` after the weights are loaded and on their device, and before a CUDA graph is captured. Call it
-    again after the weights are loaded or moved again.
+    Call `make_parts` each time after the weights are loaded or moved, and before a CUDA graph is captured.
     """
     for layer in model.modules():
         ranks = getattr(layer, "part_of_ranks", None)
@@ -227,8 +223,7 @@ def make_parts(model: nn.Module) -> None:
 def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
     """Return a copy of the layer with one rank's part of the parameters. The copy computes a partial sum.
 
-    The parameters are views of the layer's parameters. Exception: if `join_layers` makes cut FP8 weights adjacent for
-    one product, these weights and their scales are copies.
+    The parameters are the layer's or views of them; `join_layers` copies those of cut FP8 layers in `joint_layers()`.
     """
     part, plan = copy.copy(layer), plan_of(layer)
     part._modules, part._parameters = dict(layer._modules), dict(layer._parameters)
@@ -245,10 +240,7 @@ def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
 
 
 def copied(part: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters of a `part` that are copies, not views of the layer's parameters.
-
-    These are the parameters of its cut FP8 layers in `joint_layers()`.
-    """
+    """Return the parameters of a `part` that `rank_part` has copied."""
     layers = [layer for layer in part.joint_layers() if type(layer) is BlockFP8Linear and layer.part_of is not None]
     return [parameter for layer in layers for parameter in layer._parameters.values()]
 
@@ -270,7 +262,7 @@ def _cut(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
 
 
 class SplitDeepseekV4(DeepseekV4ForCausalLM):
-    """`DeepseekV4ForCausalLM` on several ranks.
+    """`DeepseekV4ForCausalLM` on one or several ranks.
 
     In a sharded pass (`placement_of`), each layer returns the residual streams of this rank's rows only. `forward`
     collapses the streams to one before the ranks gather all rows.

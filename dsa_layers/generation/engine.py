@@ -38,22 +38,21 @@ Prompt = tuple[str, list[int], SamplingParams]  # (name of the prompt in errors,
 class Scheduler:
     """Base class of `Engine` and `Generator`: it schedules requests and runs a model's passes for them.
 
-    model      a `Model`, such as load_model returns, on the device that runs it
+    model      a `Model`, such as load_model returns
     tokenizer  a tokenizer for text prompts, text in events and stop strings; None: token ids only
     options    fields of `EngineOptions`
 
     Sequences start in the order of their requests. A sequence starts if fewer than max_sequences run and the cache has
-    room for its prompt and all its new tokens, so no sequence is ever evicted. With prefix_cache it may also wait for
-    pages to share. Passes over chunks of prompts (prefill) alternate with passes that extend all sequences whose
-    prompts are computed (decode).
+    room for its prompt, all its new tokens and its drafts, so no sequence is ever evicted. With prefix_cache it may
+    also wait for pages to share. Passes over chunks of prompts (prefill) alternate with passes that extend all
+    sequences whose prompts are computed (decode).
 
-    Any thread may call the methods at any time. Passes run one at a time. If a pass raises an exception, the requests
-    that the pass computes end. `step` raises the exception, and the streams of these requests raise it too.
+    Any thread may call the methods. Passes run one at a time. If a pass raises an exception, the requests that the pass
+    computes end. `step` and the streams of these requests raise the exception.
 
     If a model is split over ranks (load_model's mesh), one thread of each rank must make the same calls in the same
-    order, and must close streams instead of dropping them. Requests that differ between ranks are refused. Rank 0
-    chooses the seeds that callers do not set. If a pass fails on one rank, the other ranks wait for that rank, and the
-    launcher must end them.
+    order, and must close streams instead of dropping them. Requests that differ between ranks are refused. If a pass
+    fails on one rank, the launcher must end the other ranks.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
@@ -73,7 +72,7 @@ class Scheduler:
             facts |= {name: str(value) for name, value in asdict(self.options).items()}
             facts["tokens that end"] = str(sorted(self.eos))
         self.capacity.pages = min(gathered(self.ranks, self.capacity.pages))
-        # Create the cache outside of inference mode, because callers may write to it outside of inference mode.
+        # Tensors that are created in inference mode cannot be written outside of it.
         with raise_on_all_ranks(self.ranks), torch.inference_mode(False):
             self.cache: Cache = self.capacity.make_cache(model, self.device)
             self.passes = Passes(model, self.cache, self.options)
@@ -81,17 +80,15 @@ class Scheduler:
             _LOGGER.info("The cache holds %d tokens.", self.capacity.pages * self.options.page_size)
         self.memory = SequenceMemory(self.passes.caches, self.capacity, self.options)
         self.throughput = Throughput()
-        self._requests: dict[int, Request] = {}  # by number: all unfinished requests, and the latest ended ones
+        self._requests: dict[int, Request] = {}  # by number: all unfinished requests, and some ended ones
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._numbers = 0
-        # The first waiting sequence, if it could not start. Reset to None after memory is released, or after a prefill
-        # pass, which may have computed pages that the sequence can share.
+        # The first waiting sequence, if it could not start; None again after memory is released or a prefill pass.
         self._blocked: RunningSequence | None = None
         self._extends_next = False
-        # A thread holds this lock to add, end and release requests, and to add and take their events. The lock is free
-        # during a pass, so that `add_request` and `abort` do not wait for the pass. While a pass runs, only its thread
-        # removes sequences from `_waiting` and `_running`.
+        # The lock of requests and their events. It is free during a pass, so that `add_request` and `abort` do not wait
+        # for the pass. While a pass runs, only its thread removes sequences from `_waiting` and `_running`.
         self._changed = threading.Condition()
         self._worker: int | None = None  # the identifier of the thread that runs a pass
 
@@ -102,12 +99,11 @@ class Scheduler:
             return sum(not s.ended for request in self._requests.values() for s in request.sequences)
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> int:
-        """Add a request and return its number, which is also `TokenEvent.sequence` of its first sequence. If
-        `params.n` is above 1, the other sequences have the numbers that follow. With a seed, sequence k of the request
-        uses seed + k.
+        """Add a request of `params.n` sequences. Return its number, which is also `TokenEvent.sequence` of the first
+        sequence; the other sequences have the numbers that follow. With a seed, sequence k uses seed + k.
 
         Raise TypeError or ValueError for a wrong prompt (`encode_prompts`) or wrong `params`, or if the prompt fills
-        the model's context. Raise OutOfPages if the whole cache cannot hold a sequence.
+        the model's context. If the whole cache cannot hold a sequence, raise OutOfPages; on several ranks, ValueError.
         """
 
         def checked() -> list[Prompt]:
@@ -119,8 +115,7 @@ class Scheduler:
 
     def abort(self, request: int) -> None:
         """End a request, and drop its events that no stream has returned. The request has no further events, not even
-        one with a finish_reason. Its memory is freed as soon as no pass is running. The method
-        ignores an ended or unknown request."""
+        one with a finish_reason. Its memory is freed as soon as no pass is running. Ignore an unknown request."""
         with self._changed:
             if request in self._requests:
                 self._requests[request].end()
@@ -129,22 +124,20 @@ class Scheduler:
                 self._release_ended()
 
     def step(self) -> list[TokenEvent]:
-        """Run a pass and return its events, in the order in which sequences started; [] if no request is unfinished.
+        """Run a pass and return its events, in the order in which sequences started. A pass may have no events, for
+        example if no prompt ends in it. If no request is unfinished, return [] without a pass.
 
-        If the largest logit of a sequence is NaN or infinite, the sequence ends with finish_reason "error", and the
-        other sequences continue.
+        If the largest logit of a sequence is NaN or infinite, only this sequence ends, with finish_reason "error".
         """
         return self._alone(self._pass)
 
     def warm_up(self, max_tokens: int | None = None) -> None:
-        """Capture the CUDA graphs of decoding passes before requests arrive. Otherwise the first pass of each size is
-        captured while its sequences wait.
+        """Capture the CUDA graphs of decoding passes before requests arrive, for all sizes of a pass
+        (`EngineOptions.cuda_graphs`). Otherwise the first pass of each size is captured while its sequences wait. Do
+        nothing if passes are not captured.
 
-        There is one graph per size of a pass: a number of sequences, up to max_sequences, and a number of pages of the
-        longest sequence, each rounded up to a power of two. Do nothing if passes are not captured.
-
-        max_tokens  the most tokens of a sequence, which bounds the number of pages. None: the model's context, or the
-                    number of tokens that fit into the cache together with a sequence's drafts, if that is less
+        max_tokens  the most tokens of a sequence. Default and maximum: the model's context, or the number of tokens
+                    that fit into the cache together with a sequence's drafts, if that is less
 
         Raise TypeError or ValueError if max_tokens is wrong, and RuntimeError if a request is unfinished.
         """
@@ -165,7 +158,7 @@ class Scheduler:
         self._alone(capture)
 
     def _submit(self, make: Callable[[], Iterable[Prompt]], first: int | None = None) -> Request:
-        """Add the sequences of one or more prompts as one request, and return the request.
+        """Add the sequences of prompts as one request, and return the request.
 
         make   a function that returns the prompts. If it raises on one rank, all ranks raise
         first  `TokenEvent.sequence` of the first sequence; None: the number of the request
@@ -187,7 +180,7 @@ class Scheduler:
             for number in ended[: -self.options.max_sequences]:
                 del self._requests[number]
             self._requests[request.number] = request
-            self._numbers += max(len(sequences), 1)  # requests without sequences have different numbers too
+            self._numbers += max(len(sequences), 1)  # a request without sequences also takes a number
             self._waiting += sequences
         return request
 
@@ -213,8 +206,8 @@ class Scheduler:
     def _alone(
         self, run: Callable[[], list[TokenEvent]], needed: Callable[[], bool] = lambda: True
     ) -> list[TokenEvent]:
-        """Wait until no other thread runs a pass. Then call `run`, which may run passes, and return its result. Return
-        [] as soon as `needed` returns False, which a pass of another thread may cause."""
+        """Wait until no other thread runs a pass. Then call `run`, which may run passes, and return its result; or
+        return [] if `needed` returns False."""
         with self._changed:
             if self._worker == threading.get_ident():  # waiting would be a deadlock
                 raise RuntimeError("step: was called by the pass of another step, as a hook may do")
@@ -239,7 +232,7 @@ class Scheduler:
         try:
             events = self._prefill(work) if work else self._extend(ready)
         except BaseException as error:
-            # The pass may have added tokens to sequences, and their events are lost. So these requests cannot continue.
+            # The pass may have added tokens whose events are lost, so these requests cannot continue.
             with self._changed:
                 for request in {s.request for s in [s for s, _ in work] or ready}:
                     request.end()
@@ -254,9 +247,9 @@ class Scheduler:
         return [event for _, event in events]
 
     def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
-        """Start waiting sequences in order until there is no room for the next one. Then choose the prompt tokens of
-        the next pass, also in order. Return them as (sequence, number of tokens) pairs with at most `prefill_chunk`
-        tokens in total. A batch-invariant engine computes one prompt per pass."""
+        """Start waiting sequences in order until the next one must wait. Then choose the prompt tokens of the next
+        pass: return (sequence, number of tokens) pairs with at most `prefill_chunk` tokens in total. A batch-invariant
+        engine computes one prompt per pass."""
         while self._waiting:
             first = self._waiting[0]
             if not first.ended:
@@ -279,9 +272,9 @@ class Scheduler:
         events = self.passes.prefill(work)
         for s, _ in work:
             self.memory.computed(s)
-        self._blocked = None  # the waiting sequence may now fit, because it can share the new pages
+        self._blocked = None  # the waiting sequence may be able to share the new pages
         if self.device.type == "cuda" and not all(s.prefilling for s in self._running):
-            # Without this synchronisation, the next decoding pass would wait for this pass and count its time.
+            # Without this synchronisation, the next decoding pass could wait for this pass and count its time.
             torch.cuda.current_stream(self.device).synchronize()
         self.throughput.prefill_tokens += sum(n for _, n in work)
         self.throughput.prefill_seconds += time.perf_counter() - started
@@ -313,15 +306,14 @@ class Engine(Scheduler):
             for event in engine.step():
                 print(event.sequence == first, event.text)
 
-    `Scheduler` documents the arguments and how requests share passes.
+    `Scheduler` documents the arguments.
     """
 
     def stream(self, request: int) -> "EventStream":
         """Return the stream of a request, with all its events. Create at most one stream per request.
 
-        The request must be unfinished, or among the `max_sequences` ended requests with the highest numbers. Ended
-        requests are accepted because another thread may finish a request before this call. Raise ValueError for an
-        unknown request; older ended requests may be unknown.
+        The request must be unfinished, or among the `max_sequences` ended requests with the highest numbers. Raise
+        ValueError for an unknown request; other ended requests may be unknown.
         """
         found = self._requests.get(request)
         if found is None:
@@ -330,7 +322,7 @@ class Engine(Scheduler):
 
 
 class EventStream(Iterator[TokenEvent]):
-    """The events of a request, in the order in which their tokens are computed. Reading an event runs passes, and these
+    """The events of a request, in the order in which their tokens are computed. Reading an event may run passes, which
     serve all requests of the engine. Any thread may read or close the stream.
 
     request  the number of the request
@@ -355,8 +347,8 @@ class EventStream(Iterator[TokenEvent]):
             try:
                 raise event
             finally:
-                # The traceback of `event` refers to this frame. If the frame kept `event`, they would form a reference
-                # cycle, which would keep the engine's graphs and memory alive.
+                # The traceback of `event` refers to this frame. If the frame kept `event`, this reference cycle would
+                # keep the engine's memory alive until a garbage collection.
                 del event
         return event
 
@@ -370,8 +362,8 @@ class EventStream(Iterator[TokenEvent]):
             return []
 
     def close(self) -> None:
-        """End the request. Dropping the last reference to the stream also ends the request. In that case, the engine
-        releases the request's memory before the next pass."""
+        """End the request and drop its remaining events. Dropping the last reference to the stream also ends the
+        request; the engine then releases the request's memory before the next pass."""
         self._engine.abort(self.request)
 
     def __del__(self) -> None:

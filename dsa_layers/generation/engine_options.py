@@ -21,17 +21,14 @@ CPU_CACHE_TOKENS = 65536
 
 @dataclass
 class EngineOptions:
-    """Options of `Engine` and `Generator`.
+    """Options of `Engine` and `Generator`. The default is in parentheses at the end of an entry.
 
-    The default is in parentheses at the end of an entry.
-
-    cache_tokens   number of tokens that the paged cache holds, rounded up to full pages. A sequence waits until there
-                   is room for it. A sequence that can never fit is refused. All ranks use the smallest of the ranks'
-                   sizes. With None, the default, the size depends on the device. On a GPU, the cache uses the memory
-                   that is free after loading, minus a tenth of the GPU's memory for activations, and the size is
-                   logged. On a CPU, the cache holds 65536 tokens, or the model's context if that is more. In both
-                   cases, it holds at most max_sequences sequences of the whole context
-    page_size      number of tokens per page; None, the default: the model's page size
+    cache_tokens   number of tokens that the paged cache holds, rounded up to full pages. A sequence that can never fit
+                   is refused. With None, the size depends on the device. On a GPU, the cache uses the memory that is
+                   free after loading, minus a tenth of the GPU's memory for activations, and the size is logged. On a
+                   CPU, the cache holds 65536 tokens, or the model's context if that is more. In both cases, it holds at
+                   most max_sequences sequences of the whole context. All ranks use the smallest of their sizes (None)
+    page_size      number of tokens per page; None: the model's page size (None)
     max_sequences  largest number of sequences that run at a time; other sequences wait (64)
     prefill_chunk  largest number of prompt tokens per pass, over all sequences. It bounds how long a running sequence
                    waits between two tokens (2048)
@@ -40,17 +37,15 @@ class EngineOptions:
                    each rounded up to a power of two (True)
     draft_tokens   number of tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True)
                    drafts after each sequence. The next pass computes the model's token after each draft. Each draft
-                   that the model accepts saves a pass. Output matches runs without drafts up to rounding: a pass with
-                   drafts has more rows, so kernels may add in another order (0)
+                   that the model accepts saves its sequence a pass. Output matches runs without drafts up to rounding
+                   (0)
     prefix_cache   whether full pages of prompts stay in the cache until their memory is needed. A later prompt that
-                   begins with the same tokens reuses these pages, so that no pass computes them again. Output matches
-                   runs without a prefix cache up to rounding. The model's weights must not change while the engine
-                   exists. If the cache stores a state per sequence, as DeepSeek-V4's does, prefix_cache adds memory
-                   for up to max_sequences states (False)
+                   begins with the same tokens reuses these pages. Output matches runs without a prefix cache up to
+                   rounding. The model's weights must not change while the engine exists. If the cache stores a state
+                   per sequence, as DeepSeek-V4's does, it adds memory for up to max_sequences states (False)
     batch_invariant  whether a sequence's tokens, including tokens sampled with a seed, are independent of other
                    sequences and of drafts, bit for bit. If so, a prefill pass computes one prompt only, which is
-                   slower. The model must have FP8 weights, compute in bfloat16 and be on a GPU (`check_invariant` lists
-                   all conditions), and prefix_cache must be False (False)
+                   slower. `check_invariant` lists the conditions on the model; prefix_cache must be False (False)
     """
 
     cache_tokens: int | None = None
@@ -65,7 +60,7 @@ class EngineOptions:
 
 def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
     """Return `EngineOptions` with the fields `given`, and with the model's page size if none is given. If an option is
-    wrong or the model does not support it, raise TypeError or ValueError, which names the option."""
+    wrong or the model does not support it, raise TypeError or ValueError with the option's name."""
     options = EngineOptions(**given)
     if options.page_size is None:
         options.page_size = model.page_size
@@ -84,19 +79,17 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
         )
     if options.batch_invariant:
         check_invariant(model)
-        if options.prefix_cache:  # other sequences' prompts would determine where passes split a prompt
+        if options.prefix_cache:  # where passes split a prompt would depend on other prompts
             raise ValueError("prefix_cache: must be False with batch_invariant=True, got True")
     return options
 
 
 def check_invariant(model: Model) -> None:
-    """Raise ValueError if a model does not support batch_invariant=True. The results of such a model depend on the
-    number of tokens in a pass. A supported model is on a GPU that runs the kernels, has FP8 weights, FP8 indexers and
-    bfloat16 activations, and is not compiled. Its `DSAAttention` layers, if it has any, have no gate, and kernels can
-    read their kv_b in FP8, as the checkpoint stores it (`can_stay_stored`).
+    """Raise ValueError if a model does not support batch_invariant=True. A supported model is on a GPU that runs the
+    kernels, has FP8 weights, FP8 indexers and bfloat16 activations, and is not compiled. Its `DSAAttention` layers, if
+    it has any, have no gate, and kernels can read their kv_b in FP8, as the checkpoint stores it (`can_stay_stored`).
 
-    A model on several GPUs is supported too. `Ranks.sum` always adds the ranks' parts in the order of the ranks, with
-    any kernel or collective. In decoding, each GPU has all rows (`placement_of`), whatever their number."""
+    A model on several GPUs is supported too: `Ranks.sum` adds the ranks' parts in the order of the ranks."""
     weight, precision = next(model.parameters()), getattr(model, "precision", None)
     if not backends.runs_kernel("linear_fp32", weight):
         where = "the references" if weight.is_cuda else f"a model on {weight.device}"
@@ -121,13 +114,10 @@ class Capacity:
     """The sizes of an engine's cache.
 
     context  the number of tokens in the model's context
-    pages    the number of pages for sequences. They hold cache_tokens tokens. If cache_tokens is None, they fill the
-             free memory of a GPU. On a CPU, they then hold CPU_CACHE_TOKENS tokens, or one sequence of the whole
-             context if that is more; a CPU commits memory only for pages that are written. In both cases, they hold at
-             most max_sequences sequences of the whole context and their drafts
+    pages    the number of pages for sequences and their drafts (`EngineOptions.cache_tokens`). The cache has additional
+             pages and a state slot for the sequence that pads decoding batches (`DecodeStep`)
 
-    The cache has additional pages and a state slot for the sequence that pads decoding batches (`DecodeStep`). The
-    constructor raises ValueError if a GPU has no room for a cache.
+    The constructor raises ValueError if cache_tokens is None and a GPU has no room for a cache.
     """
 
     def __init__(self, model: Model, options: EngineOptions, device: torch.device) -> None:
@@ -141,19 +131,19 @@ class Capacity:
 
     @property
     def sequences(self) -> int:
-        """The largest number of sequences that run at a time. Each sequence needs at least one page."""
+        """The largest number of sequences that run at a time. Each needs at least one page."""
         return min(self._options.max_sequences, self.pages)
 
     def make_cache(self, model: Model, device: torch.device) -> Cache:
-        """Create the model's cache. It has a state slot per sequence and one for padding. With prefix_cache it has a
-        second slot per sequence, for copies of states."""
+        """Create the model's cache, with a state slot per sequence and one for padding. With prefix_cache, a second
+        slot per sequence is for copies of states."""
         state_slots = self.sequences * (1 + self._options.prefix_cache) + 1
         pages = self.pages + self.of(1)
         return model.make_cache(pages, page_size=self._options.page_size, device=device, state_slots=state_slots)
 
     def _default_pages(self, model: Model, device: torch.device) -> int:
         options = self._options
-        # Token slots are int32 numbers. Leave two of the possible pages, as `most_tokens` does, for padding.
+        # Leave two of the pages that int32 slots can number for the sequence that pads decoding batches.
         most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
         if device.type != "cuda":
             return min(most, max(-(-CPU_CACHE_TOKENS // options.page_size), self.of(self.context)))

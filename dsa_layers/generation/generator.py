@@ -12,17 +12,15 @@ Prompts = str | Sequence[str | Sequence[int]]
 
 
 class Generator(Scheduler):
-    """Generate text for lists of prompts with a model. `generate` returns the completions. `stream` returns an iterator
-    over events.
+    """Generate text for lists of prompts.
 
-    model       a `Model`, such as load_model returns, on the device that runs it
-    tokenizer   a tokenizer for text prompts, streamed text and stop strings; None: token ids only
+    model       a `Model`, such as load_model returns
+    tokenizer   a tokenizer for text prompts, text in results and stop strings; None: token ids only
     options     fields of `EngineOptions`
     throughput  the `Throughput` of all passes since the last call of `generate` or `stream`
 
-    A pass serves the calls of all threads and all open streams together.
-
-    If a model is split over ranks (load_model's mesh), all ranks must make the same calls (`Scheduler`).
+    Passes are shared by the calls of all threads and all open streams. If a model is split over ranks (load_model's
+    mesh), all ranks must make the same calls (`Scheduler`).
     """
 
     def generate(
@@ -35,7 +33,7 @@ class Generator(Scheduler):
         """Return the completions of all prompts, in the order of the prompts. Each prompt has SamplingParams.n
         completions. `stream` documents `prompts` and `params`.
 
-        on_event  a function that is called with each event as soon as its token is computed
+        on_event  a function that is called with each event after the pass that computes its token
         """
         request = self._call(prompts, params)
         completions = [Completion(s.prompt_len, prompt=s.prompt) for s in request.sequences]
@@ -53,19 +51,19 @@ class Generator(Scheduler):
         *,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> EventStream:
-        """Return an iterator over events, which yields each event as soon as its token is computed.
+        """Return an iterator over events, which yields each event after the pass that computes its token.
 
         prompts     a text or a list of prompts. A prompt in a list is a text, or a list, an array or a tensor of token
                     ids
         params      one SamplingParams for all prompts, or a list with one per prompt. A prompt has `params.n`
-                    sequences. With one for all, sequence i of the call uses seed + i, so equal prompts can get
-                    different texts. With one per prompt, sequence k of the prompt uses seed + k
+                    sequences. With one for all, sequence i of the call uses seed + i. With one per prompt, sequence k
+                    of the prompt uses seed + k
         on_prefill  a function that is called as on_prefill(done, total) before each pass that the iterator runs, until
                     all prompts of this call are computed. done: the number of their tokens in the cache; total: the
                     number of all their tokens. A prompt counts once for each of its sequences
 
-        If the largest logit of a sequence is NaN or infinite, the sequence ends with finish_reason "error", and the
-        other sequences continue. Raise the errors of `Engine.add_request` for any prompt before returning the iterator.
+        If the largest logit of a sequence is NaN or infinite, only this sequence ends, with finish_reason "error".
+        Before returning the iterator, raise the errors of `Engine.add_request` for any prompt or `params`.
         """
         request = self._call(prompts, params)
 

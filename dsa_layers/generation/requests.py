@@ -1,4 +1,4 @@
-"""Requests, their sequences and their results; checks of prompts and stop strings; and throughput."""
+"""Requests, their sequences and results, checks of prompts and stop strings, and throughput."""
 
 from collections import deque
 from collections.abc import Sequence, Set
@@ -17,7 +17,7 @@ class Logprob(NamedTuple):
     """The log-probability of a token.
 
     logprob  natural logarithm of the token's probability, from the model's logits before penalties and temperature
-    rank     the token's place in the order of likelihood, from 1; the order of equally likely tokens is arbitrary
+    rank     the token's rank by probability, from 1 for the likeliest; the order of equally likely tokens is arbitrary
     """
 
     logprob: float
@@ -28,15 +28,15 @@ class Logprob(NamedTuple):
 class TokenEvent:
     """One new token of one sequence.
 
-    sequence       the number of the sequence. In a `Generator`, numbers start at 0 in each call, and a prompt has
-                   SamplingParams.n consecutive numbers. An `Engine` numbers the sequences of all requests
+    sequence       the number of the sequence. In a `Generator`, numbers start at 0 in each call, and each prompt has
+                   SamplingParams.n consecutive numbers. `Engine.add_request` returns a request's first number
     token          the token id; None if finish_reason is "error"
-    text           text that has become complete with this token. It may be empty, because the text of the last tokens
-                   may be held back. The texts of all events, joined, are the text of the sequence
+    text           text that has become complete with this token; it may be empty. The texts of all events, joined, are
+                   the text of the sequence
     finish_reason  why the sequence ended, in its last event; None in other events
     error          the message, if finish_reason is "error"
-    logprobs       a dictionary from token id to `Logprob`, if SamplingParams.logprobs is set. It contains this token
-                   and then the likeliest tokens in order
+    logprobs       a dictionary from token id to `Logprob`, if SamplingParams.logprobs is set and finish_reason is not
+                   "error". It contains this token and then the likeliest tokens in order
     """
 
     sequence: int
@@ -53,10 +53,9 @@ class Completion:
 
     prompt_tokens  the number of tokens of the prompt
     tokens         the new tokens, including the end-of-sequence token if it ended the sequence
-    text           the text of the new tokens
+    text           the text of the new tokens, up to the first stop string
     finish_reason  "eos" (an end-of-sequence token), "stop" (a stop string), "length" (max_tokens or the model's
-                   context), or "error" if the largest logit was NaN or infinite; None before the sequence ends. With
-                   "error", tokens and text end before the error
+                   context), or "error" (the largest logit was NaN or infinite); None before the sequence ends
     error          the message, if finish_reason is "error"
     prompt         the index of the prompt in the call
     logprobs       `TokenEvent.logprobs` of each token, if SamplingParams.logprobs is set
@@ -85,10 +84,10 @@ class Completion:
 class Throughput:
     """Tokens and seconds of passes over prompts (prefill), and of passes that extend sequences (decode).
 
-    drafted        the number of draft tokens
-    taken          the number of draft tokens that the model accepted
-    reused_tokens  the number of prompt tokens whose cache entries come from earlier prompts, so that no pass computed
-                   them again
+    decode_tokens  the number of new tokens, without the first token of each sequence, which a prefill pass computes
+    drafted        the number of draft tokens in decoding passes
+    taken          the number of tokens that sequences gained in addition to one per decoding pass: accepted drafts
+    reused_tokens  the number of prompt tokens that no pass computed, because a prefix cache had their pages
     """
 
     prefill_tokens: int = 0
@@ -116,9 +115,8 @@ def encode_prompts(
     """Return the token ids of each prompt. A prompt is a text, which `tokenizer` encodes, or a list, an array or a
     tensor of ids. A text that is not in a list is one prompt.
 
-    Raise TypeError or ValueError if a prompt has another type or is empty, if an id is outside [0, vocab_size), if
-    there is no tokenizer for a text, or if a text is not Unicode because it has lone surrogates. The error names the
-    prompt and the wrong token or character.
+    Raise TypeError or ValueError, with the name of the prompt, if a prompt has another type or is empty, if an id is
+    outside [0, vocab_size), if there is no tokenizer for a text, or if a text has lone surrogates.
     """
     listed = [prompts] if isinstance(prompts, str) else _listed(prompts)
     if listed is None:
@@ -127,7 +125,7 @@ def encode_prompts(
 
 
 def encode_prompt(name: str, prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """Return the token ids of one prompt. Raise the errors of `encode_prompts`, with `name` as the prompt's name."""
+    """Return the token ids of one prompt, called `name` in errors. `encode_prompts` documents the rest."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{name}: must be token ids for a generator without a tokenizer, got a string")
@@ -152,7 +150,7 @@ def encode_prompt(name: str, prompt: str | Sequence[int], tokenizer: Tokenizer |
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """Return the items of a sequence, an array or a tensor. Return None for other types, and for a text or bytes."""
+    """Return the items of a sequence, an array or a tensor; None for other types, texts and bytes."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray) else None
@@ -160,7 +158,7 @@ def _listed(value: Any) -> list[Any] | None:
 
 def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None:
     """Raise ValueError if there are stop strings without a tokenizer, or if a stop string is the name of a special
-    token. Generated text contains no special tokens, so such a stop string would never match."""
+    token, which generated text omits."""
     if stop and tokenizer is None:
         raise ValueError("params: stop strings need a tokenizer")
     for text in stop:
@@ -169,8 +167,8 @@ def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None
 
 
 class StopStrings:
-    """Convert tokens to text, up to the first stop string. The last characters may be the beginning of a stop string.
-    They are held back until more text follows, or until the last token.
+    """Convert tokens to text, up to the first stop string. The last characters, which could begin a stop string, are
+    held back until more text follows, or until the last token.
 
     decoder  the decoder of a tokenizer; None without a tokenizer: the text is then empty
     stop     the stop strings
@@ -183,7 +181,7 @@ class StopStrings:
         """Add a token. Return (the text that can be shown now, whether a stop string follows that text).
 
         token  the next token, or None to add none
-        last   whether no token follows, so that no text is held back
+        last   whether no token follows; then no text is held back
         """
         if self._decoder is None:
             return "", False
@@ -202,10 +200,10 @@ class StopStrings:
 class Request:
     """The `sequences` that one call has added to an engine.
 
-    number  the number of the request, different from those of all other requests. In an `Engine` it is also the number
-            of the first sequence, and the other sequences have the numbers that follow
-    events  the events that the request's stream has not returned yet. The last item may be an exception: the error of
-            the pass that ended the request
+    number  the number of the request. In an `Engine` it is also the number of the first sequence, and the other
+            sequences have the numbers that follow
+    events  the events that no stream has returned yet. The last item may be the exception of the pass that ended the
+            request
     """
 
     number: int
@@ -214,7 +212,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return all(s.ended for s in reversed(self.sequences))  # first the sequence that usually ends last
+        return all(s.ended for s in reversed(self.sequences))  # the last sequence usually ends last
 
     @property
     def needs_pass(self) -> bool:
@@ -244,7 +242,7 @@ class RunningSequence:
     state_slot  the state slot of the sequence in the cache
     cached      the number of tokens that are in the cache
     stops       values of `cached` at which a prefill pass must end, so that the state can be copied
-    ended       whether the sequence has no further events. Its memory is then released before the next pass
+    ended       whether the sequence has no further events. Its memory is released before the next pass at the latest
     """
 
     name: str
@@ -275,7 +273,7 @@ class RunningSequence:
     def take(self, tokens: Sequence[int | None], logprobs: Sequence[dict[int, Logprob]]) -> list[TokenEvent]:
         """Add the next tokens to the sequence, up to its end, and return their events.
 
-        tokens    the next tokens. The last one is None if no token could be chosen
+        tokens    the next tokens. The last item is None if no token could be chosen
         logprobs  the log-probabilities of each token except None, or an empty list
         """
         events = []

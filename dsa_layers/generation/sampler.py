@@ -1,9 +1,8 @@
 """Choose the next tokens of sequences from logits.
 
-Tokens are sampled on the device of the logits. The probabilities of a row are scaled and rounded down to integers; the
-largest integer is 2^45 for a vocabulary of 129280. Sums of integers are exact in any order, so on one device a row's
-token does not depend on the other rows. Another device may round an exponential differently, which almost never changes
-a token.
+Tokens are sampled on the device of the logits. The probabilities of a row are scaled and rounded down to integers
+(`_weights`). Sums of integers are exact in any order, so on one device a row's token does not depend on the other rows.
+Another device may round an exponential differently, which can change a token.
 """
 
 import random
@@ -15,7 +14,7 @@ import torch
 from dsa_layers.batch import packing
 from dsa_layers.generation.requests import Logprob, RunningSequence
 
-# The most sequences that a GPU samples at once, because sampling takes ten times the memory of their logits. A CPU
+# The most sequences that a GPU samples at once, because sampling takes several times the memory of their logits. A CPU
 # samples one sequence at a time, so that the data fit into its caches.
 _AT_ONCE = 8
 
@@ -27,9 +26,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[l
 
     A sequence's tokens end with the first token that differs from its draft, because the logits of later rows follow
     the draft instead of this token. So for equal logits the tokens, including sampled ones, equal the tokens without
-    drafts, and a draft is accepted with the probability that the model gives it. A sequence's tokens end with None at a
-    row from which no token can be chosen: its maximum is NaN, infinity or minus infinity. Such a row does not change
-    the tokens of other rows. Only the token ids are copied to the host, in one transfer.
+    drafts. At a row whose maximum is NaN or infinite, no token can be chosen, and the sequence's tokens end with None.
     """
     largest, best = logits.max(-1)  # the maximum of a row that contains NaN is NaN
     for rows in _groups(sequences, _AT_ONCE if logits.is_cuda else 1):
@@ -43,8 +40,8 @@ def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[l
 
 
 def _groups(sequences: Sequence[RunningSequence], most: int) -> Iterator[list[int]]:
-    """Yield groups of up to `most` indices of sequences that are not greedy. `SamplingParams.of_likeliest` is equal for
-    all sequences of a group."""
+    """Yield the indices of the sequences that are not greedy, in groups of up to `most`. All sequences of a group have
+    the same `SamplingParams.of_likeliest`."""
     for likeliest in (False, True):
         params = [s.params for s in sequences]
         rows = [row for row, one in enumerate(params) if one.temperature > 0 and one.of_likeliest == likeliest]
@@ -52,8 +49,8 @@ def _groups(sequences: Sequence[RunningSequence], most: int) -> Iterator[list[in
 
 
 def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
-    """Return int64 [B, n]: a sampled token for each row of logits [B, n, vocab_size]. largest [B, n]: row maxima. The
-    sequences are one group of `_groups`."""
+    """Return int64 [B, n]: a sampled token for each row of logits [B, n, vocab_size]. largest [B, n]: row maxima.
+    sequences: a group of `_groups`."""
     _, n, vocab_size = logits.shape
     settings, most = [], 0
     for s in sequences:
@@ -97,9 +94,9 @@ def draw_of_likeliest(
     """Return int64 [B, 1]: a token for each row, sampled from the likeliest tokens only. `draw` documents the first
     four parameters.
 
-    A token is kept if it is among the top_k likeliest tokens, and if its probability is at least min_p times the
-    largest probability. Then only the likeliest of the kept tokens remain: the fewest whose probabilities reach top_p
-    times the sum of all kept probabilities. Of tokens with equal logits, the token with the lower id ranks first.
+    Among the top_k likeliest tokens, keep those with at least min_p times the largest probability. Among the kept
+    tokens, sample from the likeliest: the fewest whose probabilities reach top_p times the sum over the kept tokens. Of
+    tokens with equal logits, the token with the lower id ranks first.
 
     top_k  int64 [B, 1]
     top_p  float64 [B, 1]
@@ -114,38 +111,38 @@ def draw_of_likeliest(
     of_all = sums.gather(1, top_k - 1)
     count = torch.minimum(top_k, 1 + torch.searchsorted(sums, (top_p * of_all).ceil().long()))
     rank = _first_beyond(sums, sums.gather(1, count - 1), numbers)
-    value = values.gather(1, torch.minimum(rank, count - 1))  # the rank may be out of range if the row is not finite
+    value = values.gather(1, torch.minimum(rank, count - 1))  # the rank is out of range only if the row is not finite
     nth = (rank - torch.searchsorted(-values, -value)).int()  # the token's index among those with equal logits
     return torch.searchsorted((logits == value).cumsum(-1, dtype=torch.int32), nth, right=True)
 
 
 def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return int64 weights: a row's probabilities times one factor, rounded down. vocab_size weights sum to below 2^62.
-    The first three arguments are those of `draw`, but `logits` may have only the largest logits of each row."""
-    # Subtract the maximum first, so that a tiny temperature does not overflow.
+    """Return int64 weights, proportional to the row's probabilities and rounded down. vocab_size weights sum to below
+    2^62. The first three arguments are those of `draw`, but `logits` may have only the largest logits of each row."""
+    # Subtract the maximum first, so that exp does not overflow with a tiny temperature.
     exact = logits.double().sub_(largest).div_(temperature).exp_()
     return exact.mul_(2.0 ** (62 - vocab_size.bit_length())).long()
 
 
 def _first_beyond(sums: torch.Tensor, total: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B, 1]: in each row, the first index at which `sums`, cumulative sums, exceed numbers * total. This
-    product may be rounded up to `total`, so it is limited to total - 1."""
+    """Return int64 [B, 1]: in each row, the first index at which the cumulative sums `sums` exceed numbers * total.
+    Rounding may give the product `total`, so it is limited to total - 1."""
     return torch.searchsorted(sums, torch.minimum((numbers * total).long(), total - 1), right=True)
 
 
 def _in_order(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Return [B, count]: the largest logits of each row in descending order."""
-    if not logits.is_cuda:  # numpy sorts a vocabulary in less than 1 ms, torch in 20 ms
+    if not logits.is_cuda:  # numpy sorts a vocabulary several times as fast as torch
         return torch.from_numpy(numpy.sort(logits.numpy())).flip(-1)[:, :count]
     return (logits.topk(count) if count < logits.shape[-1] else logits.sort(descending=True)).values
 
 
 def penalised(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
     """Return fp32 logits [B, n, vocab_size] after the penalties of each sequence's SamplingParams. If no sequence has
-    penalties, return the same tensor.
+    penalties, return `logits` itself.
 
-    Row i of a sequence has the logits after its first i drafts. These drafts count as generated tokens in row i,
-    because the row is used only if all of them are accepted.
+    In row i of a sequence, its first i drafts count as generated tokens, because `sample` uses the row only if it
+    accepts all of them.
     """
     rows = [row for row, s in enumerate(sequences) if s.params.penalises]
     if rows:
@@ -167,8 +164,8 @@ def _counts(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-    """Return a dictionary from token id to `Logprob` for each chosen token of a sequence. A dictionary contains the
-    chosen token and the `count` likeliest tokens of its row.
+    """Return a dictionary from token id to `Logprob` for each of `tokens`, the chosen tokens of a sequence. It contains
+    the chosen token and the `count` likeliest tokens of its row.
 
     logits  fp32 [n, vocab_size]: the model's logits, before penalties and temperature. n is at least len(tokens)
     """

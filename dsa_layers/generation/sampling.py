@@ -20,7 +20,7 @@ _PARAMETERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], s
     "seed": (integer, lambda seed: 0 <= seed < 2**63, "at least 0 and below 2^63"),
     "n": (integer, lambda n: 1 <= n <= 16384, "at least 1 and at most 16384"),  # vLLM's limit
     "min_p": (number, lambda p: 0 <= p <= 1, "at least 0 and at most 1"),
-    # A much smaller penalty would make logits infinite.
+    # With a far smaller or larger penalty, logits would become infinite.
     "repetition_penalty": (number, lambda p: 0.001 <= p <= 1000, "above 0, from 0.001 to 1000"),
     "presence_penalty": (number, lambda p: -2 <= p <= 2, "at least -2 and at most 2"),
     "frequency_penalty": (number, lambda p: -2 <= p <= 2, "at least -2 and at most 2"),
@@ -39,26 +39,23 @@ class SamplingParams:
     top_k           the number of likeliest tokens to sample from; 0 keeps all tokens
     top_p           a fraction above 0 of the sum of probabilities of all tokens that min_p and top_k keep. Only the
                     likeliest of these tokens remain: the fewest whose sum reaches this fraction; 1 keeps all of them
-    seed            the seed of the sequence's random numbers, which do not depend on other sequences. If one
-                    SamplingParams is for several prompts, sequence i of the call uses seed + i. None: a random seed
-    stop            strings that end the sequence and are not part of its text. Special tokens have no text, so their
-                    names are refused. A string that is not in a list is one stop string. None: no stop strings
-    n               the number of sequences per prompt. The k-th of them, from 0, uses seed + k. With prefix_cache, they
-                    share the prompt's full pages. n > 1 requires a temperature above 0
+    seed            the seed of the sequence's random numbers. If one SamplingParams is for several prompts, sequence i
+                    of the call uses seed + i. None: a random seed
+    stop            strings that end the sequence and are not part of its text. `add_request`, `generate` and `stream`
+                    refuse names of special tokens. A string is one stop string. None: no stop strings
+    n               the number of sequences per prompt. Sequence k of the prompt, from 0, uses seed + k. n > 1 requires
+                    a temperature above 0
     min_p           the smallest probability of kept tokens, as a fraction of the largest probability; 0 keeps all
     repetition_penalty  the divisor of positive logits, and the factor of negative logits, of tokens that occur in the
-                    prompt or the generated text; from 0.001 to 1000. 1 changes nothing
+                    prompt or are generated; from 0.001 to 1000. 1 changes nothing
     frequency_penalty   a number that is subtracted from a token's logit once per generated occurrence; from -2 to 2
     presence_penalty    a number that is subtracted once from the logit of each generated token; from -2 to 2
     logprobs        the number of likeliest tokens whose log-probabilities are returned with each generated token, in
                     addition to the token's own. All are computed from the model's logits, before penalties and
                     temperature. None: no log-probabilities
 
-    Names and meanings are vLLM's. Penalties apply first, in greedy decoding too. Then temperature, min_p, top_k and
-    top_p apply in this order.
-
-    For a wrong parameter, the constructor raises TypeError or ValueError, which names the parameter. It accepts numpy's
-    numbers, but no bool.
+    The names are vLLM's. Penalties apply first, in greedy decoding too. Then temperature, min_p, top_k and top_p apply
+    in this order. For a wrong parameter, the constructor raises TypeError or ValueError with its name.
     """
 
     max_tokens: int = 256
@@ -113,15 +110,13 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
-    """Return {field of SamplingParams: value} for the fields that a checkpoint's generation_config.json sets. Only
-    temperature, top_k, top_p, min_p and repetition_penalty are read.
+    """Return {field of SamplingParams: value} for the fields that a checkpoint's generation_config.json sets, among
+    temperature, top_k, top_p, min_p and repetition_penalty. Without the file, return {}.
 
     directory  the checkpoint's directory or hub id
 
     "do_sample": false sets temperature to 0. "do_sample": true without a temperature sets it to 1, as in transformers.
-    The result is empty, which means greedy decoding, if the file does not exist or sets none of these fields.
-    For malformed JSON or a value that is not accepted, raise ConfigError (a ValueError), which names the file and the
-    field.
+    For malformed JSON or a value that is not accepted, raise ConfigError (a ValueError) with the file's name.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
     if not path.exists():

@@ -11,8 +11,8 @@ from dsa_layers.generation.requests import RunningSequence
 
 
 class SequenceMemory:
-    """The pages and state slots of running sequences. `start` allocates a sequence's memory: a state slot, and pages
-    for its prompt, all its new tokens and the drafts after them. So no running sequence is ever evicted.
+    """The pages and state slots of running sequences. `start` allocates all memory of a sequence: a state slot, and
+    pages for its prompt, all its new tokens and the drafts after them.
 
     With a prefix cache, a sequence shares its first pages with an earlier prompt that begins with the same tokens. Only
     full pages of prompts are shared, and the last token of a prompt is always computed. So a sequence never writes to a
@@ -20,8 +20,8 @@ class SequenceMemory:
 
     If the caches store a state per sequence, a prefix can be shared only if there is a copy of the state at the end of
     the prefix. Copies are made at two places: at the end of a prompt's last full page, and at the end of the pages that
-    two prompts have in common. A drafter's cache entry for a position depends on the next token. So with drafts, two
-    pages are equal only if the next tokens after the pages are equal too.
+    two prompts have in common. With drafts, two pages are equal only if the next tokens after the pages are equal too,
+    because a drafter's cache entry for a position depends on the next token.
 
     caches  the model's cache, and the drafter's cache if there is one. A sequence has the same page numbers and the
             same state slot in both
@@ -36,10 +36,8 @@ class SequenceMemory:
         self._copies = StateCopies(tensors, slots) if slots and tensors else None
 
     def start(self, s: RunningSequence, running: Sequence[RunningSequence]) -> bool:
-        """Allocate the memory of a sequence and return True. Return False if the sequence has to wait.
-
-        running  the sequences that have started and not ended
-        """
+        """Allocate the memory of `s` and return True. Return False if `s` has to wait. running: the sequences that have
+        memory."""
         if not self._cache.state_slots.free:
             return False
         found = self._prefixes.find(s.tokens) if self._shares else []
@@ -65,8 +63,8 @@ class SequenceMemory:
         return True
 
     def _more_is_computed(self, s: RunningSequence, have: int, running: Sequence[RunningSequence]) -> bool:
-        """Return whether a running sequence is computing pages that `s` could share, beyond the first `have` pages of
-        `s`. If states are copied, make that sequence stop at the end of these pages, so that its state is copied."""
+        """Return whether a running sequence is computing pages that `s` could share, after the first `have` pages of
+        `s`. If there are states, make that sequence stop at the end of these pages, so that its state is copied."""
         for other in running:
             if not other.prefilling:
                 continue
@@ -79,13 +77,13 @@ class SequenceMemory:
         return False
 
     def next_stop(self, s: RunningSequence) -> int:
-        """Return the largest number of prompt tokens that may be in the cache after the next pass."""
+        """Return the largest number of tokens of `s` that may be in the cache after the next prefill pass."""
         return min((n for n in s.stops if n > s.cached), default=s.prompt_len)
 
     def computed(self, s: RunningSequence) -> None:
-        """With a prefix cache, store the full pages of a prompt after a pass, so that other sequences can share them,
-        and copy the state if the pass ended at one of `s.stops`. If a page with the same tokens is already stored, use
-        that page and release the page of `s`."""
+        """Call this after a prefill pass over `s`. With a prefix cache, store the prompt's full pages, and copy the
+        state if the pass ended at one of `s.stops`. If a page with the same tokens is already stored, use the stored
+        page and release the page of `s`."""
         if not self._shares:
             return
         for i in range(s.shared, min(s.cached // self._cache.page_size, self._prefixes.full_pages(s.prompt_len))):
@@ -97,20 +95,19 @@ class SequenceMemory:
             self._copies.keep(s.pages[s.shared - 1], s.state_slot)
 
     def release(self, s: RunningSequence) -> None:
-        """Release the memory of a sequence that has started."""
+        """Release the memory that `start` has allocated for `s`."""
         self._prefixes.release(s.pages[: s.shared])
         self._cache.allocator.release(s.pages[s.shared :])
         self._cache.state_slots.release([s.state_slot])
 
 
 class PrefixPages:
-    """Full pages of earlier prompts. A lookup compares all tokens of the page and all tokens before the page.
+    """Full pages of earlier prompts. A page is found by its tokens and all tokens before it. A page that no sequence
+    uses stays until `make_room` frees it: the least recently used page first, and a page only after the pages that
+    follow it in prompts.
 
-    Each page has a count of the sequences that use it. An unused page stays until `make_room` frees it. `make_room`
-    frees the least recently used page first, and a page only after the pages that follow it in prompts.
-
-    allocator: the allocator of the cache's pages
-    look_ahead: number of tokens after a page that must match too, because the contents of the page depend on them
+    allocator   the allocator of the cache's pages
+    look_ahead  number of tokens after a page that must match too, because the contents of the page depend on them
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, look_ahead: int = 0) -> None:
@@ -118,8 +115,8 @@ class PrefixPages:
         self._pages: dict[tuple[int, ...], int] = {}  # (preceding page or -1, *tokens) -> page
         self._keys: dict[int, tuple[int, ...]] = {}  # page -> its key in _pages
         self._users: Counter[int] = Counter()
-        # Unused pages, the least recently used first. A sequence that uses a page also uses all preceding pages.
-        # `release` appends the last page of a prompt first, so `make_room` removes a page before its preceding page.
+        # Unused pages, the least recently used first. A sequence that uses a page also uses all preceding pages, and
+        # `release` appends its last page first. So `make_room` frees a page before the preceding page.
         self.unused: OrderedDict[int, None] = OrderedDict()
 
     def find(self, tokens: Sequence[int]) -> list[int]:
@@ -142,22 +139,21 @@ class PrefixPages:
         return max(tokens - self._look_ahead, 0) // self._page_size
 
     def use(self, pages: Sequence[int]) -> None:
-        """Increment the user count of each page. pages: the first pages of a prompt."""
+        """Count one more user of each page. pages: the first pages of a prompt."""
         for page in pages:
             self._users[page] += 1
             self.unused.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Decrement the user count of each page. pages: the first pages of a prompt."""
+        """Count one user less of each page. pages: the first pages of a prompt."""
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:
                 self.unused[page] = None
 
     def add(self, before: Sequence[int], tokens: Sequence[int], page: int) -> int:
-        """Store `page`, which follows the pages `before` of the prompt `tokens`, and return it. The page then belongs
-        to this object. But if a page for the same tokens is already stored, return the stored page instead. Increment
-        the user count of the returned page."""
+        """Store `page`, which follows the pages `before` of the prompt `tokens`, and return it. If a page for the same
+        tokens is already stored, return the stored page instead. Increment the user count of the returned page."""
         key = self._key(before, tokens)
         found = self._pages.setdefault(key, page)
         self._keys[found] = key
@@ -165,7 +161,7 @@ class PrefixPages:
         return found
 
     def make_room(self, count: int) -> list[int]:
-        """Free unused pages until the allocator has `count` free pages. Return the list of the freed pages."""
+        """Free unused pages until the allocator has `count` free pages. Return the freed pages."""
         given = []
         while self._allocator.free < count:
             page, _ = self.unused.popitem(last=False)
@@ -183,12 +179,11 @@ class PrefixPages:
 
 
 class StateCopies:
-    """Copies of sequences' states at the ends of prefixes. The last page of a prefix identifies the prefix.
-
-    If all slots are taken, a new copy overwrites the least recently used copy.
+    """Copies of sequences' states at the ends of prefixes. The last page of a prefix identifies the prefix. If all
+    slots are taken, a new copy overwrites the least recently used copy.
 
     tensors  tensors with one row per state slot
-    slots    state slots reserved for the copies; no sequence uses them
+    slots    state slots for the copies; no sequence uses them
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], slots: Sequence[int]) -> None:

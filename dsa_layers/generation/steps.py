@@ -1,5 +1,5 @@
 """The passes of an engine: prefill passes over chunks of prompts, and decoding passes over running sequences. On a GPU,
-decoding passes are captured as CUDA graphs, one graph per size."""
+decoding passes can be captured as CUDA graphs, one graph per size."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ Inputs = TypeVar("Inputs", bound=DecodeInputs)
 
 
 class CapturedStep(Generic[Inputs]):
-    """A pass over running sequences, captured as a CUDA graph on a GPU. The size of a pass is the number of sequences
-    and the number of pages of the longest sequence, each rounded up to a power of two. The first pass of a size is
-    captured, and later passes replay the graph: one launch instead of thousands. The first pass runs twice. This is
-    correct because it writes the same values to the same addresses both times. The next pass overwrites the results.
+    """A pass over running sequences, captured as a CUDA graph if `captures`. The size of a captured pass is the number
+    of sequences and the number of pages of the longest sequence, each rounded up to a power of two. The first pass of a
+    size is captured, and later passes replay the graph. The first pass runs twice, so a repeated pass must write the
+    same values to the same addresses. The next pass overwrites the results.
 
-    captures  whether passes on a GPU are captured. On a CPU they never are
+    captures  whether passes are captured; as an attribute always False on a CPU
 
     A subclass has two methods: `_inputs(count, pages)` creates the input tensors of a size, and `_run(inputs)` runs the
     pass.
@@ -40,7 +40,7 @@ class CapturedStep(Generic[Inputs]):
 
     def _step(self, count: int, pages: int, fill: Callable[[Inputs], None]) -> Any:
         """Run a pass over `count` sequences of at most `pages` pages each, and return its results. A captured pass can
-        be larger; its results then have rows of further sequences at the end.
+        be larger; its results then have rows of padding at the end.
 
         fill  a function that writes to the input tensors, which may be larger than `count` and `pages`
         """
@@ -54,14 +54,14 @@ class CapturedStep(Generic[Inputs]):
             fill(inputs)
             self._graphs[size] = (inputs, *self._capture(inputs))
         inputs, graph, results = self._graphs[size]
-        check_ranks()  # a replay runs no Python code, so sums over ranks cannot raise this error themselves
+        check_ranks()  # a replay runs no Python code, so sums over ranks cannot raise this error
         fill(inputs)
         graph.replay()
         return results
 
     def _capture(self, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture the pass. Return its graph and its results. The pass runs once before the capture, so that kernels
-        are compiled and libraries initialised."""
+        """Capture the pass and return its graph and results. The pass runs once before the capture, so that kernels are
+        compiled and libraries initialised."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -88,7 +88,7 @@ def powers_of_two(most: int) -> list[int]:
 
 @dataclass
 class Padding:
-    """A sequence that pads a batch. No running sequence uses its pages and state slot."""
+    """A sequence that pads a batch. No request uses its pages and state slot."""
 
     tokens: list[int]
     drafts: list[int]
@@ -103,11 +103,9 @@ class DecodeStep(CapturedStep[DecodeInputs]):
     of these tokens. states [B * (1 + drafts), ...] are the model's states at these tokens, or None without drafts.
 
     drafts     the number of drafts of each sequence
-    capture    whether the pass is captured. It is never captured on a CPU, nor for a model whose decoding passes cannot
-               be captured
+    capture    whether the pass is captured, on a GPU and for a model with captures_decode
     invariant  whether a sequence's results are independent of other sequences and of the number of drafts, bit for bit
-
-    The constructor allocates pages and a state slot of the cache for the sequence that pads batches (`padding`).
+    padding    attribute: the sequence that pads batches. The constructor allocates its pages and state slot
     """
 
     def __init__(
@@ -151,9 +149,9 @@ class DraftInputs(DecodeInputs):
     tokens    int64 [count * (1 + drafts)]: the token after each position of the verifying pass. Positions after the
               last accepted draft have 0
     states    [count * (1 + drafts), ...]: the model's states at these positions
-    taken     int32 [count]: the number of tokens that each sequence gained in the verifying pass
-    key_lens  int32 [count]: the number of tokens of each sequence after that pass
-    row       the state at one position, with the shape and dtype of all states
+    taken     int32 [count]: the number of tokens that each sequence gained in the verifying pass, at least 1
+    key_lens  int32 [count]: the number of tokens of each sequence after the verifying pass
+    row       a state at one position, which gives the shape and dtype
     """
 
     def __init__(
@@ -178,11 +176,11 @@ class DraftInputs(DecodeInputs):
 
 
 class DraftStep(CapturedStep[DraftInputs]):
-    """The drafter's passes. They compute the next `drafts` tokens of each sequence, one after another and greedily.
+    """The drafter's passes. They draft the next `drafts` tokens of each sequence, one after another and greedily. Call
+    the object after a verifying pass (`DecodeStep`), and `after_prompts` after the drafter's pass over prompts.
 
     The parameter `cache` is the model's cache. The attribute `cache` is the drafter's cache, which has the same numbers
-    of pages and state slots. Call the object after a verifying pass (`DecodeStep`), and call `after_prompts` after the
-    drafter's pass over prompts.
+    of pages and state slots.
     """
 
     def __init__(
@@ -241,7 +239,7 @@ class DraftStep(CapturedStep[DraftInputs]):
         """Return the drafts, int64 [B, drafts].
 
         states  [B, ...]: the drafter's states at the token before each sequence's last token
-        inputs  the sequences' block table, state slots and lengths
+        inputs  the inputs of the sequences; `tokens` is not read
         """
         found = [self._drafter.logits(states).argmax(-1)]
         for i in range(self._drafts - 1):
@@ -298,8 +296,7 @@ class Passes:
             logits = logits if len(rows) == len(work) else logits[rows]
             events = _taken(ready, logits[:, None])
         if self._draft is not None:
-            # The drafter reads the token after each token of this pass. If a sequence ended without a new token, 0
-            # follows its last token.
+            # The drafter reads the token after each token of this pass; 0 if a sequence ended without a new token.
             after = self._packed([[*s.tokens[s.cached - n + 1 : s.cached + 1], 0][:n] for s, n in work])
             states = self._model.drafter(after, states, batch, self._draft.cache)
             if ready:
@@ -311,7 +308,7 @@ class Passes:
         self, sequences: Sequence[RunningSequence], throughput: Throughput
     ) -> list[tuple[RunningSequence, TokenEvent]]:
         """Run a decoding pass, and compute the next drafts. Return (sequence, event) for each new token: the drafts
-        that the model accepts, and then the model's next token. Count drafts and accepted drafts in `throughput`."""
+        that the model accepts, and then the model's next token. Update `throughput.drafted` and `throughput.taken`."""
         logits, states = self._decode(sequences)
         events = _taken(sequences, logits)
         for s in sequences:
@@ -330,7 +327,8 @@ class Passes:
 
 
 def _taken(sequences: Sequence[RunningSequence], logits: torch.Tensor) -> list[list[TokenEvent]]:
-    """Choose the next tokens of each sequence, add them to it, and return their events. `sample` documents `logits`."""
+    """Choose the next tokens of each sequence, add them to the sequence, and return their events. logits: as for
+    `sample`."""
     chosen = sample(penalised(logits, sequences), sequences)
     events = []
     for s, row, tokens in zip(sequences, logits, chosen):

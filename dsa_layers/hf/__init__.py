@@ -6,10 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained("zai-org/GLM-5.2", device_map="auto")
     accelerate(model, fp8_indexer=True)
 
-Parameters keep their names, so checkpoints, `state_dict`, optimisers and adapters work as before. `generate()` and
-training work as before too. Attention and indexers run the code of `dsa_layers.layers` in passes with gradients or
-within an `IndexerStage`, and the code of `dsa_layers.engine` in other passes. Both use the lengths of sequences instead
-of an attention mask.
+Parameters keep their names, so checkpoints, optimisers and adapters work as before. Attention runs the code of
+`dsa_layers.layers` in passes with gradients or within an `IndexerStage`, and the code of `dsa_layers.engine` in other
+passes. Both use the lengths of sequences instead of an attention mask.
 """
 
 from types import MethodType
@@ -27,11 +26,10 @@ def accelerate(model: nn.Module, *, fp8_indexer: bool = False) -> nn.Module:
     """Make a model of transformers use dsa's ops, in place, and return the model. This function replaces the classes of
     the model's attention layers, indexers, compressors and norms. Parameters, hooks and adapters do not change.
 
-    fp8_indexer  whether the indexer computes in FP8. False: index queries and keys have the model's dtype, as in
-                 transformers, and PyTorch computes the scores. True: index queries and keys are Hadamard-transformed
-                 and quantised to e4m3, as in the published models. Hopper GPUs have kernels for this if index_head_dim
-                 is 128; an index key then takes 132 bytes in the cache. Scores in prefill use the same accumulators as
-                 with `load_model` (`dsa_layers.layers.indexer`)
+    fp8_indexer  False: index queries and keys have the model's dtype, as in transformers, and PyTorch computes the
+                 scores. True: index queries and keys, which must have 128 channels, are Hadamard-transformed and
+                 quantised to e4m3, as in the published models. A key takes 132 bytes in the cache. On Hopper, scores in
+                 prefill are accumulated in `SCORE_ACCUMULATORS` (`dsa_layers.layers.indexer`), as with `load_model`
 
     A second call may change fp8_indexer. Raise ValueError if the model has no layers of DeepseekV32, GlmMoeDsa or
     DeepseekV4, ImportError if transformers is not installed, and RuntimeError if its version is not tested (VERSION).

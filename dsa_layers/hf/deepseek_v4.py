@@ -19,8 +19,8 @@ from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
 
-# The number of tokens per page is the least common multiple of PAGE_SIZE and the compression rates. With the published
-# rates, it is 256: a page has 64 entries in a layer with an indexer, and 2 in a heavily compressed layer.
+# The number of tokens per page is the least common multiple of PAGE_SIZE and the compression rates: with the published
+# rates, 256, so that a page has 64 entries in a layer with an indexer, and 2 in a heavily compressed layer.
 PAGE_SIZE = 256
 
 
@@ -29,11 +29,9 @@ class SparseDeepseekV4RMSNorm(RMSNormInPlace, theirs.DeepseekV4RMSNorm):
 
 
 class CompressorInPlace:
-    """Base class of compressors. It gives transformers' attributes the names that `PagedCompressor` reads.
-
-    A subclass lists this class first, then transformers' class, then `PagedCompressor`. In this order, the attributes
-    of this class override both other classes, and the attributes of transformers' class override `PagedCompressor`.
-    """
+    """Base class of compressors. It gives transformers' attributes the names that `PagedCompressor` reads. A subclass
+    lists this class, transformers' class and `PagedCompressor`, in this order, so that the first overrides the second
+    and the second overrides the third."""
 
     dim = alias("head_dim")
     ratio = alias("compress_rate")
@@ -62,7 +60,7 @@ class SparseDeepseekV4CSACompressor(CompressorInPlace, theirs.DeepseekV4CSACompr
 class SparseDeepseekV4Indexer(
     HeadWeightsInPlace, CompressorInPlace, theirs.DeepseekV4Indexer, PagedCompressedIndexer, PagedCompressor
 ):
-    """Replaces DeepseekV4Indexer. One object is both the indexer and the indexer's compressor."""
+    """Replaces DeepseekV4Indexer. It is also the indexer's compressor."""
 
     overlap, quantize = True, False
     workspace, accumulators = WORKSPACE, SCORE_ACCUMULATORS
@@ -80,8 +78,7 @@ class SparseDeepseekV4Indexer(
 
 
 class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, PagedCompressedAttention):
-    """Replaces DeepseekV4Attention. Compressed entries summarise only tokens of the sequence. In transformers' layer
-    they include padding too."""
+    """Replaces DeepseekV4Attention. Its compressed entries exclude padding, which transformers' layer includes."""
 
     consecutive = True
     n_heads = alias("num_heads")

@@ -1,4 +1,4 @@
-"""The tokens of a forward pass of transformers: the rows that are tokens, and the sequences to which they belong."""
+"""The tokens of a forward pass of transformers: which rows are tokens, and to which sequences they belong."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ class TokenLengths:
     AttentionMaskInterface.
 
     batch_size, q_length  B and S
-    attention_mask  bool [B, earlier + S]: False for padding, which may be at any position; None if every row is a
-                    token. A sequence consists of its tokens in order, without the padding
+    attention_mask  bool [B, earlier rows + S]: False for padding, which may be at any position; None if every row is
+                    a token
     """
 
     def __init__(
@@ -42,17 +42,15 @@ class TokenLengths:
     def packed(
         self, position_ids: torch.Tensor, layer: PagedLayer | None, *, consecutive: bool, separate: bool
     ) -> "Pass | None":
-        """Return the packed tokens, or None if there are no tokens. All layers on a device whose caches have equally
-        many pages get the same object. The tokens follow the tokens that `layer` has stored.
+        """Return the packed tokens, or None if there are no tokens. The tokens follow the tokens that `layer` has
+        stored. All layers on a device whose caches have equally many pages get the same object.
 
-        layer         the layer's cache, which must have room for the tokens; None if the layer has no cache
         position_ids  [B or 1, S] on the layer's device
-        consecutive   whether the positions of a sequence must be consecutive. This is not required if only rope reads
-                      positions
-        separate      whether a new sequence begins at each position that is not the previous position + 1. It has
-                      an effect only without a mask. transformers splits sequences like this if there is no cache. The
-                      argument of a pass's first layer applies to all layers, because checkpointing removes the cache
-                      from some of them
+        layer         the layer's cache, which must have room for the tokens; None if the layer has no cache
+        consecutive   whether to require that the positions of a sequence are consecutive
+        separate      whether a new sequence begins at each position that is not the previous position + 1, as in
+                      transformers without a cache. It has an effect only without a mask. The argument of a pass's first
+                      layer applies to all layers, because checkpointing removes the cache from some of them
         """
         if self._separate is None:
             self._separate = separate and self.mask is None
@@ -62,7 +60,8 @@ class TokenLengths:
         return self._passes[key]
 
     def counts(self, layer: PagedLayer | None) -> list[int]:
-        """Return the number of new tokens in each row of the batch, which is the same for all layers."""
+        """Return the number of new tokens of each sequence. Raise ValueError if the mask contradicts `layer`. The first
+        call computes the result for all layers."""
         if self._counts is not None:
             return self._counts
         held = [0] * self.batch_size if layer is None else layer.lens
@@ -122,11 +121,11 @@ class TokenLengths:
 
 @dataclass
 class Pass:
-    """T packed tokens of sequences.
+    """The T packed tokens of a pass over B * S rows.
 
     batch      the lengths of the sequences
     positions  int64 [T]: the tokens' positions from the caller's position_ids
-    rows       int64 [T]: the tokens' indices among the B * S rows; None if all rows are tokens
+    rows       int64 [T]: the tokens' indices among the rows; None if all rows are tokens
     shape      (B, S)
     """
 
@@ -142,7 +141,7 @@ class Pass:
         return x if self.rows is None else x[self.rows]
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, D]: the rows of x [T, D] at the tokens' places in the B * S rows, and 0 for padding."""
+        """Return [B, S, D]: the rows of x [T, D] for the tokens, and 0 for padding."""
         if self.rows is not None:
             x = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy(0, self.rows, x)
         return x.unflatten(0, self.shape)
@@ -156,14 +155,14 @@ class Pass:
 
         def of_tokens() -> RopeAngles:
             parts = [part[..., : channels // 2].expand(self.shape[0], -1, -1) for part in rope]
-            # Use a list, because torch.compile cannot trace a tuple that is constructed from a generator.
+            # torch.compile cannot trace a tuple that is constructed from a generator, so use a list.
             return RopeAngles([self.pack(part).float().contiguous() for part in parts])
 
         return self._kept(id(rope[0]), rope, of_tokens)
 
     def entry_angles(self, rotary: torch.nn.Module, ratio: int, like: torch.Tensor) -> RopeAngles:
-        """Return (cos, sin) for the entries that may end at the T tokens. An entry has `ratio` tokens, and its angles
-        are those of its first token. rotary: transformers' rotary embedding, called with `like` as its input x."""
+        """Return (cos, sin) for the entries that may end at the T tokens. An entry has `ratio` tokens and the angles of
+        the first. rotary: transformers' rotary embedding, called with `like` as its input x."""
 
         def of_entries() -> RopeAngles:
             positions = (self.positions + (1 - ratio)).clamp(min=0)[None]

@@ -14,9 +14,8 @@ class Storage:
     """The tensors that a layer caches.
 
     page_size    the number of tokens per page
-    pages        a dictionary from name to (tokens per row, elements per row, dtype), for paged tensors, which grow with
-                 the number of tokens
-    by_sequence  a dictionary from name to (shape, dtype), for tensors with a fixed size per sequence
+    pages        {name: (tokens per row, elements per row, dtype)} of paged tensors
+    by_sequence  {name: (shape per sequence, dtype)} of tensors whose size does not depend on the number of tokens
     """
 
     page_size: int
@@ -49,8 +48,8 @@ class PagedLayer(CacheLayerMixin):
         }
 
     def reserve(self, new: Sequence[int]) -> None:
-        """Make room for `new` more tokens of each sequence. Adding pages copies all pages, so the number of pages grows
-        geometrically."""
+        """Make room for `new` more tokens of each sequence. The number of pages grows geometrically, because adding
+        pages copies all pages."""
         most = max(held + more for held, more in zip(self.lens, new))
         needed = -(-most // self.page_size)
         if needed <= self.pages_each:
@@ -65,24 +64,24 @@ class PagedLayer(CacheLayerMixin):
         self.pages_each = pages
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor in the shape that ops accept: [pages, rows, 1, D] if it is paged, else [sequences, ...]."""
+        """Return a tensor: [pages, rows, 1, D] if it is paged, else [sequences, ...]."""
         tensor = self._tensors[name]
         return tensor.flatten(0, 1) if name in self._storage.pages else tensor
 
     def block_table(self, sequences: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the block table of `sequences`, int32 [len(sequences), pages_each]."""
+        """Return the page numbers of `sequences`, int32 [len(sequences), pages_each]."""
         every = torch.arange(len(self.lens) * self.pages_each, dtype=torch.int32, device=device)
         table = every.view(len(self.lens), self.pages_each)
         return table if len(sequences) == len(table) else table[list(sequences)]
 
     def advance(self, new: Sequence[int], rows: int) -> None:
-        """Record a pass that has stored `new` tokens of each sequence. rows: rows per sequence, including padding."""
+        """Record that a pass has stored `new` tokens of each sequence. rows: rows per sequence, including padding."""
         self.lens = [held + more for held, more in zip(self.lens, new)]
         self.seen += rows
 
     def leave_out(self, rows: int) -> None:
         """Add the rows of a pass with gradients to `seen`. Such a pass stores no tokens: transformers creates a cache
-        for it by default, even if no later pass reads that cache. Raise ValueError if there are earlier tokens, because
+        for it by default, even if no later pass reads that cache. Raise ValueError if there are earlier rows, because
         gradients would not reach them."""
         if self.seen:
             raise ValueError(
@@ -114,7 +113,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 def layer_of(cache: Any, index: int, storage: Storage, x: torch.Tensor) -> PagedLayer:
-    """Return layer `index` of transformers' cache for a pass over x [B, S, D]. If that layer is missing, or is an empty
+    """Return layer `index` of transformers' cache for a pass over x [B, S, D]. If this layer is missing, or is an empty
     layer of transformers, create a `PagedLayer` there. Raise ValueError if the cache is not usable for this pass."""
     if not isinstance(cache, DynamicCache) or cache.offloading:
         kind = type(cache).__name__ + " with offloading" * isinstance(cache, DynamicCache)

@@ -1,5 +1,5 @@
-"""Base classes of the layers that replace transformers' layers. A replacement has the attributes and parameters of
-transformers' layer. `alias` makes them available under the names that dsa's layers read."""
+"""Base classes of the layers that replace transformers' layers. A replacement has the attributes of transformers'
+layer. `alias` makes an attribute available under the name that dsa's layers read."""
 
 from typing import Any, ClassVar
 
@@ -33,15 +33,15 @@ class RMSNormInPlace:
 
 
 class HeadWeightsInPlace:
-    """Base class of indexers. If `weights_proj` is not a plain linear layer, for example because it has an adapter or
-    hooks, `head_weights` calls this module instead of reading its weight."""
+    """Base class of indexers. If `weights_proj` does more than multiply by its weight (adapters, hooks), `head_weights`
+    calls this module instead of reading the weight."""
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weights of the indexer's heads, fp32 [T, n_heads]."""
         linear = self.weights_proj
         if computes_product_alone(linear):
             return super().head_weights(x)
-        # transformers stores this weight in fp32 in models of other dtypes too, and casts x to the weight's dtype.
+        # transformers may keep this weight in fp32 in models of other dtypes.
         weight = getattr(linear, "weight", None)
         x = x.to(weight.dtype) if weight is not None and weight.dtype in FLOATS else x
         return linear(x).float() * self.weight_scale
@@ -51,10 +51,10 @@ class AttentionInPlace:
     """Base class of attention layers. The mask is a `TokenLengths`, and attention is computed on packed tokens.
 
     A subclass has two methods. `_storage(x)` describes the tensors of the layer's cache. `attend_packed(x, rope,
-    tokens, layer, selected)` computes the attention of packed tokens x [T, D], whose `Pass` is `tokens`. `rope` is
-    `position_embeddings`, `layer` is None if nothing is cached, and `selected` is `prev_topk_indices` if the layer has
-    no indexer, else None. In `attend_packed` gradients are enabled if and only if the caller enables them and x or a
-    parameter of the layer requires them.
+    tokens, layer, selected)` computes the attention of packed tokens x [T, D], whose `Pass` is `tokens`, and returns
+    the output and the selected keys or None. `rope` is `position_embeddings`, `layer` is None if nothing is cached, and
+    `selected` is `prev_topk_indices` if the layer has no indexer, else None. Gradients are enabled in `attend_packed`
+    if the caller enables them and x or a parameter of the layer requires them.
     """
 
     consecutive: ClassVar[bool] = False  # whether the positions of a sequence's tokens must be consecutive
@@ -70,8 +70,8 @@ class AttentionInPlace:
         prev_topk_indices: Selected | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None] | tuple[torch.Tensor, None, Selected]:
-        """Return the results of transformers' layer: the output [B, S, hidden], None and, if `returns_selected`, the
-        selected keys. These are a `Selected` instead of transformers' top-k indices."""
+        """Return the output [B, S, hidden], None and, if `returns_selected`, the selected keys, as a `Selected`
+        instead of transformers' top-k indices."""
         self._check(attention_mask, options)
         device, lengths = hidden_states.device.type, attention_mask
         if torch.is_autocast_enabled(device):
@@ -101,7 +101,7 @@ class AttentionInPlace:
         return (y, None, selected) if self.returns_selected else (y, None)
 
     def _check(self, attention_mask: Any, options: dict[str, Any]) -> None:
-        """Raise ValueError if this layer does not support an argument or setting. The error names it."""
+        """Raise ValueError, which names the argument or setting, for one that this layer does not support."""
         if next(self.parameters()).is_meta:
             raise ValueError(
                 "device_map: weights that are offloaded to the CPU or a disk are not served; accepted: a device_map "

@@ -21,10 +21,10 @@ PAGE_SIZE = 64  # tokens per page; the kernel for index scores accepts pages of 
 
 
 class IndexerInPlace(HeadWeightsInPlace):
-    """Base class of indexers. A subclass lists this class before transformers' class and `PagedIndexer`, so that its
-    attributes override theirs.
+    """Base class of indexers. A subclass lists this class before transformers' class and `PagedIndexer`, so that this
+    class overrides both.
 
-    quantize  whether scores are computed in FP8
+    quantize  whether index queries and keys are in FP8
     rope      keyword arguments of `dsa.apply_rotary` for index queries and keys
     """
 
@@ -36,9 +36,9 @@ class IndexerInPlace(HeadWeightsInPlace):
 
 class SparseMLAInPlace(AttentionInPlace):
     """Base class of attention layers. A subclass lists this class before transformers' class and `PagedAttention`, so
-    that its attributes override theirs."""
+    that this class overrides both."""
 
-    indexer_stage: ClassVar[None] = None  # `IndexerStage` sets this attribute
+    indexer_stage: ClassVar[None] = None  # inside an `IndexerStage`, this stage
     gate = gate_proj = sinks = None  # transformers' layers have none
     n_heads = alias("num_heads")
     nope_dim = alias("qk_nope_head_dim")

@@ -1,7 +1,5 @@
-"""Load, save and convert a checkpoint's directory: weights, configuration, tokenizer and chat format. gpu_plan.py: the
-GPU memory that a model needs.
+"""Load, save and convert checkpoints; read tokenizers and chat templates; plan GPU memory (gpu_plan.py).
 
-The loader checks the headers of all files before it reads the first weight. A checkpoint has hundreds of gigabytes, so
-a truncated file must not surface minutes into the load. The loader assigns all tensors to the model in one step at the
-end. A load that fails therefore leaves the model unchanged.
+The loader checks the headers of all files before it reads the first weight, because reading can take minutes. It
+assigns all tensors to the model in one step at the end, so a load that fails leaves the model unchanged.
 """

@@ -1,8 +1,8 @@
 """Render chat templates in jinja2's sandbox: checkpoints' templates, and dsa's own if a release has no template.
 
 The sandbox denies a template access to files, modules and private attributes of Python objects. It limits neither time
-nor memory. Templates are written for transformers, so the jinja2 environment has transformers' options, filters and
-functions, but not its tag `generation`.
+nor memory. The jinja2 environment has the options, filters and functions of transformers' environment, but not its tag
+`generation`.
 """
 
 import json
@@ -19,25 +19,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dsa_layers.errors import TokenizerError
 
 _FOLDER = Path(__file__).parent / "chat_formats"
-# The formats, dsa's own templates: {model_type in config.json: file}. The releases of these models have an encoder in
-# Python instead of a template.
+# dsa's own templates, called formats: {model_type in config.json: file}. The releases of these models have an encoder
+# in Python instead of a template.
 FORMATS = {model_type: _FOLDER / f"{model_type}.jinja" for model_type in ("deepseek_v32", "deepseek_v4")}
-# Tokens that every format needs. A format is used only if the model's tokenizer has all these tokens.
+# Tokens that every format writes. A format is used only if the tokenizer's added tokens include them.
 NEEDED = ("<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
-_MAX_ERROR = 500  # maximum characters of an error message, because a template can raise any message
+_MAX_ERROR = 500  # maximum characters of a template's error message, which can be any text
 
 
 def format_source(path: Path) -> str:
-    """Return the text of a format: the macros that all formats share, followed by the file `path`."""
+    """Return the text of the format in the file `path`, preceded by the macros that all formats share."""
     return (_FOLDER / "markup.jinja").read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
 
 
 def render(path: Path, source: str, variables: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Render the template `source` with `variables` and the caller's `options`.
+    """Render the template `source` with `variables` and `options`.
 
     path: the template's file, which error messages name
-    Raises TokenizerError if the template does not compile, refuses the variables, fails, or ignores one of `options`.
+    Raises TokenizerError if the template does not compile, raises an exception, or never reads one of `options`.
     """
     try:
         template, read = _compiled(source)
@@ -57,7 +57,7 @@ def render(path: Path, source: str, variables: Mapping[str, Any], options: Mappi
 
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
-    """Compile a template. Return the template and the names of the variables that it reads."""
+    """Return the compiled template and the names of the variables that it reads."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -75,14 +75,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Return a value as JSON. The characters <, >, & and ' stay unchanged; jinja2's `tojson` filter would escape them
-    for HTML."""
+    """Return a value as JSON. Unlike jinja2's own filter `tojson`, do not escape <, >, & and ' for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _from_json(text: str) -> Any:
-    """Parse JSON text. Return None for invalid JSON. This filter is for the formats in `FORMATS`; transformers does not
-    have it."""
+    """Parse JSON text. Return None for invalid JSON. Only the formats in `FORMATS` use this filter."""
     try:
         return json.loads(text)
     except ValueError:

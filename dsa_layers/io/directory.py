@@ -1,7 +1,7 @@
 """Find a checkpoint's directory by path or Hugging Face hub id, and read its safetensors files.
 
-The optional package huggingface_hub downloads files that are missing from its cache. The environment variables of
-huggingface_hub apply, among them HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN.
+The optional package huggingface_hub downloads files that are missing from its cache. Its environment variables apply,
+among them HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN.
 """
 
 import hashlib
@@ -31,16 +31,14 @@ _SHOWN_PROBLEMS = 10
 
 
 def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint: the path `name` if it exists. Otherwise treat `name` as a hub id,
-    OWNER/NAME, and return the local directory in which huggingface_hub stores this model.
+    """Return the path `name` if it exists. Otherwise treat `name` as a hub id, OWNER/NAME, and return the local
+    directory in which huggingface_hub stores this model.
 
-    weights  True: download configuration, tokenizer, chat template and weights; False: omit the weights
+    weights  True: download the hub id's JSON files, chat template and weights; False: omit the weights
 
-    Raises ImportError, which says what to install, if huggingface_hub is missing. Raises CheckpointError (a ValueError)
-    - if `name` is neither an existing path nor a valid id,
-    - if the hub does not know the id,
-    - if the hub is unreachable and the cache does not contain the model.
-    Raises TypeError if `name` is neither a string nor a path.
+    Raises CheckpointError (a ValueError) if `name` is neither an existing path nor a valid id, or if huggingface_hub
+    fails. Raises ImportError, which says what to install, if huggingface_hub is needed and missing. Raises TypeError if
+    `name` is neither a string nor a path.
     """
     path, text = path_of("directory", name), os.fspath(name)
     if path.exists():
@@ -58,7 +56,7 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
     files = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(text, allow_patterns=files, ignore_patterns=["*/*", "consolidated*"]))
-    except Exception as error:  # huggingface_hub passes on exceptions of several network libraries
+    except Exception as error:  # huggingface_hub passes on exceptions of other libraries
         problem = " ".join(str(error).split())[:_MAX_ERROR]
         raise CheckpointError(
             f"{text}: no such directory; the hub does not give it: {type(error).__name__}: {problem}"
@@ -70,8 +68,8 @@ class Checkpoint:
 
     `tensors` maps each tensor's name to its TensorInfo, sorted by file and then by position in the file.
     The files are those that the index file INDEX_NAME lists, or the single file SINGLE_NAME.
-    Raises CheckpointError if the directory has both or neither of these two, if two files hold a tensor of the same
-    name, or if a file is missing or damaged.
+    Raises CheckpointError if the directory has both or neither of INDEX_NAME and SINGLE_NAME, if two files hold a
+    tensor of the same name, or if a file is missing or damaged.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
@@ -81,8 +79,8 @@ class Checkpoint:
             found = "both" if single else f"neither{found_instead(self.directory)}"
             raise CheckpointError(f"{self.directory}: must hold either {INDEX_NAME} or {SINGLE_NAME}, got {found}")
         files = sorted({*_read_index(self.directory / INDEX_NAME).values()}) if index else [SINGLE_NAME]
-        # Keep some files open, because opening a file parses its whole header. A weight and its scale may be in
-        # different files, so reads alternate between files.
+        # Keep some files open: opening a file parses its whole header, and reads may alternate between files, because
+        # a weight and its scale may be in different files.
         self._opened = lru_cache(maxsize=_OPEN_FILES)(lambda file: safe_open(self.directory / file, framework="pt"))
         self.tensors: dict[str, TensorInfo] = {}
         problems: list[str] = []
@@ -98,11 +96,8 @@ class Checkpoint:
         raise_problems(self.directory, problems)
 
     def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
-        """Read the tensor `name`, or its slice `index`, in the stored dtype on `device`.
-
-        On the CPU the tensor may be a view of the memory-mapped file. Raises CheckpointError if the tensor cannot be
-        read.
-        """
+        """Return the tensor `name`, or its slice `index`, in the stored dtype on `device`. On the CPU it may be a view
+        of the memory-mapped file. Raises CheckpointError if the tensor cannot be read."""
         info = self.tensors[name]
         try:
             file = self._opened(info.file)
@@ -111,8 +106,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory / info.file}: cannot read {name} ({info}): {error}") from error
 
     def digest(self) -> bytes:
-        """Return the SHA-256 digest of all tensors' descriptions and of the files' sizes and modification times. The
-        times distinguish checkpoints that differ only in the values of tensors."""
+        """Return the SHA-256 digest of all tensors' names and descriptions and of the files' sizes and modification
+        times. A rewritten file changes the digest, even if only values of tensors differ."""
         files = sorted({info.file for info in self.tensors.values()})
         states = [(self.directory / file).stat() for file in files]
         facts = sorted(self.tensors.items()), [(state.st_size, state.st_mtime_ns) for state in states]
@@ -120,11 +115,8 @@ class Checkpoint:
 
     def _header(self, file: str) -> dict[str, TensorInfo]:
         """Return the tensors of a file, sorted by position in the file. Raises CheckpointError if the file is missing
-        or damaged.
-
-        The safetensors library rejects a header that is too large, is not valid JSON, or does not match the file's
-        size. The library also rejects tensors that overlap or leave gaps.
-        """
+        or damaged. The safetensors library checks the header: its JSON, the file's size, and that tensors neither
+        overlap nor leave gaps."""
         path = self.directory / file
         try:
             check_no_pointer(path, CheckpointError)
@@ -143,7 +135,7 @@ class Checkpoint:
 
 
 def raise_problems(directory: Path, problems: list[str]) -> None:
-    """Raise one CheckpointError if a checkpoint has problems. The message shows the first ten problems."""
+    """Raise a CheckpointError that counts the problems and shows the first ten, unless there are none."""
     if not problems:
         return
     lines = problems[:_SHOWN_PROBLEMS]
@@ -154,8 +146,8 @@ def raise_problems(directory: Path, problems: list[str]) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read an index file. Return {tensor's name: file's name}. Raises CheckpointError if the index is malformed or if
-    it names a file outside its directory."""
+    """Return the {tensor's name: file's name} of an index file. Raises CheckpointError if the index is malformed or
+    names a file outside its directory."""
     index = read_json_object(path, CheckpointError, _MAX_INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):

@@ -1,4 +1,4 @@
-"""Plans of GPU memory: the bytes of a model on each of several GPUs, and the room that remains for caches."""
+"""Plans of GPU memory: the bytes of a model's weights and caches on each of several GPUs."""
 
 import math
 from dataclasses import dataclass
@@ -18,15 +18,14 @@ SEQUENCES = 64  # concurrent sequences, the default of `EngineOptions.max_sequen
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Bytes on each of `gpus` GPUs, including a drafter's weights and cache. Every GPU stores the whole caches, because
-    all heads share the latents and index keys.
+    """The bytes of a model, and of its drafter if it has one, on each of `gpus` GPUs. Every GPU stores the whole
+    caches, because all heads share the latents and index keys.
 
     weights  bytes of weights on one of the GPUs. A layer that `planned_layers` (engine/split.py) marks as replicated
-             counts whole on every GPU. The FP8 weights that `rank_part` copies for the GPU's part of such a layer
-             count too
+             counts whole, and the FP8 weights that `rank_part` copies for the GPU's part of this layer count too
     whole    bytes of weights if a single GPU holds the model
-    slot     bytes of one sequence's state slot, summed over the caches
-    page     bytes of one page of `page_size` tokens, summed over the caches
+    slot     bytes of one sequence's state slot, summed over the caches of model and drafter
+    page     bytes of one page of `page_size` tokens, summed over these caches
     """
 
     gpus: int
@@ -37,14 +36,14 @@ class GpuPlan:
     page_size: int
 
     def tokens(self, memory: int) -> int:
-        """Return the number of tokens that the caches can hold on a GPU with `memory` bytes, if weights and caches take
-        at most SHARE (below) of the memory. Return 0 if there is no room for a page."""
+        """Return the number of tokens that the caches can hold if weights and caches take at most SHARE (below) of a
+        GPU's `memory` bytes. Return 0 if there is no room for a page."""
         sizes = CacheSizes(self.page, self.slot, self.page_size)
         return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
     def bytes(self, cache_tokens: int) -> int:
-        """Return the largest number of bytes in use on a GPU with caches for `cache_tokens` tokens. It is reached if
-        each page belongs to another sequence, up to SEQUENCES sequences. One page and one slot are for padding."""
+        """Return the bytes of weights and caches for `cache_tokens` tokens on a GPU. There is a state slot per page, up
+        to SEQUENCES, and an additional page and slot for padding."""
         pages = math.ceil(cache_tokens / self.page_size)
         return self.weights + (pages + 1) * self.page + (min(pages, SEQUENCES) + 1) * self.slot
 
@@ -61,8 +60,8 @@ def check_fits(found: GpuPlan, memory: int, cache_tokens: int) -> None:
 
 
 def plan(config: ModelConfig, precision: Precision, gpus: int, *, drafter: bool = False) -> GpuPlan:
-    """Return the plan for `gpus` GPUs. Raises ValueError for a drafter that does not exist (`unfilled_model`). Raises
-    DoesNotDivide, which names the number of GPUs, if the model cannot be split into `gpus` equal parts."""
+    """Return the plan for `gpus` GPUs. Raises the errors of `unfilled_model`, and DoesNotDivide if the model cannot be
+    split into `gpus` equal parts."""
     return _plan(fuse(unfilled_model(config, precision, drafter=drafter)), gpus)
 
 
@@ -91,17 +90,15 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)
 
 
-# Fraction of a GPU's memory for weights and caches. The remainder is for activations, scores, loaded kernels, CUDA and
-# NCCL themselves, and dequantised copies of weights.
+# Fraction of a GPU's memory for weights and caches. The remainder is for activations, scores, dequantised copies of
+# weights, kernels, CUDA and NCCL.
 SHARE = 0.9
 
 
 def room_for_caches(device: torch.device) -> int:
-    """Return the number of bytes that caches may still allocate on a GPU.
-
-    This is the free memory minus the memory that is reserved for passes, (1 - SHARE) of the total memory.
-    """
+    """Return the number of bytes that caches may still allocate on a GPU: the free memory minus (1 - SHARE) of the
+    total memory, or 0 if this is negative."""
     free, total = torch.cuda.mem_get_info(device)
-    # Memory that torch's caching allocator holds without using it counts as free.
+    # Memory that torch's caching allocator holds but no tensor uses counts as free.
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(free + unused - int((1 - SHARE) * total), 0)

@@ -1,4 +1,4 @@
-"""Load a model that is ready to run from a checkpoint directory."""
+"""Load a model from a checkpoint."""
 
 import hashlib
 import re
@@ -47,33 +47,28 @@ def load_model(
 ) -> CheckpointModel:
     """Load the model of a checkpoint directory (config.json, safetensors) or of a hub id.
 
-    directory      a path, or a hub id, OWNER/NAME. huggingface_hub finds an id (`checkpoint_directory`) if no directory
-                   has this name
+    directory      a path, or a hub id, OWNER/NAME, if the path does not exist (`checkpoint_directory`)
     device         device of the weights and of all computation; None: the GPU if there is one, else the CPU
-    dtype          dtype of activations and unquantised weights; None: the checkpoint's dtype
+    dtype          dtype of activations and unquantised weights (see `Precision`); None: the checkpoint's dtype
     dequantize     True: FP8 and FP4 weights are converted to `dtype`, and activations and index keys are not quantised
-    kv_cache       format of cached latents (see `Precision`); None: "fp8" if the checkpoint is quantised and
-                   `dequantize` is False, else "model"
-    widen_experts  True: FP4 experts are converted to FP8 at load, without loss and with twice the memory. False: they
-                   stay FP4. The results are the same. With `dequantize` this option has no effect
+    kv_cache       format of cached latents (see `Precision`); None: "fp8" if the checkpoint is quantised, `dequantize`
+                   is False and FP8 caches support the model's sizes, else "model"
+    widen_experts  True: FP4 experts are converted to FP8, which takes twice the memory. False: they stay FP4. The
+                   results are the same. With `dequantize` this option has no effect
     trainable      True: the model is in training mode and parameters require gradients, except those that are not
                    learned by gradients (routers' biases, tables of experts, LeRoPE's alpha). A quantised checkpoint
                    then needs `dequantize`, because FP8 weights have no gradient. False: the model is in evaluation
                    mode, and no parameter requires a gradient
     drafter        True: the checkpoint's first multi-token-prediction layer becomes the model's attribute `drafter`
-                   (see `Drafter`), in the model's precision. The layer uses the model's embedding and head, so the
-                   loader skips the copies in the checkpoint. False: `drafter` is None, and the layer is not read
+                   (see `Drafter`) and uses the model's embedding and head. False: `drafter` is None
     progress       True: show a progress bar on a terminal; with several ranks only rank 0 shows it
-    mesh           a one-dimensional device mesh or `Ranks`: return this process's part of the model, for inference
-                   (`split`). All ranks must make the same calls. A rank reads only its slice of each split tensor, only
-                   its experts, and all of the other tensors. FP8 weights are cut only at the borders of their 128 x 128
-                   blocks. If one rank fails, all ranks raise. None: return the whole model
+    mesh           a one-dimensional device mesh or `Ranks`: return this rank's part of the model (`split`), which is
+                   for inference only. All ranks must call `load_model` together; if one rank fails, all ranks raise.
+                   A rank reads only its parts of the split tensors. None: return the whole model
 
-    The model is an instance of the class that its family defines.
     On Hopper, FP8 index scores of prompts are accumulated in `SCORE_ACCUMULATORS` (`dsa_layers.layers.indexer`), which
     is fp16. The attribute `accumulators` of an indexer changes this dtype for one indexer.
-    Parameters are ordinary tensors even if the caller is in inference mode. Inference tensors have no version counters,
-    so tensors derived from weights could not be cached between passes.
+    Parameters are ordinary tensors even if the caller is in inference mode.
     Raises ConfigError or CheckpointError for a checkpoint that cannot be used; these ValueErrors name the file, field
     or tensor. Raises ValueError or TypeError, which names the argument, for any other wrong argument. Raises
     DoesNotDivide, a ValueError, if the model cannot be split into equal parts for the ranks.
@@ -126,8 +121,8 @@ def precision_of(
 ) -> Precision:
     """Return the precision that `load_model` chooses for a checkpoint.
 
-    files: the checkpoint, whose tensors determine whether the experts are FP4, because the config.json of the earliest
-    checkpoints with FP4 experts does not name their dtype. None: `config` determines whether the experts are FP4
+    files: the checkpoint. Its tensors determine whether the experts are FP4, because the config.json of the earliest
+    checkpoints with FP4 experts does not name the experts' dtype. None: `config` determines whether they are FP4
     widen_experts: whether FP4 experts are converted to FP8
     options: keyword arguments of `Precision.of`
     """
@@ -140,11 +135,8 @@ def precision_of(
 
 
 def check_values(model: nn.Module, directory: Path) -> None:
-    """Raise CheckpointError if a loaded value would make a module read out of bounds.
-
-    An example is a router's table that names an expert that does not exist. Modules with such tensors have a method
-    `check_values` (see `CheckpointModel`), which this function calls.
-    """
+    """Call `check_values` of each module that has this method (see `CheckpointModel`). Raise CheckpointError for values
+    that a forward pass does not support."""
     for name, module in model.named_modules():
         try:
             getattr(module, "check_values", lambda: None)()
@@ -153,10 +145,10 @@ def check_values(model: nn.Module, directory: Path) -> None:
 
 
 class RankParts:
-    """The arguments `parts_of` and `stored_parts_of` of `load_weights` for one rank: the methods `of_model` and
-    `of_checkpoint`. In the names of parts, both use the checkpoint's expert numbers.
+    """The methods `of_model` and `of_checkpoint` are the arguments `parts_of` and `stored_parts_of` of `load_weights`
+    for one rank. In the names of parts, both use the checkpoint's expert numbers.
 
-    cuts: {parameter's name: its cut} of the model (`split`)
+    cuts: {parameter's name: its cut}, from `split`
     experts: the number of experts per layer, over all ranks
     ranks: the `Ranks` of this process
     """
@@ -167,27 +159,27 @@ class RankParts:
         self._own = range(ranks.rank * each, (ranks.rank + 1) * each)
 
     def of_model(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        """Return the parts of a tensor of this rank's model, which contains only the experts of this rank."""
+        """Return the parts of a tensor of this rank's model, which contains only this rank's experts."""
         return split_experts(name, shape, experts=len(self._own), first=self._own.start)
 
     def of_checkpoint(self, name: str, shape: tuple[int, ...]) -> dict[str, Index]:
-        """Return the parts of a checkpoint tensor that this rank reads. Experts of other ranks are omitted."""
+        """Return the parts of a checkpoint tensor that this rank reads."""
         parts = split_experts(name, shape, experts=self._experts)
         parts = {part: index for part, index in parts.items() if self._is_read(part)}
-        if parts != {name: ()}:  # parts of a tensor of all experts, or none because the expert is on another rank
+        if parts != {name: ()}:  # parts of a tensor of all experts, or no part because its expert is on another rank
             return parts
         cut = self._cut(name, shape)
         return {name: () if cut is None else cut.part(self._rank)}
 
     def _is_read(self, name: str) -> bool:
-        """Return whether this rank reads the part `name`: False for an expert of another rank. The result is True for
-        an expert number that is too large, so that `make_plan` reports an unexpected tensor."""
+        """Return False for an expert of another rank, else True. An expert number that is too large gives True, so that
+        `make_plan` reports an unexpected tensor."""
         match = _OF_EXPERT.fullmatch(name)
         return match is None or int(match[1]) in self._own or int(match[1]) >= self._experts
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """Return the cut of a tensor, or None if the tensor is not cut. For the scales of an FP8 weight that the model
-        dequantises, derive the cut from the weight's cut."""
+        """Return the cut of a tensor, or None if the tensor is not cut. A model that dequantises a weight has no scales
+        for it, so derive the cut of the checkpoint's scales from the weight's cut."""
         cut = self._cuts.get(name)
         if cut is None:
             cut = self._cuts.get(name.removesuffix(SCALE_SUFFIX))
@@ -198,8 +190,8 @@ class RankParts:
 
 
 class _LeaveParameters(TorchFunctionMode):
-    """A mode in which the functions of torch.nn.init do nothing. Parameters on the meta device need no initialisation,
-    and torch.nn.init would import Dynamo, which takes two seconds."""
+    """A mode in which the functions of torch.nn.init do nothing. On the meta device they would only import Dynamo,
+    which takes about two seconds."""
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -212,8 +204,8 @@ class _LeaveParameters(TorchFunctionMode):
 
 def unfilled_model(config: ModelConfig, precision: Precision, *, drafter: bool = False) -> CheckpointModel:
     """Return the model on the meta device. Raises ConfigError if a size in `config` does not permit the quantisation
-    that `precision` asks for. Raises ValueError if `drafter` is True and the model's family supports no drafter or the
-    checkpoint has no multi-token-prediction layer."""
+    that `precision` asks for. Raises ValueError if `drafter` is True and the model's family has no drafter or `config`
+    has no multi-token-prediction layer."""
     of_family = family(config.model_type)
     if drafter and of_family.drafter is None:
         raise ValueError(f"drafter: is not supported for model type {config.model_type!r}")

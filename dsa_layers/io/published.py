@@ -27,17 +27,18 @@ STORAGES: tuple[Storage, ...] = ("bf16", "fp8", "fp4")
 _NORM = re.compile(r"norm\.(weight|bias)")
 _DRAFTER = "drafter."
 
-# Published multi-token-prediction layers contain copies: {end of a copy's name: the main model's tensor}.
+# Tensors that multi-token-prediction layers of DeepSeek-V3.2 copy: {end of a copy's name: the main model's tensor}.
 _COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 _COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})")
 
 
 def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) -> Manifest:
-    """Return {name: description} of the tensors of a checkpoint in the published format.
+    """Return {name: description} of the tensors of a checkpoint in the published format. Projections are FP8 if
+    `config.quantization` is not None.
 
-    fp4_experts: whether routed experts are FP4. None: they are FP4 if `config.quantization` exists and its expert_dtype
-    is not "fp8". An expert_dtype of None means FP4, because the config.json of the earliest checkpoints with FP4
-    experts does not name the experts' dtype. Projections are quantised only if `config.quantization` exists.
+    fp4_experts: whether routed experts are FP4. None: they are FP4 if `config.quantization` is not None and its
+    expert_dtype is not "fp8". An expert_dtype of None means FP4, because the config.json of the earliest checkpoints
+    with FP4 experts does not name the experts' dtype
     """
     fp8 = config.quantization is not None
     if fp4_experts is None:
@@ -67,7 +68,7 @@ def published_manifest(config: ModelConfig, *, fp4_experts: bool | None = None) 
 
 
 def copied_from(name: str) -> str | None:
-    """Return the name of the tensor that `name` is a copy of, or None if `name` is not a copy."""
+    """Return the name of the main model's tensor that `name` is a copy of, or None if `name` is not a copy."""
     match = _COPY.fullmatch(name)
     return None if match is None else _COPIED[match[1]]
 
@@ -76,9 +77,9 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
     """Return config.json's fields for weights in the format `storage`, and the configuration that these fields
     describe.
 
-    like: a directory with the model's config.json. If `storage` is "fp8" or "fp4", the quantization_config of this file
-    is kept. If the file has none, that of the family's published release is used
-    drafter: whether the files contain the multi-token-prediction layers
+    like: a directory with the model's config.json. Unless `storage` is "bf16", the result has the quantization_config
+    of this file; if the file has none, that of the family's tiny checkpoints
+    drafter: whether the checkpoint contains the multi-token-prediction layers
     Raises ConfigError for fields that `load_model` would refuse.
     """
     read_config(like)
@@ -102,12 +103,11 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
 
 
 def with_scale_suffix(name: str) -> str:
-    """Return a tensor's name with the ending .scale, which scales have in some families' checkpoints, replaced by
-    .weight_scale_inv."""
+    """Replace the ending .scale, which scales have in some families' checkpoints, by .weight_scale_inv."""
     return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
 
 
 def scales_of(manifest: Manifest) -> dict[str, str]:
-    """Return {quantised weight's name: its scale's name as `manifest` spells it}."""
+    """Return {quantised weight's name: its scale's name in `manifest`}."""
     spelled = {name: with_scale_suffix(name) for name in manifest}
     return {full.removesuffix(SCALE_SUFFIX): name for name, full in spelled.items() if full.endswith(SCALE_SUFFIX)}

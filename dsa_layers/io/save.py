@@ -35,7 +35,7 @@ from dsa_layers.models.protocols import CheckpointModel
 
 SHARD_BYTES = 5 * 10**9
 PART = ".part"  # suffix of a file that is still being written
-# Files that are copied to the new checkpoint: by `convert_checkpoint` from `source`, by `save_model` from `like`.
+# Files that `write_shards` copies to the new checkpoint.
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE*")
 
 
@@ -48,9 +48,10 @@ def save_model(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = True,
 ) -> None:
-    """Write a checkpoint that `load_model` reads: safetensors files, their index, tokenizer files and config.json.
+    """Write a checkpoint that `load_model` reads: safetensors files, their index if there are several, tokenizer files
+    and config.json.
 
-    model        a model of any family with float weights, of any dtype and on any device
+    model        a whole model of any family with float weights, on any device
     directory    a directory that does not exist or holds no weights; it may be `like`
     like         a directory with the model's config.json; its tokenizer files are copied
     dtype        "fp8": projections and experts in FP8 with 128 x 128 blocks, and scales in the format that the
@@ -81,8 +82,8 @@ def save_model(
     steps = steps_of(manifest, parts, [], use_ue8m0=config.use_ue8m0, source=f"like: {like}")
 
     def make(stored: str) -> dict[str, torch.Tensor]:
-        # Copy the values: a drafter shares the embedding and the head, but the tensors of a safetensors file cannot
-        # share memory.
+        # Clone: the embedding and the head may be stored twice, a second time for the drafter, and the tensors of a
+        # safetensors file cannot share memory.
         return steps[stored].make(*(values[part.stored].clone() for part in steps[stored].parts))
 
     write_shards(directory, manifest, make, fields, like=like, shard_bytes=shard_bytes, progress=progress)
@@ -103,16 +104,16 @@ def convert_checkpoint(
     directory    a directory that does not exist or holds no weights. It may also be the directory of an interrupted
                  call with the same arguments; the call then continues and keeps the finished files
     dtype        "fp8": projections and experts in FP8; "fp4": experts in FP4, other projections in FP8; "bf16": all
-                 weights in BF16. A weight that already has this dtype is copied. FP4 is converted to FP8 without loss.
-                 Tensors that are never quantised have the dtype of the family's published release
+                 these weights in BF16. A weight that already has this dtype is copied. FP4 is converted to FP8 without
+                 loss. Tensors that are never quantised have the dtype of the family's published release
     shard_bytes  maximum bytes per file; a larger tensor has a separate file. The tensors of one file are in memory
     device       the device that casts weights; None: the GPU if there is one, else the CPU
     progress     True: show a progress bar on a terminal
 
     config.json describes the new weights and is written last. Tokenizer files are copied.
     Raises ConfigError or CheckpointError if `load_model` would refuse `source`, or if tensors are missing or
-    unexpected. Raises ValueError or TypeError, which names the argument, for any other wrong argument. If an
-    error concerns a tensor's values, or reading or writing a file, finished files stay. Otherwise no file is written.
+    unexpected. Raises ValueError or TypeError, which names the argument, for any other wrong argument. After an error
+    in a tensor's values, or in reading or writing a file, finished files stay. Other errors precede the first file.
     """
     directory = path_of("directory", directory)
     check_choice("dtype", dtype, STORAGES)
@@ -129,7 +130,7 @@ def convert_checkpoint(
     parts = parts_of_checkpoint(checkpoint.tensors, problems, lambda name: False, with_scale_suffix, split_experts)
     fields, config = stored_as(source, dtype, drafter=has_drafter)
     manifest = published_manifest(config, fp4_experts=dtype == "fp4")
-    # Omit copies of the embedding and the head that the source does not contain: no loader reads these copies.
+    # Omit copies of the embedding and the head that the source lacks; `load_model` skips such copies.
     manifest = {name: info for name, info in manifest.items() if name in parts or copied_from(name) is None}
     steps = steps_of(manifest, parts, problems, use_ue8m0=config.use_ue8m0, source=source)
     made_from = hashlib.sha256(checkpoint.digest() + repr((fields, manifest, shard_bytes)).encode()).hexdigest()
@@ -148,8 +149,8 @@ def convert_checkpoint(
 def steps_of(
     manifest: Manifest, parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool, source: object
 ) -> dict[str, Step]:
-    """Return {weight's name: the step that makes the weight} for the tensors of `manifest`. Raises CheckpointError if
-    there are problems.
+    """Return {name: the step that makes the tensor, and its scale if it is quantised} for the tensors of `manifest`.
+    Raises CheckpointError if there are problems.
 
     parts: the source's tensors, by the names of the new checkpoint's tensors as `with_scale_suffix` spells them
     problems: the problems that the caller has found
@@ -163,8 +164,8 @@ def steps_of(
 
 
 def split_into_files(manifest: Manifest, most: int = SHARD_BYTES) -> dict[str, list[str]]:
-    """Return {file name: the names of its tensors}. A file has at most `most` bytes, or contains only one tensor. A
-    weight and its scale are in the same file and count as one tensor."""
+    """Return {file name: the names of its tensors}. A file has at most `most` bytes or only one tensor, where a weight
+    with its scale counts as one tensor."""
     scales = scales_of(manifest)
     of_weights = {*scales.values()}
     groups: list[list[str]] = []
@@ -197,11 +198,11 @@ def write_shards(
     progress: bool = True,
 ) -> None:
     """Write a checkpoint into `directory`: the index if there are several files, the safetensors files, the tokenizer
-    files and config.json. config.json is written last, so a directory that contains it is complete.
+    files and, last, config.json.
 
     manifest     the tensors of the checkpoint
-    make         a function that takes a weight's name and returns {name: tensor} of the weight and, if the weight is
-                 quantised, its scale (`Step.make`)
+    make         a function from a tensor's name to {name: tensor} of the tensor and, if it is quantised, its scale
+                 (`Step.make`)
     fields       the fields of config.json
     like         the directory whose tokenizer files are copied
     shard_bytes  maximum bytes per file (`split_into_files`)
@@ -210,7 +211,6 @@ def write_shards(
                  have no safetensors file
     progress     True: show a progress bar on a terminal
 
-    Only the tensors of one file are in memory at a time.
     Raises ValueError if the directory holds other weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def write_shards(
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a safetensors file under a temporary name, and rename it once it is complete. The file has the default
-    permissions of a new file; the safetensors library would set other permissions."""
+    permissions of a new file; `save_file` would make it readable only by its owner."""
     part = path.with_name(path.name + PART)
     part.touch()
     mode = part.stat().st_mode

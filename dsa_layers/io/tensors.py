@@ -1,4 +1,4 @@
-"""Descriptions, names, dtypes, quantisation and slices of the tensors of checkpoints and models."""
+"""Descriptions, dtypes, quantisation and slices of the tensors of checkpoints and models."""
 
 import math
 import re
@@ -37,7 +37,7 @@ Index = tuple[int | slice, ...]
 
 
 class TensorInfo(NamedTuple):
-    """The description of a tensor. dtype: the name in safetensors ("BF16"). file: the file that holds the tensor."""
+    """The description of a tensor: its shape, its dtype's name in safetensors ("BF16") and the name of its file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,7 +45,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of bytes. The dtype's name contains the number of bits: BF16, F8_E4M3, I64."""
+        """The number of bytes, from the number of bits in the dtype's name: BF16, F8_E4M3, I64."""
         bits = 8 if self.dtype == "BOOL" else int(re.search(r"\d+", self.dtype)[0])
         return math.prod(self.shape) * bits // 8
 
@@ -64,14 +64,14 @@ def quantize(values: torch.Tensor, kind: str, *, use_ue8m0: bool) -> tuple[torch
 
 
 def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None, first: int = 0) -> dict[str, Index]:
-    """Split a tensor of all experts into one tensor per expert and projection. Return {name of a part: its slice}. For
-    any other tensor, return {name: ()}, where () is the whole tensor.
+    """Return {name of a part: its slice}: the parts of a tensor of all experts, one per expert and projection. For any
+    other tensor, return {name: ()}, where () is the whole tensor.
 
     With E experts, I inner and H hidden channels, `experts.gate_up_proj` [E, 2 I, H] contains, for each expert e, the
     rows of `experts.e.gate_proj.weight` and then the rows of `experts.e.up_proj.weight`. `experts.down_proj` [E, H, I]
-    contains `experts.e.down_proj.weight`. Scales are split in the same way, for blocks of any size: the suffix
-    `_scale_inv` marks the scales of quantised weights, and `_block_scale` the additional scales of FP4 weights.
-    experts: the required E; None accepts any E. Callers pass E if they know it: a corrupt header can claim 10^9 experts
+    contains `experts.e.down_proj.weight`. Scales, with the suffix `_scale_inv` or `_block_scale`, are split in the same
+    way.
+    experts: the required E, because a corrupt header can claim 10^9 experts; None accepts any E
     first: the number of the first expert in the names of parts
     Raises CheckpointError for a tensor of all experts with any other shape or number of experts.
     """
@@ -93,6 +93,6 @@ def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None,
 
 
 def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Return the shape of the slice `index` of a tensor."""
+    """Return the shape of the slice `index` of a tensor with shape `shape`."""
     kept = (len(range(*place.indices(n))) for n, place in zip(shape, index) if isinstance(place, slice))
     return (*kept, *shape[len(index) :])

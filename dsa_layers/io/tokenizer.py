@@ -14,7 +14,7 @@ from dsa_layers.io.chat_template import FORMATS, NEEDED, format_source, render
 from dsa_layers.io.directory import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object, read_text
 
-# Maximum file sizes in bytes. The largest published tokenizer.json has 35 MB.
+# Maximum file sizes in bytes.
 _MAX_TOKENIZER = 2**26
 _MAX_CONFIG = 2**23
 _MAX_TEMPLATE = 2**20
@@ -31,11 +31,10 @@ class Tokenizer:
     special_tokens: the texts of the tokens that `decode` omits.
     has_chat_template: whether `apply_chat_template` has a template.
     The chat template is the file chat_template.jinja if it exists, else the string `chat_template` in
-    tokenizer_config.json. The template is a program from the checkpoint: it runs in jinja2's sandbox, and is compiled
-    at its first use.
+    tokenizer_config.json. The template runs in jinja2's sandbox, because it is a program from the checkpoint.
     For a checkpoint without a template, dsa's template for the `model_type` in config.json ("deepseek_v32" or
     "deepseek_v4") is used if the tokenizer's added tokens include `NEEDED` of io/chat_template.py.
-    The padding and truncation in tokenizer.json are disabled, so a prompt is encoded whole.
+    Padding and truncation in tokenizer.json are disabled.
     Raises TokenizerError (a ValueError), which names the file, if a file is missing or malformed.
     """
 
@@ -69,7 +68,7 @@ class Tokenizer:
         """Return the token ids of `text`. Special tokens that the text spells out are encoded as their ids.
 
         add_bos: whether to insert the BOS id at the start, if the tokenizer has one and the ids do not begin with it
-        The post-processor in tokenizer.json adds no tokens here. So BOS is never added twice, and EOS is never added.
+        The post-processor in tokenizer.json adds no tokens, so EOS is never added.
         Raises TokenizerError if the tokenizer cannot encode the text, and TypeError if `text` is not a string.
         """
         check_instance("text", text, str, "a string")
@@ -82,7 +81,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Special tokens and unknown ids are omitted. Invalid UTF-8 becomes U+FFFD.
 
-        Raises TokenizerError if the tokenizer cannot decode the ids, and TypeError if `ids` is not a list.
+        Raises TokenizerError if the tokenizer cannot decode the ids, and TypeError if `ids` is no sequence of ids.
         """
         if isinstance(ids, str | bytes) or not isinstance(ids, Sized):
             raise TypeError(f"ids: must be a list of token ids, got {shown(ids)}")
@@ -101,16 +100,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render `messages`, each {"role": ..., "content": ...}, with the chat template. Return the prompt as
-        text. Templates usually begin it with BOS; `encode` then adds no second BOS.
+        """Return the prompt that the chat template makes of `messages`, each {"role": ..., "content": ...}, as text.
+        If it begins with BOS, `encode` adds no second BOS.
 
         add_generation_prompt: whether to end the prompt with the tokens that begin an answer of the assistant.
         tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
-        variables: further variables of the template. dsa's templates for DeepSeek-V3.2 and V4 have `thinking` or
-        `enable_thinking`, and `drop_thinking`. The template for V4 also has `reasoning_effort`. The files in
-        dsa_layers/io/chat_formats describe these variables.
-        Raises TokenizerError if there is no template, if the template refuses the messages or fails, or if the template
-        ignores one of `variables`.
+        variables: further variables of the template. dsa's templates for DeepSeek-V3.2 and V4 have `thinking`,
+        `enable_thinking` and `drop_thinking`, and for V4 also `reasoning_effort`; the files in
+        dsa_layers/io/chat_formats describe them.
+        Raises TokenizerError if there is no template, if the template refuses the messages or fails, or if it never
+        reads one of `variables`.
         """
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise TokenizerError(f"messages: must be a list, got {shown(messages)}")
@@ -136,10 +135,9 @@ class StreamDecoder:
     """A decoder that takes one id at a time. The pieces of text that `push` and `flush` return, concatenated, are the
     text of all ids.
 
-    A character can span several tokens, so the decoder holds back text that ends in U+FFFD until a token completes the
-    character. The decoder decodes the previous piece's tokens again together with the new tokens, because some
-    tokenizers strip the leading space of a text's first token. `tokenizers.decoders.DecodeStream` is not used, because
-    it raises an exception for some ids whose bytes are not UTF-8.
+    A character can span several tokens, so the decoder holds back text that ends in U+FFFD. It decodes the previous
+    piece's tokens again together with the new tokens, because some tokenizers strip the leading space of a text's first
+    token. `tokenizers.decoders.DecodeStream` is not used: it raises exceptions for some ids whose bytes are not UTF-8.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -149,7 +147,7 @@ class StreamDecoder:
         self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, often a word. Return "" for a special token or an incomplete
+        """Return the text that `token_id` completes, or "" if it completes none: for a special token, or inside a
         character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
@@ -161,15 +159,14 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return the held-back text, which ends in U+FFFD if the ids end inside a character. Call `flush` after the
-        last id."""
+        """Return the text that is held back. Call `flush` after the last id."""
         return self._decode(self._ids)[self._shown :]
 
 
 @contextmanager
 def _failures(problem: str) -> Iterator[None]:
-    """Convert exceptions of the tokenizers library to TokenizerError. The library raises the base class Exception, and
-    a panic of its Rust code raises PanicException, which does not derive from Exception."""
+    """Convert exceptions of the tokenizers library to TokenizerError. A panic of its Rust code raises PanicException,
+    which does not derive from Exception."""
     try:
         yield
     except BaseException as error:
@@ -179,7 +176,7 @@ def _failures(problem: str) -> Iterator[None]:
 
 
 def _token_text(path: Path, name: str, value: Any) -> str:
-    """Return the text of the special token `name`. value: the field `name` of the file `path`. It must be a string or
+    """Return the text of the special token `name`. value: the field `name` of the file `path`, a string or
     {"content": string}."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
@@ -190,8 +187,8 @@ def _token_text(path: Path, name: str, value: Any) -> str:
 
 
 def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str]) -> tuple[Path, str | None]:
-    """Return the path of the chat template and its text. Without a template, return the path of tokenizer_config.json
-    and None.
+    """Return the path and the text of the chat template; without a template, the path of tokenizer_config.json and
+    None.
 
     config: the fields of tokenizer_config.json
     tokens: the tokenizer's added tokens

@@ -1,7 +1,7 @@
 """Plan how the tensors of a model or of a new checkpoint are made from the tensors of a source, and load weights.
 
 A plan is a list of steps. Each step makes one target: a tensor of the model or of the new checkpoint, or one expert's
-slice of a tensor of all experts. The plan depends only on names, shapes and dtypes, so planning reads no weight.
+slice of a tensor of all experts. Planning reads no weights, only names, shapes and dtypes.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from dsa_layers.io.tensors import (
 )
 from dsa_layers.layers.linear import BLOCK
 
-# A function that splits tensors: (tensor's name, shape) -> {name of a part: slice}. The slice () is the whole tensor.
+# A function that splits tensors: (tensor's name, shape) -> {name of a part: slice}
 PartsOf = Callable[[str, tuple[int, ...]], dict[str, Index]]
 
 
@@ -58,11 +58,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a plan: make a target from a part and the part's scale. If the target is quantised, the step also
-    makes the target's scales.
+    """One step of a plan: make a target, and its scales if it is quantised, from a part and the part's scale.
 
-    part          the tensor of the source, or a slice of the tensor
-    scale         the part's scale; None if the part is not quantised or if the source has no scale for the part
+    part          the tensor of the source, or a slice of it
+    scale         the part's scale; None if the part is not quantised or if the source has no scale for it
     target        the description of the tensor to make
     stored        the format of the part: "FP4", "FP8" or None
     wanted        the format of the target: "FP4", "FP8" or None
@@ -85,9 +84,8 @@ class Step:
         return [self.part] if self.scale is None else [self.part, self.scale]
 
     def make(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Return {name: tensor} of the target and its scales.
+        """Return {name: tensor} of the target and its scales. tensor, scale: the tensors of `parts`, in this order.
 
-        tensor, scale: the tensors of `parts`, in this order
         Raises ValueError for FP4 values that FP8 cannot represent.
         """
         name, dtype = self.part.name, TORCH_DTYPES[self.target.dtype]
@@ -110,7 +108,7 @@ class Step:
         return dequantize(tensor, scale, dtype)
 
     def problem(self) -> str | None:
-        """Return a message that says why the step is impossible, or None if it is possible."""
+        """Return the reason why the step is impossible, or None if it is possible."""
         info, label = self.part.info, self.part.label
         shape, expected = unpacked(info.shape, self.stored), unpacked(self.target.shape, self.wanted)
         if shape != expected:
@@ -126,10 +124,8 @@ class Step:
         return f"{label} is {info.dtype}; expected {' or '.join(accepted)}{hint}"
 
     def _scale_problem(self, shape: tuple[int, ...]) -> str | None:
-        """Return a message if the part's quantised format does not allow the part's shape, slice or scale, else None.
-
-        shape: the shape of the part's unpacked values
-        """
+        """Return the reason why the format of a quantised part does not allow the part's shape, slice or scale, else
+        None. shape: the shape of the part's unpacked values."""
         info, label = self.part.info, self.part.label
         if len(shape) != 2:
             return f"{label} is {info}; only a matrix can be quantised"
@@ -158,11 +154,11 @@ def parts_of_checkpoint(
     name_of: Callable[[str], str],
     cut: PartsOf,
 ) -> dict[str, Part]:
-    """Return {target's name: part} for a checkpoint's `tensors`, in the order of the files.
+    """Return {target's name: part} for a checkpoint's `tensors`, in their order.
 
     problems: receives a message for each tensor that `name_of` or `cut` refuses, and for each duplicate name
     skip: a function that returns whether a tensor of the checkpoint, given by name, is ignored
-    name_of: a function that converts the name of a checkpoint's tensor to the model's name, which `cut` receives
+    name_of: a function that converts the name of a checkpoint's tensor to the name that `cut` receives
     cut: a function that returns the parts of a checkpoint's tensor
     """
     parts: dict[str, Part] = {}
@@ -187,8 +183,8 @@ def make_plan(
 ) -> list[Step]:
     """Return the steps that make all targets, in the order of `parts`.
 
-    wanted: the targets, by name. An e4m3 or int8 target is quantised if its scale is a target too. The step that makes
-    the weight then also makes its scales
+    wanted: the targets, by name. An e4m3 or int8 target is quantised if its scale is a target too; one step then makes
+    both
     parts: the parts of the source's tensors, by the name of the target that each part makes
     problems: receives a message for each target, part or step that is wrong
     use_ue8m0: whether the scales of float weights that become FP8 are powers of two; None: such weights are a problem
@@ -237,31 +233,30 @@ def load_weights(
     stored_parts_of: PartsOf | None = None,
     progress: bool = True,
 ) -> None:
-    """Load the tensors of the checkpoint `source`, or of its directory, into `model` on `device`. The model must be on
-    the meta device.
+    """Load the tensors of the checkpoint `source`, or of its directory, into `model`, as tensors on `device`.
 
     skip             a function that returns whether a checkpoint tensor, given by name, is ignored
     name_of          a function that converts the name of a checkpoint tensor to the model's name
     parts_of         a function (name, shape) -> {name of a part: slice} for a model tensor, such as one part per
                      expert. The loader makes each part of the model from the checkpoint's part of the same name
     stored_parts_of  such a function for a checkpoint tensor; None: `parts_of`
-    progress         True: show one progress bar, on a terminal only
+    progress         True: show a progress bar on a terminal
 
     `name_of` and `stored_parts_of` may raise CheckpointError, with the reason, to refuse a tensor of the checkpoint.
     Non-persistent buffers stay unchanged. The dtype of a model tensor determines which checkpoint tensors it accepts:
     - float8_e4m3fn, if the model has `<name>_scale_inv`: an F8_E4M3 matrix, which is copied, or packed FP4, which is
       widened to FP8 without loss (`dsa.widen_fp4`);
-    - int8, if the model has `<name>_scale_inv`: packed FP4, which is copied. If the model has `<name>_block_scale`,
-      `dsa.fp4_block_scales` computes it;
+    - int8, if the model has `<name>_scale_inv`: packed FP4, which is copied, or an F8_E4M3 matrix, which is rounded to
+      FP4. If the model has `<name>_block_scale`, `dsa.fp4_block_scales` computes it;
     - bf16, fp16, fp32 or fp64: a float tensor, which is cast, or an F8_E4M3 or FP4 matrix, which is dequantised;
     - any other dtype: a tensor of this dtype.
     After `name_of`, the scale of a quantised matrix is named `<name>_scale_inv`. FP8 has one F32 or F8_E8M0 scale per
     128 x 128 block. FP4 (I8 [rows, columns / 2]) has one F8_E8M0 scale per 32 columns.
 
     Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint`, and for tensors that are
-    missing, unexpected, refused, duplicated, or of the wrong shape or dtype. These checks precede the first read, and
-    one error counts the tensors' problems and shows the first ten. Raises CheckpointError also if a file cannot be
-    read, or if e4m3 cannot represent a block of FP4 weights that become FP8 or get a `_block_scale`.
+    missing, unexpected, refused, duplicated, or of the wrong shape or dtype; these checks precede the first read.
+    Raises CheckpointError also if a file cannot be read, or if e4m3 cannot represent a block of FP4 weights that become
+    FP8 or get a `_block_scale`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     problems: list[str] = []
@@ -276,7 +271,7 @@ def load_weights(
     steps = make_plan(wanted, parts, problems)
     raise_problems(checkpoint.directory, problems)
 
-    # Allocate the whole model first, so that a model larger than a GPU's memory fails before the first read.
+    # Allocate the whole model first, so that a model that does not fit into the memory fails before the first read.
     loaded = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in state.items()}
     total = sum(part.info.size for step in steps for part in step.parts)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True) as bar:
@@ -289,7 +284,7 @@ def load_weights(
 
 
 def read_step(checkpoint: Checkpoint, step: Step, device: str | torch.device) -> dict[str, torch.Tensor]:
-    """Read the parts of a step and make its tensors. Raises CheckpointError if a part cannot be read or converted."""
+    """Read the parts of a step and make its tensors. Raises CheckpointError if this fails."""
     tensors = [checkpoint.read(part.stored, device, part.index) for part in step.parts]
     try:
         return step.make(*tensors)

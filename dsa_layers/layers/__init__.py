@@ -1,1 +1,1 @@
-"""`nn.Module` layers, one kind of layer per file, and the attention in indexer training (trained_attention.py)."""
+"""`nn.Module` layers, and the attention in indexer training (trained_attention.py)."""

@@ -28,8 +28,8 @@ class DSAAttention(nn.Module):
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
     With q_lora_rank=None, q = W_UQ x. With rope=False, queries and keys have zeros in the rope channels. With
     `position_scaling`, q is scaled by a function of its position (`PositionScaling`).
-    Attention to all keys computes k_h and v_h. Attention to selected keys reads the latents, one key for all heads: it
-    absorbs W_UK and W_UV, that is, multiplies the queries by W_UK and the outputs by W_UV.
+    Attention to all keys computes k_h and v_h. Attention to selected keys reads only c and k_pe, one key for all heads:
+    it multiplies the queries by W_UK and the outputs by W_UV (absorption).
     A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
     y = W_O [o_h]. With a gate, o_h is multiplied by sigmoid(g_h) first. gate="x": g = W_G x. gate="queries": W_UQ reads
     [RMSNorm(W_DQ x) | W_DQ x], and also returns g_h. With `sinks`, the softmax of head h has one more logit, sink_h,
@@ -41,8 +41,9 @@ class DSAAttention(nn.Module):
     padded with -1; None if the layer attended to all keys, or if a `dsa_layers.IndexerStage` trains its indexer. A
     layer without an indexer takes the `selected` that the previous layer returned.
     cache: None, or a `LatentStore` that the pass shares between the layers with the same latents.
-    This class supports gradients but no paged cache. `dsa_layers.fuse` converts it to `PagedAttention`, which supports
+    This class supports gradients but no paged cache; `dsa_layers.fuse` converts it to `PagedAttention`, which supports
     a cache but no gradients.
+    softmax_scale: None for (nope_dim + rope_dim)^-0.5. eps: of both RMSNorms. fp8, dtype, use_ue8m0: see `make_linear`.
     Parameters have the checkpoint's names: q_a_proj (W_DQ), q_a_layernorm, q_b_proj (W_UQ; rows: head, then nope |
     rope), kv_a_proj_with_mqa (rows: W_DKV, then k_pe), kv_a_layernorm, kv_b_proj (rows: head, then W_UK | W_UV), o_proj
     (W_O), indexer. With gate="x": gate_proj (W_G) [heads * v_dim, hidden], never in FP8. With gate="queries", the rows
@@ -50,8 +51,8 @@ class DSAAttention(nn.Module):
     softmax_scaling.{scale,bias}. With rope=False, q_b_proj and kv_a_proj_with_mqa have no rope rows. With
     q_lora_rank=None there are no q_a_proj and q_a_layernorm, and with `shares_latents` no kv_a_proj_with_mqa and
     kv_a_layernorm.
-    For a wrong argument, the constructor and `forward` raise TypeError or ValueError with the argument's name.
-    `forward` does not check the values of tensors.
+    The constructor raises TypeError or ValueError, which names the argument, for wrong sizes and options; `forward` for
+    a wrong x, batch or cache.
     Source: `MLA` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1. IndexShare: arXiv 2603.12201.
     """
 
@@ -191,7 +192,6 @@ class DSAAttention(nn.Module):
         return self.o_proj(values.flatten(-2))
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
-        """Return x with its last rope_dim channels rotated."""
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
     def _norm_and_rotate(self, kv: torch.Tensor, rope: Angles) -> torch.Tensor:
@@ -221,8 +221,8 @@ class DSAAttention(nn.Module):
     def _train(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch
     ) -> torch.Tensor:
-        """Compute attention in a pass that trains the indexer, and report the indexer's loss to the stage. The indexer
-        receives detached inputs."""
+        """Compute attention in a pass that trains the indexer, and add the indexer's loss to the stage. The loss has no
+        gradients for x and qr."""
         if self.indexer_stage.name == "warmup":
             attention = WarmupAttention(q, *self._keys_and_values(kv), self.softmax_scale, batch)
         else:
@@ -256,11 +256,8 @@ class DSAAttention(nn.Module):
 
 
 def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
-    """Raise TypeError or ValueError if `indexer` does not fit an attention layer of these sizes.
-
-    reader: the attention layer's projection of x. If it and a lightning indexer's wk are `Linear`, their weights must
-    have one dtype
-    """
+    """Raise TypeError unless `indexer` is a module with top_k and select. Raise TypeError or ValueError if the sizes or
+    the dtype of a `LightningIndexer` do not fit the layer. reader: the layer's projection of x."""
     if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
         raise TypeError(
             "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "
@@ -283,14 +280,13 @@ def causal_attention(
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head. The sum is over the keys s of token t's
-    sequence that token t sees. With sinks, fp32 [heads], the softmax of head h has one more logit, sinks[h], without a
-    value.
+    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head, over the keys s of token t's sequence up
+    to t. With sinks, fp32 [heads], the softmax of head h has one more logit, sinks[h], without a value.
 
     q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
     """
     if sinks is None and q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
-        # In training, sequences of equal length need no explicit mask, so one call computes attention for all of them.
+        # In training, sequences of one length without earlier tokens need no mask: one call computes all of them.
         by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
         out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
         return out.transpose(1, 2).flatten(0, 1)

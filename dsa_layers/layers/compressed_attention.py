@@ -17,9 +17,8 @@ from dsa_layers.layers.rope import Angles, RopeAngles
 class CompressedAttention(nn.Module):
     """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over the keys k_j of t.
 
-    The keys of token t are the last `window` tokens up to t, and compressed entries. If the layer has an indexer, it
-    selects some of the entries that t may see; otherwise t attends to all of these entries. Without a compressor, a
-    layer attends only to the window. The keys are also the values.
+    The keys of token t are the last `window` tokens up to t, and compressed entries: those that the indexer selects or,
+    without an indexer, all entries that t may see. A layer without a compressor has no entries. Keys are also values.
       qr = q_norm(wq_a x)
       q = wq_b qr per head, divided by its root mean square, with rope on the last channels
       key of a token = kv_norm(wkv x), with rope on the last channels
@@ -29,8 +28,8 @@ class CompressedAttention(nn.Module):
     forward(x [T, hidden], rope, entry_rope, batch, cache=None) -> [T, hidden]
     rope: (cos, sin) at the tokens' positions, fp32 [T, rope_dim / 2]. entry_rope: (cos, sin) at the entries' positions
     (`EntryView.positions`); None without a compressor. batch: complete packed sequences.
-    This class supports gradients but no cache. `dsa_layers.fuse` converts it to `PagedCompressedAttention`, which
-    supports a cache but no gradients.
+    This class supports gradients but no cache; `dsa_layers.fuse` converts it to `PagedCompressedAttention`, which
+    supports a cache but no gradients. fp8, dtype, use_ue8m0: see `make_linear`.
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
     attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
     compressor, indexer.
@@ -86,7 +85,7 @@ class CompressedAttention(nn.Module):
         q, keys = self._rotate(q, rope), self._rotate(self.kv_norm(self.wkv(x)), rope)
         rows = batch.windows(self.window, self.window).indices
         if self.compressor is not None and self.selectable(batch).max_key_len:
-            # Append the entries to `keys`, and the rows of each token's entries among these keys to `rows`.
+            # The entries follow the tokens in `keys`, so their rows are shifted by len(keys).
             entries = self.compressor.compress(x, *entry_rope, batch).to(x.dtype)
             of_entries = self._select(x, qr, rope, entry_rope, batch)
             rows = torch.cat((rows, torch.where(of_entries < 0, -1, of_entries + len(keys))), 1)
@@ -104,7 +103,6 @@ class CompressedAttention(nn.Module):
         return batch.entries(self.compressor.ratio)
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
-        """Return x with its last channels rotated."""
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
@@ -115,7 +113,7 @@ class CompressedAttention(nn.Module):
     def _select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, entry_rope: Angles, batch: TokenBatch
     ) -> torch.Tensor:
-        """Return int32 [T, K]: the rows, among all packed entries, that each token attends to, padded with -1."""
+        """Return int32 [T, K]: for each token, the rows of its entries among all packed entries, padded with -1."""
         entries = self.selectable(batch)
         if self.indexer is not None and entries.max_key_len > self.indexer.top_k:
             positions = self.indexer.select(x, qr, rope, batch, entry_rope=entry_rope)

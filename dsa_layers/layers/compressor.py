@@ -1,5 +1,5 @@
-"""DeepSeek-V4's compressor, which computes one entry per block of `ratio` tokens, and the indexer that selects among
-the entries."""
+"""DeepSeek-V4's compressor, which computes one entry per block of `ratio` tokens, and its indexer, which selects
+entries."""
 
 from typing import Any, ClassVar
 
@@ -18,12 +18,11 @@ class Compressor(nn.Module):
     """C_i = rope_{i m}(RMSNorm(sum_j softmax_j(Z_j) KV_j)) over the tokens j of block i, per channel; m = ratio.
 
     KV = x wkv^T and Z = x wgate^T + ape[j mod m], in fp32. With `overlap`, wkv and wgate have 2 * dim output channels.
-    The sum of entry i then runs over the tokens of blocks i - 1 and i: it uses the first dim channels for block i - 1
-    and the last dim channels for block i. Rope rotates the last channels of an entry in interleaved pairs.
+    The sum of entry i then runs over the tokens of blocks i - 1 and i, with the first dim channels of block i - 1 and
+    the last dim channels of block i. Rope rotates the last channels of an entry in interleaved pairs.
 
     compress(x [T, hidden], cos, sin, batch) -> fp32 [N, dim]: the N packed entries of complete sequences.
-    cos, sin: fp32 [T, rope_dim / 2], one row per token, at the position of the entry that ends with the token
-    (`EntryView.positions`).
+    cos, sin: fp32 [T, rope_dim / 2] at `EntryView.positions`: row t is for the entry that ends with token t.
     Parameters: wkv, wgate [c, hidden], ape fp32 [ratio, c], norm [dim]; c = 2 dim with overlap, else dim.
     Source: `Compressor` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
@@ -47,8 +46,8 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """The shape of one sequence's state in the cache: (rows, 2, c), with one row per token that an entry's sum
-        covers, and DRAFTS more, so that a rejected draft overwrites no row that the sequence still needs."""
+        """The shape of one sequence's state in the cache: (rows, 2, c). There is one row per token of an entry's sum,
+        and DRAFTS more, so that a rejected draft overwrites no row that is still needed."""
         return ((2 * self.ratio if self.overlap else self.ratio) + DRAFTS, 2, self.ape.shape[1])
 
     def compress(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -89,15 +88,14 @@ class CompressedIndexer(KeySelection):
     k = the entries of the indexer's compressor
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
 
-    If `quantize`, q and k are Hadamard-transformed and cast to e4m3. Each head of a query and each entry has one
-    power-of-two scale; the scales of the queries are multiplied into w. The published model simulates FP4, which
-    Hopper cannot multiply.
-    top_k, workspace, accumulators: see `KeySelection`.
+    If `quantize`, q and k are Hadamard-transformed and cast to e4m3, and head_dim must be 128. Each head of a query and
+    each entry has one power-of-two scale; the scales of the queries are multiplied into w. The published model
+    simulates FP4 instead.
+    top_k, workspace, accumulators: see `KeySelection`. fp8, dtype, use_ue8m0: of wq_b, see `make_linear`.
 
-    `select` implements `dsa_layers.layers.indexer.Indexer.select` for compressed entries. It has an additional argument
-    entry_rope: (cos, sin) at the entries' positions (`EntryView.positions`). This indexer has no `loss`.
+    `select` has the interface of `dsa_layers.layers.indexer.Indexer.select`, and one more argument entry_rope: (cos,
+    sin) at `EntryView.positions`. It has no gradient, and there is no `loss`.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], weights_proj [n_heads, hidden], compressor.
-    Among entries with equal scores, the first entries are selected. Selection has no gradient.
     Source: `Indexer` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.3.
     """
 

@@ -1,4 +1,4 @@
-"""The routed experts of a mixture-of-experts layer. One tensor has the weights of all experts."""
+"""The routed experts of a mixture-of-experts layer. Each projection has one parameter for all experts."""
 
 import torch
 from torch import library, nn
@@ -8,26 +8,24 @@ from dsa_layers.layers.linear import BLOCK
 
 ByExpert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the result of `dsa.sort_by_expert`: order, rows, ends
 FP4_GROUP = 32  # columns per FP4 scale
-_FP4_SIZE = 2.9  # root mean square of all e2m1 values
+_FP4_SIZE = 2.9  # root mean square of the e2m1 values
 
 
 class Experts(nn.Module):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
 
     forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared [T, hidden] or None) -> [T, hidden] in x's
-    dtype. Rows are sorted by expert, and each projection is one grouped GEMM. Experts have no capacity limit: each
-    token gets the outputs of all its experts.
+    dtype. Rows are sorted by expert, and each projection is one grouped GEMM. No token is dropped.
     limit: see `SwiGLU`.
     Parameters: gate_up_proj [E, 2 inner, hidden], for each expert the rows of the gate projection, then the rows of the
     up projection; down_proj [E, hidden, inner]. Checkpoints store one tensor per expert e and projection,
     `experts.e.*_proj.weight`; `split_experts` maps these names to slices of the parameters.
-    fp8: weights are e4m3. {gate_up_proj,down_proj}_scale_inv fp32 has one scale per 128 x 128 block, as in
-    `BlockFP8Linear`.
+    fp8: weights are e4m3, and {gate_up_proj,down_proj}_scale_inv fp32 has one scale per 128 x 128 block.
     fp4 (requires fp8): weights are int8 [.., columns / 2] with two e2m1 columns per byte, {..}_scale_inv is e8m0
-    [.., columns / 32], and {..}_block_scale fp32 is the result of `dsa.fp4_block_scales`. The output is the same as
-    with these weights in FP8.
-    Quantised weights are for inference only; they have no gradients.
-    If a model is split over ranks, this module has experts `first` to `first` + `count` - 1 of `total` experts.
+    [.., columns / 32], and {..}_block_scale fp32 is the result of `dsa.fp4_block_scales`.
+    Quantised weights have no gradients.
+    use_ue8m0: whether the scales of activations, and of FP8 weights at initialisation, are powers of two.
+    In a model that is split over ranks, this module has the experts `first` to `first` + `count` - 1 of `total`.
     """
 
     def __init__(
@@ -66,8 +64,7 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(weight, requires_grad=not fp8))
 
     def _make_fp4(self, name: str, count: int, rows: int, columns: int) -> None:
-        """Register FP4 parameters with random codes. The scales are such that the weights have about the same magnitude
-        as initial weights in other dtypes."""
+        """Register FP4 parameters with random codes, and scales that give the usual magnitude of initial weights."""
         packed = torch.empty(count, rows, columns // 2, dtype=torch.int8)
         size = columns**-0.5 / _FP4_SIZE
         scale = torch.full((count, rows, columns // FP4_GROUP), size, dtype=torch.float32).to(torch.float8_e8m0fnu)
@@ -91,14 +88,14 @@ class Experts(nn.Module):
         return dsa.combine_experts(outputs, by_expert[1], weights, shared)
 
     def sort(self, experts: torch.Tensor) -> ByExpert:
-        """Return (order, rows, ends) of `dsa.sort_by_expert` for this rank's experts. Entries of `experts` that name
-        other ranks' experts come last. The outputs for these entries are neither computed nor read."""
+        """Return (order, rows, ends) of `dsa.sort_by_expert` for this rank's experts. Entries with other ranks' experts
+        come last; no product is computed for them."""
         return dsa.sort_by_expert(experts - self.first if self.first else experts, self.count)
 
     def outputs(self, x: torch.Tensor, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """Return the outputs of the experts, [T * top_k, hidden], sorted by expert. by_expert: the result of `sort`."""
+        """Return the experts' outputs [T * top_k, hidden], sorted by expert. by_expert: the result of `sort`."""
         order, rows, ends = by_expert
-        if self.fp8:  # cast each token once, and store the result at the token's sorted rows
+        if self.fp8:
             return self.products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
         gate_up = grouped_product(x[order // top_k], self.gate_up_proj, ends)
         h = gated(*gate_up.float().chunk(2, -1), self.limit).to(x.dtype)
@@ -111,31 +108,34 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the outputs of the experts in `dtype`, sorted by expert. activations: FP8 rows and their scales. ends:
-        as in ByExpert. tokens: int32 [N], the row of `activations` that each sorted row reads; None if `activations`
-        are sorted by expert."""
+        """Return the experts' outputs in `dtype`, sorted by expert.
+
+        activations  FP8 rows and their scales
+        ends         as in ByExpert
+        tokens       int32 [N]: the row of `activations` that each sorted row reads; None if they are sorted by expert
+        """
         swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
         gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
         options = {"rows": tokens, "limit": self.limit, "use_ue8m0": self.use_ue8m0, "dtype": dtype}
         count = len(activations[0] if tokens is None else tokens)
-        # Expected number of rows for this rank's experts if tokens are distributed evenly over all experts.
+        # the number of this rank's rows if all experts get equally many
         expected = None if self.count == self.total else -(-count * self.count // self.total)
         h = swiglu(activations, gate_up, ends, **options, expected_rows=expected)
         return product(h, down, ends, dtype, expected_rows=expected)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Compute silu(gate) * up. A limit clamps gate to at most `limit`, and up to [-limit, limit]."""
+    """Return silu(gate) * up. A limit first clamps `gate` to at most limit and `up` to [-limit, limit]."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return nn.functional.silu(gate) * up
 
 
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compute y = x W_g^T for the rows of each group g. Group g ends before row ends[g]. Rows of y after the last group
-    are undefined.
+    """Compute y = x W_g^T for the rows of each group g, which ends before row ends[g]. Rows of y from ends[-1] on are
+    undefined.
 
     x [N, I], weights [G, O, I], ends int32 [G] -> [N, O], differentiable in x and weights.
     """

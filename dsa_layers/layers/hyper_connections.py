@@ -1,5 +1,5 @@
-"""Hyper-connections, which replace the residual stream by several streams. DeepSeek-V4's are manifold-constrained: they
-mix the streams by doubly stochastic matrices. Hy4's do not mix the streams."""
+"""Hyper-connections, which replace the residual stream by several streams. DeepSeek-V4's mix the streams by
+approximately doubly stochastic matrices; Hy4's do not mix them."""
 
 from typing import Any
 
@@ -10,10 +10,8 @@ import dsa
 
 
 class StreamMixing(nn.Module):
-    """The base class of hyper-connections. `project` projects the flattened residual streams X [T, n, D] in fp32.
-
-    Parameters, fp32: fn [count, n D], base [count], scale [scales].
-    """
+    """The parameters that all classes here have, in fp32: fn [count, n D], base [count] and scale [scales], for n
+    residual streams of D = hidden channels."""
 
     def __init__(self, hidden: int, streams: int, count: int, scales: int) -> None:
         super().__init__()
@@ -27,12 +25,11 @@ class StreamMixing(nn.Module):
 
 
 class HyperConnection(StreamMixing):
-    """The hyper-connection of one sublayer with n residual streams. It computes the sublayer's input from the streams,
-    and the new streams from the sublayer's output and the old streams.
+    """DeepSeek-V4's hyper-connection of one sublayer, for n residual streams X.
 
-    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]) computes mix = fn v, where v are the
-    flattened streams, and calls `dsa.hyper_collapse`. x is the sublayer's input; `expand` takes post and comb.
-    expand(y [T, D], X, post, comb) -> X' [T, n, D] is `dsa.hyper_expand`. y is the sublayer's output.
+    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]): `dsa.hyper_collapse` of X and
+    mix = fn v, with the flattened streams v. x is the sublayer's input.
+    expand(y [T, D], X, post, comb) -> X' [T, n, D], the new streams: `dsa.hyper_expand`. y is the sublayer's output.
     Parameters, fp32: fn [(2 + n) n, n D], base [(2 + n) n], scale [3].
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
@@ -49,7 +46,7 @@ class HyperConnection(StreamMixing):
         return dsa.hyper_collapse(x, mix, self.base.float(), self.scale.float(), **self.options())
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `dsa.hyper_collapse` and of its fused variants."""
+        """Return the keyword arguments of `dsa.hyper_collapse`."""
         return {"iterations": self.iterations, "eps": self.eps, "hc_eps": self.hc_eps}
 
     def expand(self, y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:

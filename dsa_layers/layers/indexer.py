@@ -20,19 +20,17 @@ from dsa_layers.layers.position_scaling import PositionScaling
 from dsa_layers.layers.rope import Angles
 from dsa_layers.layers.trained_attention import TrainedAttention
 
-FP8_DIM = 128  # the head_dim that `quantize` requires: the Hadamard transform and pages of FP8 keys have 128 channels
-# The default accumulator dtype of FP8 prefill scores on Hopper, for `load_model`, `dsa_layers.hf` and single layers.
-# Decoding, scores in other dtypes, and other devices always accumulate in fp32.
-#   torch.float16  1.4 to 1.7 times as fast as DeepGEMM, which accumulates in fp32. The error of scores is about 5e-4 of
-#                  their root mean square, and six times that for a few scores. Fewer than one in 1000 selected keys
-#                  differ from the selection with torch.float32
-#   torch.float32  1.08 to 1.10 times as fast as DeepGEMM. The scores equal DeepGEMM's, up to the order of summation
-# docs/how-to/change-the-indexer.md describes the measurements.
+FP8_DIM = 128  # the head_dim that `quantize` requires, because `dsa.quantize_indexer_queries` does
+# The default accumulator dtype of FP8 prefill scores on Hopper. Decoding with a cache, scores in other dtypes, and
+# other devices accumulate in fp32. Measured (docs/how-to/change-the-indexer.md):
+#   torch.float16  1.4 to 1.7 times as fast as DeepGEMM, which accumulates in fp32. The error of a score is about 5e-4
+#                  of the scores' root mean square. Fewer than one in 1000 selected keys differ from torch.float32's
+#   torch.float32  1.08 to 1.10 times as fast as DeepGEMM
 SCORE_ACCUMULATORS = torch.float16
 WORKSPACE = 260 << 20  # default bytes for scores: enough for the fp32 scores of 64 tokens and a million keys
-# With fp16 accumulation and at least FUSED_KEYS keys and FUSED_TOKENS tokens, the op `dsa.indexer_select` is faster
-# than an op for scores and an op for top-k (docs/explanation/kernels.md, "Fused selection"). `_selects_fused` below has
-# all conditions for its use. FUSED_BYTES: the largest workspace of `dsa.indexer_select` per token.
+# From FUSED_KEYS keys and FUSED_TOKENS tokens on, with fp16 accumulation, `dsa.indexer_select` is faster than an op for
+# scores and an op for top-k (docs/explanation/kernels.md, "Fused selection"). FUSED_BYTES: the most workspace that
+# `dsa.indexer_select` needs per token, in bytes.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 ROW_PADDING = 512  # upper bound of the padding of a row of `dsa.fp8_mqa_logits`, in columns
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # float keys, or e4m3 keys and their scales
@@ -40,8 +38,8 @@ Ranges = tuple[torch.Tensor, torch.Tensor, int]  # see `KeySelection.select_pack
 
 
 class Indexer(Protocol):
-    """The interface of an indexer for `DSAAttention`. Any torch.nn.Module with these methods can replace the lightning
-    indexer. `DSAAttention` attends to the keys that the module selects; `dsa_layers.IndexerStage` trains the module.
+    """The interface of an indexer for `DSAAttention`: a torch.nn.Module with top_k and `select`. `store` is needed only
+    with a cache, and `loss` only in training (`dsa_layers.IndexerStage`).
 
     top_k  number of keys that a token attends to; a token that sees fewer keys attends to all of them
     x      [T, hidden]: the hidden states of the new tokens
@@ -55,30 +53,28 @@ class Indexer(Protocol):
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return int32 [T, top_k]: the selected positions in each token's sequence, ascending. If a token sees n <
-        top_k keys, the first n columns have all n positions, and the other columns are -1. In fused layers the caller
-        reads only the first n columns.
+        top_k keys, the first n columns have all n positions, and the other columns are -1.
 
-        Without a cache, the indexer computes the packed keys from the rows of x. With a cache, the caller calls `store`
-        first; the packed keys are then the cache rows at `batch.key_slots`. Token t sees `batch.visible_keys[t]` packed
-        keys, beginning at row `batch.key_starts[t]`.
+        Without a cache, the packed keys are computed from the rows of x. With a cache, the caller has called `store`,
+        and the packed keys are the cache rows at `batch.key_slots`. Token t sees `batch.visible_keys[t]` packed keys,
+        beginning at row `batch.key_starts[t]`.
         """
 
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache) -> None:
-        """Write the new tokens' data for later passes, such as index keys, to `cache.index` at `batch.slots`. Only
-        fused attention calls `store`: before `select`, and in a pass that attends to all keys without `select`.
-        `dsa_layers.fuse` converts `LightningIndexer` to `PagedIndexer`, which has this method."""
+        """Write the new tokens' data, such as index keys, to `cache.index` at `batch.slots`. `PagedAttention` calls
+        `store` before `select`, and also in a pass that attends to all keys without `select`."""
 
     def loss(self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, attention: TrainedAttention) -> torch.Tensor:
-        """Return fp32 [T]: the loss of each token, in a pass that trains the indexer. The indexer calls `attention.kl`
-        with its scores, or `attention.lightning_kl`, to compute the loss. x and qr are detached."""
+        """Return fp32 [T]: the loss of each token, from a call of `attention.kl` or `attention.lightning_kl`. x and qr
+        are detached."""
 
 
 class KeySelection(nn.Module):
-    """The base class of indexers that select the `top_k` keys with the largest scores. The selection is exact. Among
-    keys with equal scores, it takes the lowest positions.
+    """The base class of indexers that select the `top_k` keys with the largest scores. Among keys with equal scores,
+    the lowest positions are selected.
 
     workspace     maximum bytes of a prompt's scores at a time; the scores of a single token may exceed it
-    accumulators  accumulator dtype of scores of e4m3 queries and keys, an argument of `dsa.fp8_mqa_logits`
+    accumulators  accumulator dtype of a prompt's scores of e4m3 queries and keys, as in `dsa.fp8_mqa_logits`
 
     Subclasses have the projection `weights_proj` and the attributes n_heads, head_dim, quantize and rope of
     `LightningIndexer`.
@@ -92,11 +88,10 @@ class KeySelection(nn.Module):
 
     @property
     def weight_scale(self) -> float:
-        """The constant factor of the head weights w: n_heads^-0.5 * head_dim^-0.5."""
         return self.n_heads**-0.5 * self.head_dim**-0.5
 
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the head weights w = weights_proj(x) * weight_scale, fp32 [T, n_heads]."""
+        """Return the head weights w = weights_proj(x) * weight_scale, fp32 [T, n_heads]."""
         return linear_fp32(x, self.weights_proj.weight, self.weight_scale)
 
     def rotated_queries(
@@ -142,7 +137,7 @@ class KeySelection(nn.Module):
         key_lens: Sequence[int] | None = None,
         paging: dict | None = None,
     ) -> torch.Tensor:
-        """Select among packed keys. Process the tokens in chunks whose scores fit into the workspace.
+        """Select among packed keys, chunk by chunk: a chunk's scores fit into the workspace or are of one token.
 
         q         [T, heads, dim], float or e4m3
         keys      float [N, dim]; if q is e4m3, e4m3 [N, dim] and fp32 scales [N]
@@ -150,9 +145,10 @@ class KeySelection(nn.Module):
         ranges    (starts, lengths, most): the first row that each token sees and the number of rows that it sees, both
                   int32 [T], and an upper bound of lengths
         key_lens  in a decoding pass, the number of keys of each sequence; float keys are then scored per sequence
-        paging    arguments block_table, page_size and row_to_seq of `dsa.topk_indices`; the result then has cache slots
+        paging    None, or the arguments block_table, page_size and row_to_seq of `dsa.topk_indices`
 
-        Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, padded with -1.
+        Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, padded with -1. With
+        `paging`, cache slots replace the positions.
         """
         starts, lengths, most = ranges
         quantised, paging = isinstance(keys, tuple), paging or {}
@@ -186,8 +182,8 @@ class KeySelection(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _selects_fused(self, tokens: int, most: int) -> bool:
-        """Return whether `dsa.indexer_select`, the op that computes e4m3 scores and top-k, supports these sizes and is
-        faster than an op for scores and an op for top-k. most: an upper bound of the keys that a token sees."""
+        """Return whether to call `dsa.indexer_select` (see FUSED_KEYS). most: an upper bound of the keys that a token
+        sees."""
         if self.accumulators != torch.float16 or self.top_k > MAX_SELECTED:
             return False
         return most >= FUSED_KEYS and min(tokens, self.workspace // FUSED_BYTES) >= FUSED_TOKENS
@@ -201,7 +197,7 @@ class KeySelection(nn.Module):
         key_lens: Sequence[int],
         paging: dict,
     ) -> torch.Tensor:
-        """Select for a decoding pass with float keys. The tokens of a sequence are scored only with its keys."""
+        """Select in a decoding pass with float keys, one sequence after another."""
         tokens, found = len(q) // len(key_lens), []
         for i, own_keys in enumerate(keys.split(key_lens)):
             part = slice(i * tokens, (i + 1) * tokens)
@@ -219,17 +215,16 @@ class LightningIndexer(KeySelection):
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
     With `norm_queries`, q = wq_b(LayerNorm(qr)). With `position_scaling`, q is then scaled (`PositionScaling`).
 
-    If `quantize`, q and k are Hadamard-transformed and cast to e4m3, as in DeepSeek-V3.2. Each head of a query and each
-    key has one power-of-two scale; the scales of the queries are multiplied into w.
-    top_k, workspace, accumulators: see `KeySelection`. Accumulators have an effect only on prefill with `quantize` on
-    Hopper; their default in all models is `SCORE_ACCUMULATORS`.
+    If `quantize`, q and k are Hadamard-transformed and cast to e4m3 for `select`, which then requires head_dim 128.
+    Each head of a query and each key has one power-of-two scale; the scales of the queries are multiplied into w.
+    rope_interleaved, rope_dims: `interleaved` and `dims` of `dsa.apply_rotary`. eps: of the LayerNorm. fp8, dtype,
+    use_ue8m0: of wq_b and wk, see `make_linear`. top_k, workspace, accumulators: see `KeySelection`.
 
-    `select` and `loss` implement the protocol `Indexer`. Training never quantises. Selection with `quantize` requires
-    head_dim 128. For a wrong argument, the constructor raises TypeError or ValueError with the argument's name.
+    `select` and `loss` implement the protocol `Indexer`. `loss` never quantises, and `select` has no gradient. The
+    constructor raises TypeError or ValueError, which names the argument, for invalid sizes, flags and dtypes.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
     weights_proj [n_heads, hidden]; optional: q_input_norm.{weight,bias} [q_lora_rank], softmax_scaling.{scale,bias}
     [n_heads].
-    Among keys with equal scores, the lowest positions are selected. Selection has no gradient.
     Source: `Indexer` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1.
     """
 
@@ -278,13 +273,12 @@ class LightningIndexer(KeySelection):
     def project(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) for the scores
-        sum_h w_h relu(q_h . k). The three tensors are not quantised and have gradients."""
+        """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]), not quantised, with gradients."""
         q = self.queries(qr, positions).unflatten(-1, (self.n_heads, self.head_dim))
         return dsa.apply_rotary(q, *rope, **self.rope), self.keys(self.wk(x), rope), self.head_weights(x)
 
     def queries(self, qr: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Compute the index queries [T, n_heads * head_dim], before rope. positions: int64 [T]."""
+        """Return the index queries [T, n_heads * head_dim] before rope. positions: int64 [T]."""
         q = self.wq_b(qr if self.q_input_norm is None else self.q_input_norm(qr))
         return self.scaled(q, positions)
 
@@ -308,12 +302,11 @@ class LightningIndexer(KeySelection):
         )
 
     def keys(self, projected: torch.Tensor, rope: Angles) -> torch.Tensor:
-        """Compute k [T, head_dim] from wk(x) [T, head_dim]. k is not quantised."""
+        """Return k [T, head_dim], not quantised. projected: wk(x)."""
         return dsa.apply_rotary(self.k_norm(projected), *rope, **self.rope)
 
 
 def _part_of(paging: dict, part: slice) -> dict:
-    """Return `paging` for the tokens in the slice `part`."""
     return paging | {"row_to_seq": paging["row_to_seq"][part]} if paging else paging
 
 

@@ -13,7 +13,7 @@ HALVES = torch.bfloat16, torch.float16
 
 @without_autocast
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Compute y = scale * x W^T in fp32. x [..., I], weight [O, I] -> y fp32 [..., O]."""
+    """Return y = scale * x W^T, computed in fp32. x [..., I], weight W [O, I] -> y fp32 [..., O]."""
     y = nn.functional.linear(x.float(), weight.float())
     return y if scale == 1 else y * scale
 
@@ -29,20 +29,18 @@ class Linear(nn.Linear):
             nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return W [O, I] in `dtype`."""
         return self.weight.to(dtype)
 
 
 def computes_product_alone(linear: nn.Module) -> bool:
-    """Return whether a call of the layer, which must have no bias, only multiplies by its weight: its class is
-    `nn.Linear` itself, it has no hooks, and its weight is not offloaded. Subclasses, such as adapters, quantised layers
-    and the layers in this file, give False."""
+    """Return whether a call of a layer without bias only multiplies by its weight: its class is `nn.Linear` itself, it
+    has no forward hooks, and its weight is not on the meta device (offloaded)."""
     hooks = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
 
 
 def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight W [O, in_features] of a linear layer y = x W^T, in `dtype`. The layer may be of any class."""
+    """Return the weight W [O, in_features] of a layer y = x W^T of any class, in `dtype`."""
     if isinstance(linear, Linear | BlockFP8Linear):
         return linear.float_weight(dtype)
     if computes_product_alone(linear):
@@ -53,7 +51,7 @@ def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype) -> torch.
 
 
 class FP32Linear(Linear):
-    """y = scale * x W^T, computed in fp32. y [..., O] is fp32 for all dtypes of x and W."""
+    """y = scale * x W^T, computed in fp32 for all dtypes of x and W. y is fp32 [..., O]."""
 
     def __init__(
         self, in_features: int, out_features: int, *, scale: float = 1.0, dtype: torch.dtype | None = None
@@ -69,11 +67,9 @@ class BlockFP8Linear(nn.Module):
     """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block. `forward` quantises the activations x.
 
     x [..., I] is bf16, fp16 or fp32, and I is a multiple of 128. y [..., O] has x's dtype. Each group of 128 channels
-    of a token has one scale, a power of two if `use_ue8m0`. The sum over 128 channels is accumulated in fp32 and then
-    multiplied by the scales.
+    of a token has one scale, a power of two if `use_ue8m0`. Products: `dsa.fp8_gemm_nt`. No gradients.
     Parameters: weight [O, I] float8_e4m3fn, weight_scale_inv [ceil(O / 128), I / 128] fp32. Despite its name,
     weight_scale_inv is multiplied with the weight.
-    This layer is for inference only: FP8 weights have no gradient.
     part_of: (layer, slice) if this weight is a slice of the rows of another layer's weight, else None. `float_weight`
     then slices the other layer's dequantised weight, so that both layers share one copy.
     Source: `fp8_gemm` and `act_quant` of DeepSeek-V3.2's inference code.
@@ -104,17 +100,17 @@ class BlockFP8Linear(nn.Module):
         return dsa.per_token_cast_to_fp8(x, self.use_ue8m0)
 
     def multiply(self, activations: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Compute y [..., O] in `dtype` from activations that `cast` has quantised."""
+        """Return y [..., O] in `dtype`. activations: the result of `cast`."""
         return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), dtype)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return W [O, I] dequantised to `dtype`. Several passes may need the result, so it is cached until the
-        parameters or `dtype` change, except for inference tensors."""
+        """Return W [O, I] dequantised to `dtype`. The result is cached until the parameters or `dtype` change, unless
+        the parameters are inference tensors."""
         if self.part_of is not None:
             whole, rows = self.part_of
             return whole.float_weight(dtype)[rows]
         parameters = self.weight, self.weight_scale_inv
-        if any(tensor.is_inference() for tensor in parameters):  # no version counter shows changes: do not cache
+        if any(tensor.is_inference() for tensor in parameters):  # they have no version counter that shows changes
             return dsa.dequantize_per_block(*parameters, dtype)
         state = dtype, *((tensor.data_ptr(), tensor.shape, tensor._version) for tensor in parameters)
         if self._dequantised is None or self._dequantised[0] != state:
@@ -127,8 +123,8 @@ class BlockFP8Linear(nn.Module):
 def make_linear(
     in_features: int, out_features: int, *, fp8: bool, dtype: torch.dtype | None = None, use_ue8m0: bool = True
 ) -> Linear | BlockFP8Linear:
-    """Return a linear layer: `BlockFP8Linear` if `fp8`, else `Linear` in `dtype`. For the projections that FP8
-    checkpoints quantise. Raise TypeError or ValueError for invalid options."""
+    """Return a linear layer without a bias: if `fp8`, a `BlockFP8Linear` with `use_ue8m0`, else a `Linear` in `dtype`
+    (None: torch's default dtype). Raise TypeError or ValueError for invalid options."""
     check_flag("fp8", fp8)
     check_flag("use_ue8m0", use_ue8m0)
     if dtype is not None:
@@ -141,8 +137,8 @@ def make_linear(
 def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
     """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader`, a layer that takes x, accepts.
 
-    The function checks inputs of `Linear` and `BlockFP8Linear` only; other modules, such as adapters, check their
-    inputs themselves. With autocast it accepts any dtype, because the layer then converts x."""
+    Nothing is checked if `reader` is neither a `Linear` nor a `BlockFP8Linear`, nor, with autocast, if `reader` does
+    not accept x's dtype."""
     kind = type(reader)
     if kind is not Linear and kind is not BlockFP8Linear:
         return
@@ -153,16 +149,15 @@ def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
 
 
 def _casts(x: torch.Tensor) -> bool:
-    """Return whether autocast is enabled on x's device. Products then cast x and the weight to one dtype, so their
-    dtypes may differ here."""
+    """Return whether autocast is enabled on x's device. A product then accepts x and a weight of different dtypes."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
 class LanguageModelHead(Linear):
-    """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] in W's dtype -> fp32 [..., O].
+    """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] -> y fp32 [..., O].
 
-    For 16-bit x and W, the backward pass rounds the gradient of y to 16 bits and computes the gradients of x and W with
-    16-bit GEMMs. So the backward pass needs no fp32 copy of W, one of a model's largest matrices.
+    If x and W have one 16-bit dtype, the backward pass rounds the gradient of y to it and computes 16-bit products, so
+    it needs no fp32 copy of W.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +167,7 @@ class LanguageModelHead(Linear):
 
 
 class _Logits(torch.autograd.Function):
-    """`linear_fp32` for x [..., I] and weight [O, I] in one 16-bit dtype. The gradients are computed in 16 bits."""
+    """`linear_fp32` for x [..., I] and weight [O, I] in one 16-bit dtype, with 16-bit products in the backward pass."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -197,8 +192,8 @@ class _Logits(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """y[g] = W_g x[g]. x [T, groups, I] -> y [T, groups, O].
 
-    Parameters are in the submodule `matrices`. weight [groups * O, I] has the matrices concatenated along the rows. If
-    `fp8`, `matrices` is a `BlockFP8Linear` with FP8 weight and weight_scale_inv, and O must be a multiple of 128.
+    The submodule `matrices`, from `make_linear`, has the weight [groups * O, I]: the matrices W_g, concatenated along
+    the rows. If `fp8`, O must be a multiple of 128.
     """
 
     def __init__(
@@ -219,7 +214,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def groups(self) -> int:
-        """The number of matrices. If the layer is split over ranks, this is the number of this rank's matrices."""
+        """The number of matrices; in a layer that is split over ranks, of this rank's matrices."""
         return len(self.matrices.weight) // self.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ class SwiGLU(nn.Module):
     """y = down(silu(gate(x)) * up(x)). x [..., hidden] -> y [..., hidden]. silu and the product are computed in fp32.
 
     limit: gate(x) is clamped to at most limit, and up(x) to [-limit, limit]; None disables clamping.
-    Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner]; FP8 weights with scales if `fp8`.
+    Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner]. fp8, dtype, use_ue8m0: see `make_linear`.
     """
 
     def __init__(
@@ -37,8 +37,7 @@ class SwiGLU(nn.Module):
 
 
 class GroupedSigmoidRouter(nn.Module):
-    """A router with sigmoid scores and groups of experts. It selects the experts of each token and computes their
-    weights.
+    """A router with sigmoid scores and groups of consecutive experts.
 
     s = sigmoid(x W^T), in fp32. The router ranks experts by s + bias. The score of a group is the sum of its two
     largest s + bias. The router keeps the best `topk_group` of `n_group` groups, and selects the best `top_k` experts
@@ -75,13 +74,12 @@ class GroupedSigmoidRouter(nn.Module):
         return dsa.moe_gate(logits, self.e_score_correction_bias, self.top_k, **self.options())
 
     def options(self) -> dict[str, object]:
-        """Return the keyword arguments of `dsa.moe_gate`."""
         groups = {"n_group": self.n_group, "topk_group": self.topk_group}
         return {**groups, "normalise": self.normalise, "scale": self.scale}
 
 
 class SqrtSoftplusRouter(nn.Module):
-    """DeepSeek-V4's router with sqrt-softplus scores. It selects the experts of each token and computes their weights.
+    """DeepSeek-V4's router with sqrt-softplus scores.
 
     s = sqrt(softplus(x W^T)), in fp32. The router selects the `top_k` experts with the largest s + bias. If
     `hash_tokens` is given, a table with `hash_tokens` rows names the experts of each token id instead. The weight of an
@@ -113,8 +111,7 @@ class SqrtSoftplusRouter(nn.Module):
             self.tid2eid = nn.Parameter(table, requires_grad=False)
 
     def check_values(self) -> None:
-        """Raise ValueError if the table names an expert that does not exist. Without this check, routing would
-        read out of bounds."""
+        """Raise ValueError if the table names an expert that does not exist: routing would read out of bounds."""
         if self.tid2eid is None:
             return
         low, high = (value.item() for value in self.tid2eid.aminmax())
@@ -130,11 +127,10 @@ class SqrtSoftplusRouter(nn.Module):
         return experts, self.weights_of(logits, experts)
 
     def options(self) -> dict[str, object]:
-        """Return the keyword arguments of `dsa.moe_gate`."""
         return {"scores": "sqrtsoftplus", "scale": self.scale}
 
     def weights_of(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Compute the weights, fp32 [T, top_k], of the experts that the table names."""
+        """Return the weights, fp32 [T, top_k], of the experts that the table names."""
         scores = nn.functional.softplus(logits.gather(-1, experts)).sqrt()
         return scores / (scores.sum(-1, keepdim=True) + 1e-20) * self.scale
 
@@ -166,7 +162,7 @@ class SoftmaxRouter(nn.Module):
 
 
 class MoE(nn.Module):
-    """y = the weighted sum of the routed experts' outputs + the shared expert's output. The sum is rounded once.
+    """y = the weighted sum of the routed experts' outputs + the shared expert's output, rounded once.
 
     x [T, hidden], and tokens int64 [T] if the router has a table -> y [T, hidden].
     Submodules have the checkpoint's names: gate, experts, and shared_experts, which is one SwiGLU with n_shared * inner

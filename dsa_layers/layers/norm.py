@@ -10,8 +10,7 @@ from dsa_layers.layers.linear import Linear
 class RMSNorm(nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameter: weight [dim], fp32 in
-    every model, although some checkpoints store it in BF16.
+    x [..., dim] is bf16, fp16 or fp32, and y has x's dtype. Parameter: weight [dim], fp32.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
@@ -24,8 +23,7 @@ class RMSNorm(nn.RMSNorm):
 class LayerNorm(nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension.
 
-    x [..., dim] has any float dtype. The computation is in fp32, and y has x's dtype. Parameters: weight and bias
-    [dim], fp32.
+    x [..., dim] has any float dtype, and y has x's dtype. Parameters: weight and bias [dim], fp32.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
@@ -39,7 +37,7 @@ class LayerNorm(nn.LayerNorm):
 class GatedRMSNorm(nn.Module):
     """y = n * sigmoid(W_up silu(W_down n)), n = RMSNorm(x).
 
-    x [..., dim] -> y [..., dim] in x's dtype. Parameters: norm; W_down [rank, dim], W_up [dim, rank] in `dtype`.
+    x [..., dim] in `dtype` -> y [..., dim]. Parameters: norm; W_down [rank, dim], W_up [dim, rank] in `dtype`.
     Source: `AXK2GatedRMSNorm` of transformers 5.
     """
 

@@ -15,7 +15,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, fp32 [T, rope_dim / 2
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
     """Return the frequencies f_i = theta^(-2i / dim) for i < dim / 2: fp32 [dim / 2], in radians per position. Raise
-    TypeError or ValueError for an odd dim, or for a theta that is not a finite number above 0."""
+    TypeError or ValueError unless dim is an even integer above 0 and theta a finite number above 0."""
     _check(dim, theta)
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
@@ -54,8 +54,7 @@ def _check(dim: int, theta: float) -> None:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """Return 0.1 * mscale * ln(factor) + 1, or 1 if factor <= 1. Models multiply the softmax scale by the square of
-    this number for mscale_all_dim."""
+    """Return 0.1 * mscale * ln(factor) + 1, or 1 if factor <= 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -98,36 +97,33 @@ class LearnedRotaryEmbedding(RotaryEmbedding):
 
 
 def _bits(frequencies: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the fp32 frequencies as int32. Casts of a model's float buffers, such as `Module.to(dtype)`
-    and FSDP's buffer_dtype, leave int32 unchanged. A rounded frequency would give wrong angles: the position multiplies
-    the rounding error."""
+    """Return the bits of the fp32 frequencies as int32, which `Module.to(dtype)` leaves unchanged. The position
+    multiplies the error of a rounded frequency."""
     return frequencies.float().view(torch.int32)
 
 
 class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
-    """(cos, sin), each fp32 [T, rope_dim / 2]: angles that several layers rotate by. `back` is the inverse rotation."""
+    """(cos, sin), each fp32 [T, rope_dim / 2], and the inverse rotation `back`, for several layers."""
 
     @classmethod
     def of(cls, rope: tuple[torch.Tensor, torch.Tensor]) -> Self:
-        """Return `rope` as RopeAngles. A RopeAngles is returned unchanged, because `back` may be cached with it."""
+        """Return `rope` as RopeAngles. A RopeAngles is returned itself, with the `back` that it may have cached."""
         return rope if isinstance(rope, cls) else cls(rope)
 
     @cached_property
     def back(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, -sin), the inverse rotation. It is computed once for all layers."""
+        """(cos, -sin), computed once."""
         cos, sin = self
         return cos, -sin
 
 
 class JointRotary(nn.Module):
-    """Rotation angles of several `RotaryEmbedding`s with the same number of channels. cos and sin are computed for all
-    of them at once, so the number of kernels does not grow with the number of embeddings whose `scale` is 1.
+    """The angles of several `RotaryEmbedding`s with the same number of channels, computed together.
 
-    embeddings: list of (RotaryEmbedding, ratio); pairs with ratio 1 come first. For ratio 1, the angles are at the
-    tokens' positions. For other ratios, the angles are at the positions of compressed entries of `ratio` tokens:
-    max(position + 1 - ratio, 0) is the position of the entry that ends with the token.
-    forward(positions int64 [T]) -> list of one `RopeAngles` per pair. If every `scale` is 1, `back` of the pairs with
-    ratio 1 is already computed.
+    embeddings: list of (RotaryEmbedding, ratio); pairs with ratio 1 come first. The angles are at the positions
+    max(position + 1 - ratio, 0): for ratio 1 the tokens' positions, else the position of the compressed entry of
+    `ratio` tokens that ends with the token.
+    forward(positions int64 [T]) -> list of one `RopeAngles` per pair
     """
 
     def __init__(self, embeddings: Sequence[tuple[RotaryEmbedding, int]]) -> None:
@@ -150,7 +146,7 @@ class JointRotary(nn.Module):
         found = []
         for pair, scale in zip(zip(cos, sin), self.scales):
             found.append(RopeAngles(pair if scale == 1 else (part * scale for part in pair)))
-        # Without scales, one kernel negates sin for all ratio-1 results. With scales, `back` is computed on demand.
+        # One kernel negates sin for all pairs with ratio 1.
         if all(scale == 1 for scale in self.scales):
             for own, back in zip(found, -sin[: self.own]):
                 own.back = own[0], back
@@ -158,13 +154,9 @@ class JointRotary(nn.Module):
 
 
 def make_rotary(dim: int, rope: Any, kind: type[RotaryEmbedding] = RotaryEmbedding) -> RotaryEmbedding:
-    """Return the rotary embedding, an instance of `kind`, for `dim` channels.
-
-    rope: a configuration with `theta` and `yarn`, such as `dsa_layers.config.model_config.RopeConfig`.
-
-    YaRN multiplies cos and sin by yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim). This ratio is 1
-    for a family without these two fields in config.json: its configuration has 0 for both.
-    """
+    """Return the rotary embedding, an instance of `kind`, for `dim` channels. rope: a
+    `dsa_layers.config.model_config.RopeConfig`. YaRN multiplies cos and sin by
+    yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)."""
     device = torch.get_default_device()
     # Compute on the CPU. On the meta device torch would import Dynamo, which takes two seconds.
     with torch.device("cpu"):

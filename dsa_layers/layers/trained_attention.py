@@ -1,7 +1,8 @@
 """Attention of a layer while its indexer is trained. The attention weights are the target of the indexer's loss.
 
-The loss is KL(p || softmax(I)). p is the sum of the attention weights of all heads, normalised and detached. I has the
-indexer's scores. In the warm-up stage, p and I cover all keys; in the sparse stage, p and I cover the selected keys.
+The loss of a token is KL(p || softmax(I)). p is the sum of the attention weights of all heads, normalised and detached;
+I are the indexer's scores. In the warm-up stage both cover all keys that the token sees, in the sparse stage the
+selected keys.
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
 
@@ -15,14 +16,14 @@ from dsa_layers.batch.token_batch import TokenBatch
 class TrainedAttention:
     """The argument `attention` of an indexer's `loss`, and the base class of the attention in both stages. The indexer
     calls `kl` or `lightning_kl` once. The called method computes the layer's attention and returns the loss of each
-    token, fp32 [T]. Gradients of this loss flow only to the method's arguments."""
+    token, fp32 [T]. The loss has gradients only for the method's arguments."""
 
     _batch: TokenBatch
     _out: torch.Tensor | None = None
 
     @property
     def out(self) -> torch.Tensor:
-        """The attention's output. Raises RuntimeError if the loss is not yet computed."""
+        """The attention's output. Raises RuntimeError before `kl` or `lightning_kl`."""
         if self._out is None:
             raise RuntimeError("indexer.loss: must call attention.kl or attention.lightning_kl, and called neither")
         return self._out
@@ -34,26 +35,25 @@ class TrainedAttention:
 
     def gather(self, k: torch.Tensor) -> torch.Tensor:
         """Return the rows [S, ...] of all keys that the tokens see. k [T, ...]: the rows of the tokens. The result is k
-        itself unless several ranks divide the tokens of a sequence."""
+        itself unless the tokens are a rank's share (`IndexerStage.share`)."""
         return self._batch.gather(k)
 
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]). The kernels never store
-        all [T, T] scores. q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
+        """Return the loss of the scores I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]). The kernels store no matrix
+        of all scores. q [T, heads, dim], k [T, dim], weights fp32 [T, heads]."""
         raise NotImplementedError
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the loss of arbitrary scores [T, S], one score per token and key. The keys are in the order of
-        `gather`'s rows. Scores of keys that a token may not see are ignored. This method is for experiments with new
-        kinds of scores: it is plain PyTorch and stores all scores, and in the warm-up stage weights [heads, T, S]."""
+        """Return the loss of arbitrary scores [T, S], with the keys in the order of `gather`'s rows. Scores of keys
+        that a token may not see are ignored. For experiments: in the warm-up stage this method stores the attention
+        weights [heads, T, S]."""
         raise NotImplementedError
 
 
 class WarmupAttention(TrainedAttention):
-    """Causal attention to all keys of packed sequences. The KL divergence covers all keys.
+    """Causal attention to all keys of packed sequences.
 
-    q [T, heads, d]. k [S, heads, d] and v [S, heads, v_dim] have the rows of `batch.gather`. out [T, heads, v_dim] is
-    available after the loss is computed.
+    q [T, heads, d]; k [S, heads, d] and v [S, heads, v_dim] have the rows of `batch.gather`; out [T, heads, v_dim].
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class WarmupAttention(TrainedAttention):
 
 
 class SparseAttention(TrainedAttention):
-    """Attention to the top_k keys with the largest scores. The KL divergence covers these keys.
+    """Attention to the top_k keys with the largest scores.
 
     q [T, heads, latent + rope]: the queries, with W_UK absorbed (`DSAAttention`). kv [S, latent + rope] has the rows of
-    `batch.gather`. d_v: channels of a latent. out [T, heads, d_v] is available after the loss is computed. Every token
-    sees itself, so a token without selected keys has only NaN scores; the loss of such a token is NaN.
+    `batch.gather`. d_v: channels of a latent. out [T, heads, d_v]. If all scores of a token are NaN, no key is
+    selected, and the token's loss is NaN.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class SparseAttention(TrainedAttention):
         lse = self._attend(topk_indices)
         attention = self._q.detach(), self._kv.detach()
         kl = dsa.sparse_indexer_loss(*attention, q, k, weights, topk_indices, self._scale, lse)
-        # Make the loss of a token without selected keys NaN. The kernel returns 0, the loss of a perfect indexer. In a
-        # row, keys precede -1, so the row of such a token has -1 in column 0.
+        # For a token without selected keys the op returns 0, the loss of a perfect indexer: make it NaN. In a row, keys
+        # precede -1.
         return kl.masked_fill(topk_indices[:, 0, 0] < 0, torch.nan)
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
@@ -114,8 +114,7 @@ class SparseAttention(TrainedAttention):
         return kl_divergence(p / p.sum(-1, keepdim=True), scores.gather(1, rows).float(), selected)
 
     def _attend(self, topk_indices: torch.Tensor) -> torch.Tensor:
-        """Compute `out`, the attention to the keys `topk_indices` [T, 1, top_k]. Return the log-sum-exp of the softmax,
-        [heads, T]."""
+        """Compute `out`, the attention to the keys `topk_indices` [T, 1, top_k]. Return its log-sum-exp [heads, T]."""
         self._out, lse = dsa.sparse_mla_attention(self._q, self._kv, topk_indices, self._scale, self._d_v)
         return lse.detach()
 
@@ -126,7 +125,7 @@ def _bounds(batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, int, int]:
 
 
 def _visible(scores: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return bool [T, S]: whether each token may see each key. Raise ValueError unless scores have shape [T, S]."""
+    """Return bool [T, S]: whether each token may see each key. Raise ValueError unless `scores` is [T, S]."""
     keyed = batch.keyed
     tokens, keys = sum(keyed.query_lens), sum(keyed.key_lens)
     if scores.shape != (tokens, keys):

@@ -1,1 +1,1 @@
-"""Models. Each model family has a module with its configuration, its model and its `Family`, named FAMILY."""
+"""Models. The module of a model family has the configuration, the model, and FAMILY, the family's `Family`."""

@@ -1,6 +1,5 @@
 """A.X-K2: DeepSeek-V3.2's model with gates on attention's output and on the outputs of blocks' norms, and other sizes.
 
-In A.X-K2-Light a latent has 128 channels, a rope key 32, and a head's key 64 + 32. The indexer has 16 heads.
 Source: `AXK2` of transformers 5.
 """
 
@@ -26,8 +25,7 @@ from dsa_layers.models.precision import Precision
 
 @dataclass(frozen=True)
 class AXK2Config(DeepseekV32Config):
-    """The fields of DeepSeek-V3.2's configuration, and gated_norm_rank, the rank of the norms' gates. Files without
-    n_group and topk_group have one group."""
+    """The fields of DeepSeek-V3.2's configuration, and gated_norm_rank, the rank of the norms' gates."""
 
     model_type: ClassVar[str] = "axk2"
 
@@ -38,7 +36,7 @@ class AXK2Config(DeepseekV32Config):
 
 
 def decoder_block(config: AXK2Config, precision: Precision, *, indexed: bool, dense: bool) -> DecoderBlock:
-    """Return a layer of the model. It has gated norms, except before an MLP without experts."""
+    """Return a layer of the model. Its norms are gated, except the norm before an MLP without experts."""
     parts = attention(config, precision, indexed=indexed, gate="queries"), mlp(config, precision, dense=dense)
     hidden, rank, eps = config.hidden_size, config.gated_norm_rank, config.rms_norm_eps
     block = DecoderBlock(hidden, *parts, eps=eps)
@@ -73,7 +71,7 @@ FAMILY = Family(
     AXK2Config,
     AXK2ForCausalLM,
     PublishedFormat(norm_dtype="BF16"),
-    # A.X-K2-Light. Its FP8 release, like A.X-K2's, has blocks of 128 x 128.
+    # A.X-K2-Light
     TinyFields(
         "axk2_light_config.json",
         {

@@ -1,7 +1,5 @@
 """DeepSeek-V3.2: latent attention over the keys that a lightning indexer selects, and mixtures of experts.
 
-This module has the configuration, the decoder block, the model, the drafter and the fields of the tiny checkpoint.
-GLM-5 (`glm_moe_dsa.py`) is this model with other options.
 Source: DeepSeek-V3.2's report (arXiv 2512.02556) and inference code.
 """
 
@@ -31,8 +29,8 @@ from dsa_layers.models.protocols import Drafter, check_states
 
 @dataclass(frozen=True)
 class DeepseekV32Config(ModelConfig):
-    """The fields of DeepSeek-V3.2's configuration in addition to the fields of `ModelConfig`. Fields that are not
-    listed here have the name and the value of a field of config.json.
+    """The fields of DeepSeek-V3.2's configuration in addition to those of `ModelConfig`. Fields that are not listed
+    here have the name and the value of a field of config.json.
 
     rope                     rotary embedding of attention and indexer
     indexer_types            "full" or "shared" per layer. A full layer has an indexer. A shared layer has no indexer
@@ -43,10 +41,8 @@ class DeepseekV32Config(ModelConfig):
     latent_norm_eps          the eps of q_a_layernorm and kv_a_layernorm; all other RMSNorms use rms_norm_eps
     """
 
-    # transformers and DeepSeek's inference code build q_a_layernorm and kv_a_layernorm with this eps for any value of
-    # rms_norm_eps. GLM-5 publishes rms_norm_eps = 1e-5. If an engine uses 1e-5 for the latents, they become smaller by
-    # a relative 4.5e-6 / (mean square before the norm). bf16 rounding hides this difference above a mean square of
-    # 0.003.
+    # transformers builds q_a_layernorm and kv_a_layernorm with this eps for any value of rms_norm_eps. GLM-5 publishes
+    # rms_norm_eps = 1e-5, which would make the latents smaller by a relative 4.5e-6 / (mean square before the norm).
     latent_norm_eps: ClassVar[float] = 1e-6
     ignores_key_value_heads: ClassVar[bool] = False  # whether num_key_value_heads may have any value
     # The argument `sources` of `PagedKVCache`. It has no annotation, so that a subclass can declare it as a field.
@@ -55,7 +51,7 @@ class DeepseekV32Config(ModelConfig):
     checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
         "ep_size": only(1),
         "moe_layer_freq": only(1),
-        "rope_interleave": only(True),  # attention's rope, not the indexer's; only some configurations have this field
+        "rope_interleave": only(True),  # attention's rope, not the indexer's
         "scoring_func": only("sigmoid"),
     }
 
@@ -95,7 +91,7 @@ class DeepseekV32Config(ModelConfig):
         fields.require(rope <= self.index_head_dim, "index_head_dim", f"at least qk_rope_head_dim={rope}")
         fields.require(dense <= layers, "first_k_dense_replace", f"at most num_hidden_layers={layers}")
         fields.read("mlp_layer_types", only(["dense"] * dense + ["sparse"] * (layers - dense)))
-        # transformers up to 5.17 writes the first name.
+        # transformers 5.24 writes the first name.
         names = "indexed_attention", "deepseek_sparse_attention"
         fields.read("layer_types", one_of(*([name] * layers for name in names), default=None))
 
@@ -109,8 +105,8 @@ class DeepseekV32Config(ModelConfig):
 
 
 def read_dense_layers(fields: Fields, known: SimpleNamespace) -> int:
-    """Read the number of first layers without experts. Published files have the field first_k_dense_replace. Files of
-    transformers 5 have the list mlp_layer_types, or neither field, which means one layer."""
+    """Read the number of first layers without experts, from first_k_dense_replace or the list mlp_layer_types of
+    transformers 5. Neither field means one layer, as in transformers' AXK2 and HYV4."""
     if "first_k_dense_replace" in fields:
         return fields.read("first_k_dense_replace", integer(minimum=0))
     counts = {known.num_hidden_layers: "num_hidden_layers"}
@@ -121,9 +117,8 @@ def read_dense_layers(fields: Fields, known: SimpleNamespace) -> int:
 class DecoderBlock(nn.Module):
     """A decoder block: x <- x + attention(norm(x)); x <- x + mlp(norm(x)).
 
-    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected). The arguments and `selected`
-    are those of `DSAAttention`.
-    The submodules have the names of the checkpoint: input_layernorm, self_attn, post_attention_layernorm, mlp.
+    forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (x, selected), as in `DSAAttention`.
+    Submodules have the checkpoint's names: input_layernorm, self_attn, post_attention_layernorm, mlp.
     """
 
     def __init__(self, hidden: int, self_attn: DSAAttention, mlp: MoE | SwiGLU, *, eps: float = 1e-6) -> None:
@@ -158,8 +153,8 @@ def attention(
     """Return the attention layer of a block.
 
     indexed     whether the layer has an indexer
-    of_indexer  further options of `LightningIndexer`, for other families
-    options     further options of `DSAAttention`, for other families
+    of_indexer  further options of `LightningIndexer`
+    options     further options of `DSAAttention`
     """
     projections = precision.projections(config)
     indexer = None
@@ -235,10 +230,7 @@ def cache_layers(config: DeepseekV32Config, precision: Precision, indexer_types:
 
 
 class DeepseekV32Model(nn.Module):
-    """The embedding, the decoder blocks and the final norm: tokens int64 [T] -> hidden states [T, hidden_size].
-
-    A layer without an indexer attends to the same keys as the previous layer.
-    """
+    """The embedding, the decoder blocks and the final norm: tokens int64 [T] -> hidden states [T, hidden_size]."""
 
     make_block: ClassVar[Callable[..., DecoderBlock]] = staticmethod(decoder_block)
 
@@ -273,12 +265,12 @@ class DeepseekV32Model(nn.Module):
 
 class DeepseekV32ForCausalLM(nn.Module):
     """The language model. Its parameters have the names of the published checkpoints (`model.*`, `lm_head.weight`),
-    except for those of the drafter (`name_of`).
+    except for the experts (`Experts`) and the drafter (`name_of`).
 
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
     last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
     all tokens. The result is `logits` applied to `states`.
-    `forward` raises TypeError or ValueError, with the argument's name, for a wrong argument. Token ids are not checked.
+    `forward` raises TypeError or ValueError for wrong tokens, batch or cache. It does not check token ids.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
@@ -304,7 +296,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         all_tokens: bool = False,
     ) -> torch.Tensor:
         hidden = self.states(tokens, batch, cache)
-        if not all_tokens and not batch.is_decode:  # a decoding pass needs the logits of all its tokens
+        if not all_tokens and not batch.is_decode:
             hidden = hidden[batch.last_tokens]
         return self.logits(hidden)
 
@@ -328,8 +320,8 @@ class DeepseekV32ForCausalLM(nn.Module):
     def captures_decode(self) -> bool:
         """Whether a CUDA graph can capture decoding passes.
 
-        The scoring kernel reads FP8 index keys directly from the pages. Index keys of other dtypes are gathered first,
-        and for this the host must know their number.
+        FP8 index keys are scored in their pages. Index keys of other dtypes are gathered first, with offsets from the
+        host, which a graph cannot capture.
         """
         return self.precision.fp8_indexer
 
@@ -339,10 +331,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         self.model.rotary.frequency_bits = rotary.frequency_bits.to(device)
 
     def name_of(self, stored: str) -> str:
-        """Return the model's name for a tensor of the checkpoint.
-
-        The name differs from the stored name only in the first multi-token-prediction layer.
-        """
+        """Return the model's name for a tensor of the checkpoint."""
         layer, name = self._mtp_part(stored)
         if layer != 0:
             return stored
@@ -375,10 +364,8 @@ class DeepseekV32ForCausalLM(nn.Module):
         return f"model.layers.{self.config.num_hidden_layers + layer}."
 
     def _mtp_part(self, stored: str) -> tuple[int | None, str]:
-        """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and the name there.
-
-        If no such layer has this tensor, return (None, stored).
-        """
+        """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and the name there; or
+        (None, stored) if the tensor is in no such layer."""
         for layer in range(self.config.num_nextn_predict_layers):
             prefix = self.mtp_prefix(layer)
             if stored.startswith(prefix):
@@ -393,9 +380,9 @@ _COPIES = {"embed_tokens.": "model.embed_tokens.", "shared_head.head.": "lm_head
 class DeepseekV32Drafter(nn.Module):
     """The `Drafter` of DeepSeek-V3.2: y[t] = norm(block(eh_proj([enorm(embed(token t + 1)) | hnorm(states[t])]))).
 
-    states [T, hidden_size]: the target's hidden states after its final norm, or y of an earlier step. The block has
-    experts and an indexer. The drafter uses the target's embedding, rope angles and head. Parameters: enorm, hnorm,
-    norm [hidden]; eh_proj [hidden, 2 hidden], which is never quantised; block.
+    states [T, hidden_size]: the target's hidden states after its final norm, or y of an earlier step. The drafter uses
+    the target's embedding, rope angles and head. Parameters: enorm, hnorm, norm [hidden]; eh_proj [hidden, 2 hidden],
+    which is never quantised; block, with experts and an indexer.
     Source: DeepSeek-V3's report (arXiv 2412.19437), section 2.2.
     """
 
@@ -432,8 +419,7 @@ class DeepseekV32Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hidden_size)
         cos, sin = target.model.rotary(batch.positions)
-        # `tokens` has the next token of every position, also of position 0. So position 0 uses the embedding of its
-        # next token, as in training. (vLLM replaces this embedding with zero.)
+        # Position 0, too, uses the embedding of its next token. vLLM zeroes this embedding.
         e = self.enorm(target.model.embed_tokens(tokens))
         x = self.eh_proj(torch.cat((e, self.hnorm(states)), -1))
         x, selected = block(x, cos, sin, batch, cache, selected)
@@ -450,15 +436,15 @@ class DeepseekV32Drafter(nn.Module):
         return PagedKVCache(num_pages=num_pages, page_size=page_size, device=device, state_slots=state_slots, **layers)
 
 
-# quantization_config in tiny checkpoints, for families whose config.json in `dsa_layers/vendored` lacks this field
+# quantization_config of tiny checkpoints, for families whose file in `dsa_layers/vendored` lacks it
 FP8_BLOCKS = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
-# Small values for the tiny checkpoints of this family and of families with its fields. The dimensions that kernels
-# support only in some sizes keep their published values.
+# Small values for the tiny checkpoints of families with this family's fields. Dimensions that kernels support only in
+# some sizes keep their published values.
 TINY_CHANGES = {
     "first_k_dense_replace": 1,
     "hidden_size": 512,
@@ -477,7 +463,6 @@ FAMILY = Family(
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     PublishedFormat(norm_dtype="F32", mtp_embedding="embed_tokens.weight", mtp_head="shared_head.head.weight"),
-    # One layer with a dense MLP and three layers with experts.
     TinyFields("deepseek_v32_config.json", {**TINY_CHANGES, "n_group": 2, "num_hidden_layers": 4, "topk_group": 1}),
     DeepseekV32Drafter,
 )

@@ -1,6 +1,5 @@
 """DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, and hashed and routed experts.
 
-This module has the configuration, the decoder block, the model, the drafter and the fields of the tiny checkpoint.
 Source: DeepSeek-V4's report (arXiv 2606.19348) and inference code.
 """
 
@@ -35,19 +34,16 @@ from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
 
-# {layer type of transformers: tokens per compressed entry}. 0: the layer has a window and no entries.
+# {layer type of transformers: tokens per compressed entry; 0 without entries}
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
-# Later releases have a DSpark drafter, whose dimensions are in these fields.
+# fields of releases with a DSpark drafter
 _DSPARK = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
 _NO_DSPARK = refused("the DSpark drafter is not supported")
 
 
 def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:
-    """Read the rope dimension.
-
-    Published configurations have qk_rope_head_dim. transformers writes partial_rotary_factor, a fraction of head_dim.
-    """
+    """Read qk_rope_head_dim, or partial_rotary_factor of transformers, a fraction of head_dim."""
     part = fields.read("partial_rotary_factor", number(maximum=1.0, default=1.0))
     of_part = int(known.head_dim * part)
     rope_dim = fields.read("qk_rope_head_dim", integer(default=of_part))
@@ -58,11 +54,8 @@ def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:
 
 
 def _read_layer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
-    """Read the type of each layer.
-
-    Published configurations have compress_ratios, with or without the multi-token-prediction layers at the end.
-    transformers writes layer_types.
-    """
+    """Read the type of each layer: from compress_ratios, with or without the multi-token-prediction layers at the end,
+    or from layer_types of transformers."""
     if ("compress_ratios" in fields) == ("layer_types" in fields):
         given = "both given" if "layer_types" in fields else "not given"
         raise fields.error("compress_ratios", f"and field 'layer_types' are {given}", "one of them")
@@ -85,11 +78,8 @@ def _read_compress_rates(fields: Fields, known: SimpleNamespace) -> dict[str, in
 
 
 def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...]:
-    """Read which layers are hashed, that is, choose experts by the token id.
-
-    Published configurations have num_hash_layers, the number of hashed layers at the start. transformers writes the
-    type of each layer (mlp_layer_types).
-    """
+    """Read which layers are hashed, that is, choose experts by the token id: the first num_hash_layers, or those in
+    mlp_layer_types of transformers."""
     layers = known.num_hidden_layers
     types = fields.read("mlp_layer_types", each_of("hash_moe", "moe", counts={layers: "num_hidden_layers"}))
     if types is not None:
@@ -99,11 +89,8 @@ def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...
 
 
 def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespace) -> RopeConfig:
-    """Read the rope configuration of a kind: "main" or "compress".
-
-    Published configurations have `theta_field`, and rope_scaling for the kind "compress". transformers writes
-    rope_parameters with one object per kind.
-    """
+    """Read the rope configuration of the kind "main" or "compress": from `theta_field` and, for "compress",
+    rope_scaling, or from rope_parameters of transformers, which has one object per kind."""
     nested = fields.object("rope_parameters")
     if nested is None:
         scaling = fields.object("rope_scaling") if kind == "compress" else None
@@ -122,11 +109,7 @@ def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespa
 
 
 def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationConfig | None:
-    """Read quantization_config and expert_dtype.
-
-    Published checkpoints have expert_dtype at the top level of config.json, or not at all. transformers writes it in
-    quantization_config, or in both places.
-    """
+    """Read quantization_config, and expert_dtype at the top level, in quantization_config, or in both places."""
     accepted = one_of("fp4", "fp8", default=None)
     published = fields.read("expert_dtype", accepted)
     nested = fields.object("quantization_config")
@@ -138,8 +121,8 @@ def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationCo
 
 @dataclass(frozen=True)
 class DeepseekV4Config(ModelConfig):
-    """The fields of DeepSeek-V4's configuration in addition to the fields of `ModelConfig`. Fields that are not listed
-    here have the name and the value of a field of config.json.
+    """The fields of DeepSeek-V4's configuration in addition to those of `ModelConfig`. Fields that are not listed here
+    have the name and the value of a field of config.json.
 
     layer_types     a key of LAYER_TYPES per layer
     compress_rates  {layer type: tokens per compressed entry}
@@ -185,10 +168,8 @@ class DeepseekV4Config(ModelConfig):
 class HyperDecoderBlock(nn.Module):
     """Attention, then experts, with hyper-connections around both: streams X [T, n, hidden] -> [T, n, hidden].
 
-    For each sublayer: x = collapse(X); X <- expand(sublayer(norm(x)), X). `hc_attn` and `hc_ffn` compute collapse and
-    expand.
-    forward(X, tokens int64 [T], rope, entry_rope, batch, cache=None): the last four arguments are the arguments of
-    `CompressedAttention`.
+    For each sublayer: x = collapse(X); X <- expand(sublayer(norm(x)), X), by `hc_attn` and `hc_ffn`.
+    forward(X, tokens int64 [T], rope, entry_rope, batch, cache=None): the last four as in `CompressedAttention`.
     Submodules: hc_attn, attn_norm, attn, hc_ffn, ffn_norm, ffn.
     """
 
@@ -224,10 +205,7 @@ class HyperDecoderBlock(nn.Module):
 
 
 def hyper_block(config: DeepseekV4Config, precision: Precision, kind: str, *, hashed: bool) -> HyperDecoderBlock:
-    """Return a layer of the model.
-
-    kind: a key of LAYER_TYPES. hashed: whether the layer chooses experts by the token id.
-    """
+    """Return a layer of the model. kind: a key of LAYER_TYPES. hashed: whether it chooses experts by the token id."""
     hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, precision.dtype
     projections = precision.projections(config)
     ratio = config.compress_rates.get(kind)
@@ -297,13 +275,13 @@ def _entries(compressor: Compressor | None) -> EntryShape | None:
 
 
 class DeepseekV4ForCausalLM(nn.Module):
-    """The language model. Parameters have the published checkpoint's names, except for the names that
-    `deepseek_v4_names` changes.
+    """The language model. Its parameters have the names of the published checkpoints, except for the experts
+    (`Experts`) and the names that `deepseek_v4_names` changes.
 
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
     last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
     all tokens. The result is `logits` applied to `states`.
-    `forward` raises TypeError or ValueError, with the argument's name, for a wrong argument. Token ids are not checked.
+    `forward` raises TypeError or ValueError for wrong tokens, batch or cache. It does not check token ids.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
@@ -336,7 +314,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         all_tokens: bool = False,
     ) -> torch.Tensor:
         streams = self.states(tokens, batch, cache)
-        if not all_tokens and not batch.is_decode:  # a decoding pass needs the logits of all its tokens
+        if not all_tokens and not batch.is_decode:
             streams = streams[batch.last_tokens]
         return self.logits(streams)
 
@@ -357,18 +335,15 @@ class DeepseekV4ForCausalLM(nn.Module):
         return self.head(self.norm(self.hc_head(states)))
 
     def _angle_kinds(self) -> list[tuple[str, int]]:
-        """Return (kind of rope, ratio) for all rope angles that the layers need.
-
-        The angles of tokens, with ratio 1, come first. The angles of compressed entries follow, with `ratio` tokens per
-        entry.
-        """
+        """Return (kind of rope, ratio) for all rope angles that the layers need: first those of tokens, with ratio 1,
+        then those of compressed entries of `ratio` tokens."""
         ratios = {self.config.compress_rates.get(kind) for kind in self.config.layer_types}
         of_entries = [("compress", ratio) for ratio in sorted(ratios - {None})]
         own = [("main", 1)] if None in ratios else []
         return [*own, *([("compress", 1)] if of_entries else []), *of_entries]
 
     def first_streams(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [T, hc_mult, hidden]: a copy of the tokens' embeddings per stream."""
+        """Return [T, hc_mult, hidden]: one copy of the tokens' embeddings per stream."""
         return self.embed(tokens[:, None].expand(-1, self.config.hc_mult))
 
     def make_cache(
@@ -382,8 +357,8 @@ class DeepseekV4ForCausalLM(nn.Module):
     def captures_decode(self) -> bool:
         """Whether a CUDA graph can capture decoding passes.
 
-        The scoring kernel reads FP8 index keys directly from the pages. Index keys of other dtypes are gathered first,
-        and for this the host must know their number.
+        FP8 index keys are scored in their pages. Index keys of other dtypes are gathered first, with offsets from the
+        host, which a graph cannot capture.
         """
         return self.precision.fp8_indexer
 
@@ -406,11 +381,11 @@ class DeepseekV4ForCausalLM(nn.Module):
 class DeepseekV4Drafter(nn.Module):
     """The `Drafter` of DeepSeek-V4: Y[t] = block(e_proj(enorm(embed(token t + 1))) + h_proj(hnorm(X[t]))).
 
-    X = states [T, hc_mult, hidden_size]: the target's streams, or Y of an earlier step. The drafter adds the embedding
-    term to every stream. logits = head(norm(hc_head(Y))). The block attends to the window only, and chooses experts by
-    router scores. The drafter uses the target's embedding, rope angles and the matrix of the target's head.
-    Parameters: e_proj, h_proj [hidden, hidden], in FP8 with scales if the target's projections are FP8; enorm, hnorm,
-    norm [hidden]; hc_head; block.
+    X = states [T, hc_mult, hidden_size]: the target's streams, or Y of an earlier step. The embedding term is added to
+    every stream. logits = head(norm(hc_head(Y))). The block attends to the window only, and chooses experts by router
+    scores. The drafter uses the target's embedding, rope angles and `head`.
+    Parameters: e_proj, h_proj [hidden, hidden], FP8 if the target's projections are; enorm, hnorm, norm [hidden];
+    hc_head; block.
     Source: `MTPBlock` of DeepSeek-V4's inference code.
     """
 
@@ -435,8 +410,7 @@ class DeepseekV4Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
         rope = RopeAngles(target.rotaries["main"](batch.positions))
-        # `tokens` has the next token of every position, also of position 0. So position 0 uses the embedding of its
-        # next token, as in training. (vLLM replaces this embedding with zero.)
+        # Position 0, too, uses the embedding of its next token. vLLM zeroes this embedding.
         e = self.e_proj(self.enorm(target.embed(tokens)))
         streams = self.h_proj(self.hnorm(states)) + e[:, None]
         return self.block(streams, tokens, rope, None, batch, None if cache is None else cache.layer(0))

@@ -6,7 +6,7 @@ from dsa_layers.errors import CheckpointError
 
 # (pattern, replacement) for `re.sub`, in this order: from a name in a checkpoint to the name in the model.
 RENAMES = [
-    # From transformers' module names to published names. By default save_pretrained writes a mixture of both.
+    # From transformers' module names to published names. A checkpoint may have a mixture of both.
     (r"^model\.", ""),
     (r"^embed_tokens\.", "embed."),
     (r"^lm_head\.", "head."),
@@ -62,10 +62,8 @@ VARIANTS = [
 
 
 def name_of(stored: str) -> str:
-    """Return the model's name for a tensor of the checkpoint.
-
-    Raise CheckpointError if the tensor belongs to an unsupported variant of the model.
-    """
+    """Return the model's name for a tensor of the checkpoint. Raise CheckpointError if the tensor belongs to an
+    unsupported variant."""
     variant = _variant(stored)
     if variant is not None:
         raise CheckpointError(f"belongs to {variant}, which is not supported")
@@ -77,7 +75,7 @@ def name_of(stored: str) -> str:
 def stored_name(name: str, mtp_layer: int = 0) -> str:
     """Return the published name for a tensor of the model; the inverse of `name_of` for published names.
 
-    mtp_layer: the multi-token-prediction layer in which the checkpoint stores the drafter's tensors.
+    mtp_layer: the multi-token-prediction layer for the drafter's tensors
     """
     for pattern, stored in PUBLISHED_NAMES:
         name = re.sub(pattern, stored, name)
@@ -86,10 +84,7 @@ def stored_name(name: str, mtp_layer: int = 0) -> str:
 
 def skips(name: str, *, drafter: bool) -> bool:
     """Return whether a checkpoint tensor is in a multi-token-prediction layer and no drafter reads it. Return False for
-    a tensor of an unsupported variant, so that `name_of` raises an error for it.
-
-    drafter: whether the model has a drafter.
-    """
+    a tensor of an unsupported variant, so that `name_of` raises an error for it. drafter: whether there is one."""
     if not name.startswith("mtp.") or _variant(name) is not None:
         return False
     return not drafter or not name.startswith("mtp.0.") or name.startswith(COPIES)

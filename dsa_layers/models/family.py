@@ -1,12 +1,10 @@
 """Model families and their configurations, read from a checkpoint's config.json.
 
-`Family` is the record from which `load_model` and the commands get the classes and formats of a family.
 `read_config` accepts two spellings: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one of
 transformers 5 (`rope_parameters`, `dtype`, `mlp_layer_types`). It raises an error for an unsupported field that changes
-results: a model that ignored this field would run, but with wrong results. It also raises an error for an unknown field
-whose name begins with, for example, "rope_" or "index", and for any unknown field in the rope and quantisation objects:
-such fields change results. Tools add other fields to config.json. `read_config` silently ignores fields that are known
-to have no influence, and fields that are null. It ignores all other fields with one warning.
+results, for an unknown field whose name begins with, for example, "rope_" or "index", and for any unknown field in the
+rope and quantisation objects: a model that ignored such a field could run with wrong results. It ignores other unknown
+fields with one warning, and without a warning fields that are null or known to have no influence.
 """
 
 import importlib
@@ -30,7 +28,7 @@ VENDORED = Path(__file__).parents[1] / "vendored"
 
 
 def published_config(file: str) -> dict[str, Any]:
-    """Return the fields of a published config.json in `dsa_layers/vendored`. The README there names the source."""
+    """Return the fields of the configuration `file` in `dsa_layers/vendored`. The README there names the source."""
     return json.loads((VENDORED / file).read_text(encoding="utf-8"))
 
 
@@ -52,11 +50,8 @@ class PublishedFormat:
 
 @dataclass(frozen=True)
 class TinyFields:
-    """The configuration of a family's tiny checkpoint.
-
-    published  file name of a published configuration in `dsa_layers/vendored`
-    changes    the fields in which the tiny config.json differs from the published configuration
-    """
+    """The configuration of a family's tiny checkpoint: the file `published` in `dsa_layers/vendored`, with the fields
+    `changes` changed or added."""
 
     published: str
     changes: dict[str, Any]
@@ -71,14 +66,13 @@ class TinyFields:
 
 @dataclass(frozen=True)
 class Family:
-    """The record of a model family. The family's module in `dsa_layers/models` has a `Family` named FAMILY.
+    """The classes and formats of a model family.
 
     config   the dataclass of the configuration
     model    callable (configuration, precision or None) -> the model, with newly initialised parameters
     format   the format of published checkpoints
     tiny     the configuration of the family's tiny checkpoint
-    drafter  callable (model) -> its `Drafter`, a torch.nn.Module for the model's attribute `drafter`; None if no
-             checkpoint of this family has a supported drafter
+    drafter  callable (model) -> its `Drafter`, a torch.nn.Module; None if drafters of this family are not supported
     """
 
     config: type[ModelConfig]
@@ -89,7 +83,7 @@ class Family:
 
 
 def family(model_type: str) -> Family:
-    """Return the family for a model type. Raise ValueError if the model type is unknown."""
+    """Return the family of a model type. Raise ValueError if the model type is unknown."""
     if model_type not in FAMILIES:
         raise ValueError(f"model_type: must be one of {', '.join(map(repr, FAMILIES))}, got {model_type!r}")
     return importlib.import_module(FAMILIES[model_type]).FAMILY
@@ -100,10 +94,9 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
 
     If `directory`/generation_config.json has end-of-sequence ids, they replace the ids of config.json.
     `directory` may also be the path of a configuration file with any name.
-    Issue one warning, on one line, that lists the unknown fields; `read_config` ignores these fields.
-    Raise ConfigError (a ValueError) if the file is missing or not a JSON object, if the model type or a value is not
-    supported, if a field is missing or has the wrong type, or if fields contradict each other. The message names the
-    file, the field, its value and the accepted values.
+    Issue one warning that lists the unknown fields, which are ignored. Raise ConfigError (a ValueError) if the file is
+    missing or not a JSON object, if the model type or a value is not supported, if a field is missing or has the wrong
+    type, or if fields contradict each other. The message names the file, and a field's value and accepted values.
     """
     directory = Path(directory)
     path = directory if directory.is_file() else directory / "config.json"

@@ -1,9 +1,7 @@
-"""GLM-5, 5.1 and 5.2: DeepSeek-V3.2's model with other options. In GLM-5.2, layers share selected keys.
+"""GLM-5, 5.1 and 5.2: DeepSeek-V3.2's model with other options.
 
-Keys of a head have 192 + 64 channels, and values have 256 channels. The models have 32 index heads, rope without YaRN,
-and one routing group. Rope rotates pairs (2i, 2i + 1) both in attention and in the indexer. In GLM-5.2 (IndexShare)
-only some layers have an indexer and an index cache. Let S_t^l be the keys that token t attends to in layer l. In a
-layer without an indexer, S_t^l = S_t^(l-1).
+Rope rotates pairs (2i, 2i + 1) both in attention and in the indexer. In GLM-5.2 (IndexShare) only some layers have an
+indexer and an index cache. A layer without an indexer attends to the same keys as the previous layer.
 Source: GLM-5's report (arXiv 2602.15763), IndexShare (arXiv 2603.12201), and `GlmMoeDsa` of transformers 5.
 """
 
@@ -31,12 +29,12 @@ from dsa_layers.models.deepseek_v32 import (
 )
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 
-# {letter of index_topk_pattern: layer type}.
+# {letter of index_topk_pattern: layer type}
 _LETTERS = {"F": "full", "S": "shared"}
 
 
 def read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
-    """Read which layers have an indexer. Up to three fields specify these layers, and all must agree."""
+    """Read which layers have an indexer, from up to three fields, which must agree."""
     layers = known.num_hidden_layers
     counts = {layers: "num_hidden_layers"}
     frequency = fields.read("index_topk_freq", integer(default=1))
@@ -65,9 +63,7 @@ def read_indexer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...
 
 @dataclass(frozen=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    """The fields of DeepSeek-V3.2's configuration. GLM-5 reads three of them differently: which layers have an indexer
-    (some may have none), the indexer's rope (pairs 2i, 2i + 1), and whether the steps of a drafter share a
-    selection."""
+    """The fields of DeepSeek-V3.2's configuration, with other accepted values for the indexer."""
 
     model_type: ClassVar[str] = "glm_moe_dsa"
     checked = DeepseekV32Config.checked | {"moe_router_dtype": only("float32")}
@@ -78,11 +74,11 @@ class GlmMoeDsaConfig(DeepseekV32Config):
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5. It is `DeepseekV32ForCausalLM` with a `GlmMoeDsaConfig`."""
+    """`DeepseekV32ForCausalLM` with a `GlmMoeDsaConfig`."""
 
 
-# Rows: an index that selects N rows of states. Slots: a function from rows to int32 [N, top_k]. For each row, it
-# returns the slots of the row's selected keys in the drafter's cache, padded with -1.
+# Rows: an index that selects N rows of states. Slots: a function from Rows to int32 [N, top_k], the slots of each row's
+# selected keys in the drafter's cache, padded with -1.
 Rows = slice | torch.Tensor
 Slots = Callable[[Rows], torch.Tensor]
 
@@ -92,11 +88,10 @@ class DraftedStates:
     """The result of a drafter step, for later steps that attend to the keys that the first step selected.
 
     values  [T, hidden_size]: the states
-    slots   function that returns the cache slots of the keys that the first step attended to, for any rows; None
-            without a cache
+    slots   the slots of the keys that the first step attended to, a function so that they are computed only for the
+            rows that are needed; None without a cache
 
-    states[rows] returns the `DraftedStates` of these rows. `slots` is a function, so that slots are computed only for
-    the requested rows. These are only a few of a prompt's rows.
+    states[rows] returns the `DraftedStates` of these rows.
     """
 
     values: torch.Tensor
@@ -110,9 +105,8 @@ class GlmMoeDsaDrafter(DeepseekV32Drafter):
     """DeepSeek-V3.2's drafter. With `index_share_for_mtp_iteration` (GLM-5.2), only the first step selects keys.
 
     Let t be the last position with a state of the target, and S[t] the keys that the first step attended to there. All
-    later steps attend to S[t], although it does not contain the keys of their own tokens. The indexer runs only in the
-    first step. With this option all steps return `DraftedStates`. A later step takes one token per sequence and the
-    cache of the first step.
+    later steps attend to S[t], although it does not contain the keys of their own tokens. With this option all steps
+    return `DraftedStates`. A later step takes one token per sequence and the cache of the first step.
     Source: Z.ai's account of GLM-5.2, and vLLM's, SGLang's and TensorRT-LLM's code for it.
     """
 
@@ -160,7 +154,7 @@ def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache |
 def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
     """Return a function from rows to the cache slots of the keys that a pass attended to.
 
-    selected, batch: the pass's keys and batch. top_k: the number of keys that the pass's indexer selects.
+    selected, batch: the pass's keys and batch. top_k: of the pass's indexer.
     """
     indices = selected.topk_indices
     if indices is not None:
@@ -169,7 +163,7 @@ def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
         return indices.__getitem__
 
     def found(rows: Rows) -> torch.Tensor:
-        if indices is None:  # a dense pass: each token attends to all keys it sees, at most top_k
+        if indices is None:  # each token attends to all keys that it sees, at most top_k
             keys = torch.arange(top_k, dtype=torch.int32, device=batch.device)
             keys = torch.where(keys < batch.visible_keys[rows, None], keys, -1)
         elif selected.counted_in == "positions":
@@ -182,7 +176,7 @@ def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
 
 
 def _without_indexer(block: DecoderBlock) -> DecoderBlock:
-    """Return a copy of the block without an indexer. The copy shares the parameters of `block`."""
+    """Return a copy of the block without an indexer, with the same parameters."""
     other = copy.copy(block)
     other._modules = block._modules | {"self_attn": _attention_without_indexer(block.self_attn)}
     return other
@@ -200,7 +194,7 @@ FAMILY = Family(
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     PublishedFormat(norm_dtype="BF16"),
-    # GLM-5.2: one layer with a dense MLP and four layers with experts. Two of these four have no indexer.
+    # GLM-5.2
     TinyFields(
         "glm_5_2_config.json",
         {
@@ -212,8 +206,6 @@ FAMILY = Family(
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
             "num_hidden_layers": 5,
             "pad_token_id": 1,
-            # The published file is from the BF16 release and lacks this field. In the FP8 release, scales are not
-            # powers of two.
             "quantization_config": FP8_BLOCKS,
         },
     ),

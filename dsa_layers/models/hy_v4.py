@@ -1,9 +1,9 @@
 """Hy4: DeepSeek-V3.2's attention with sinks and a gate, over residual streams with independent hyper-connections.
 
-In the indexer, rope rotates the last 64 of 128 channels. By default, layers 0, 1, 5, 9, ... have an indexer. A layer
-without an indexer attends to the same keys as the previous layer.
-Source: `HYV4` of transformers 5. transformers 5.24 rotates channels (i, i + 32), but the published weights were trained
-with pairs (2i, 2i + 1): this module rotates these pairs, as vLLM and SGLang do.
+In the indexer, rope rotates the last 64 of 128 channels. A layer without an indexer attends to the same keys as the
+previous layer.
+Source: `HYV4` of transformers 5, except that rope rotates pairs (2i, 2i + 1), as in vLLM and SGLang. transformers 5.24
+rotates channels (i, i + 32).
 """
 
 import re
@@ -49,16 +49,15 @@ class HYV4Config(DeepseekV32Config):
     """The fields of DeepSeek-V3.2's configuration, and these:
 
     hc_mult       number of residual streams
-    hc_magnitude  factor in the weight with which a sublayer's output is added to a stream: hc_magnitude * sigmoid(..) +
-                  hc_eps (`IndependentHyperConnection`)
-    hc_eps        added to this weight, and to the weights with which streams are summed
+    hc_magnitude  `magnitude` of `IndependentHyperConnection`
+    hc_eps        `hc_eps` of `IndependentHyperConnection` and `HyperHead`
     swiglu_limit  limit of the routed experts' SwiGLU; None for no limit (0 or less in config.json)
     """
 
     ignores_key_value_heads: ClassVar[bool] = True  # published files say 8
     model_type: ClassVar[str] = "hy_v4"
     checked: ClassVar[dict[str, Any]] = DeepseekV32Config.checked | {
-        "learnable_sink_init": anything(),  # the sinks' value before training
+        "learnable_sink_init": anything(),
         "enable_lm_head_fp32": only(True),
         "gated_mla": only(True),
         "gating_type": only("elementwise"),
@@ -91,11 +90,9 @@ def _parts(
 
 
 class HYV4DecoderBlock(DecoderBlock):
-    """A block over residual streams X [T, n, hidden].
+    """A block over residual streams, with the hyper-connections `attn_hc` and `ffn_hc` around its sublayers.
 
-    The hyper-connection of a sublayer, `attn_hc` or `ffn_hc`, computes the input of the sublayer's norm from the
-    streams, and adds the sublayer's output to the streams.
-    forward: see `DecoderBlock`. x, as argument and as result, has the streams [T, n, hidden].
+    forward: see `DecoderBlock`, but x, as argument and as result, has the streams [T, n, hidden].
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class HYV4DecoderBlock(DecoderBlock):
 
 
 def decoder_block(config: HYV4Config, precision: Precision, *, indexed: bool, dense: bool) -> HYV4DecoderBlock:
-    """Return a layer of the model. indexed, dense: see `attention` and `mlp` of DeepSeek-V3.2."""
+    """Return a layer of the model. indexed: see `attention`; dense: see `mlp` (deepseek_v32.py)."""
     hidden, eps = config.hidden_size, config.rms_norm_eps
     streams = {"magnitude": config.hc_magnitude, "eps": eps, "hc_eps": config.hc_eps}
     connections = (IndependentHyperConnection(hidden, config.hc_mult, **streams) for _ in range(2))
@@ -136,8 +133,8 @@ def decoder_block(config: HYV4Config, precision: Precision, *, indexed: bool, de
 
 
 class HYV4Model(DeepseekV32Model):
-    """`DeepseekV32Model` over residual streams. Every stream begins as the embedding; hc_head computes a weighted sum
-    of the streams."""
+    """`DeepseekV32Model` over residual streams. Every stream begins as the embedding; hc_head sums the streams before
+    the final norm."""
 
     make_block = staticmethod(decoder_block)
 
@@ -210,8 +207,7 @@ FAMILY = Family(
     HYV4Config,
     HYV4ForCausalLM,
     PublishedFormat(norm_dtype="BF16"),
-    # Layers with and without an indexer, and one without experts. The published FP8 files have blocks of 1 x 32
-    # (MXFP8), which dsa does not read, so the tiny checkpoint has blocks of 128 x 128.
+    # The published FP8 files have blocks of 1 x 32 (MXFP8), which dsa does not read. The tiny ones have 128 x 128.
     TinyFields(
         "hy_v4_config.json",
         {

@@ -16,12 +16,12 @@ class Precision:
 
     dtype         dtype of activations and of unquantised weights, except weights that are always fp32, such as norms
     fp8_linear    True: FP8 weights stay in FP8, and layers quantise their activations. False: the loader dequantises
-                  FP8 weights
-    fp8_indexer   True: apply a Hadamard transform to index queries and keys and cast them to e4m3 (`LightningIndexer`)
-    kv_cache      "fp8": cache latents, rounded to e4m3, and rope keys in 656 bytes per token (V4: 584). "model": cache
-                  them in `dtype`
-    fp4_experts   True: the FP4 weights of experts stay in FP4 in memory and are multiplied as FP8. False: the loader
-                  converts them to FP8
+                  FP8 and FP4 weights
+    fp8_indexer   True: cast index queries and keys to e4m3 (`LightningIndexer`)
+    kv_cache      "fp8": cache e4m3 latents and bf16 rope keys in 656 bytes per token; in V4, 584 bytes per window token
+                  and per compressed entry. "model": cache them in `dtype`
+    fp4_experts   True: FP4 weights of experts stay in FP4, and activations are FP8; requires fp8_linear. False: if
+                  fp8_linear, the loader converts FP4 weights to FP8
 
     The constructor raises TypeError or ValueError for other values.
     """
@@ -52,7 +52,7 @@ class Precision:
         """Return the precision for a checkpoint.
 
         If the checkpoint has quantised weights, use FP8 for linear layers, indexer and, if `config.has_fp8_cache`, the
-        cache; otherwise quantise nothing. The arguments override these defaults.
+        cache; otherwise quantise nothing. The arguments override these defaults. fp4_experts is False.
 
         dtype       dtype of activations; None for the dtype in the configuration
         dequantize  whether to dequantise the weights and use FP8 nowhere, except in the cache if `kv_cache` is "fp8"
@@ -67,15 +67,13 @@ class Precision:
         return cls(dtype, fp8, fp8, kv_cache)
 
     def projections(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the keyword arguments for `make_linear`, and for layers that pass them to `make_linear`."""
+        """Return the keyword arguments fp8, dtype and use_ue8m0 of `make_linear`."""
         return {"fp8": self.fp8_linear, "dtype": self.dtype, "use_ue8m0": config.use_ue8m0}
 
 
 def check_device(device: torch.device | str | None) -> torch.device:
-    """Return the device to compute on. For None, return the GPU if there is one, else the CPU.
-
-    Raise TypeError or ValueError if models do not support the device or torch does not find it.
-    """
+    """Return the device to compute on; for None, the GPU if there is one, else the CPU. Raise TypeError or ValueError
+    unless it is a CPU or a CUDA device that torch finds."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, str | torch.device):

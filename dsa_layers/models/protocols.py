@@ -15,10 +15,9 @@ from dsa_layers.config.model_config import ModelConfig
 class Model(Protocol):
     """The interface that generation requires. `Generator` accepts any object with these attributes.
 
-    config           the configuration; generation reads the vocabulary, context and end-of-sequence ids
+    config           the configuration; generation reads vocab_size, max_position_embeddings and eos_token_ids
     page_size        default number of tokens per page of the cache
-    captures_decode  whether a decoding pass reads no lengths from the host, so that one CUDA graph is valid for all
-                     lengths
+    captures_decode  whether a CUDA graph can capture a decoding pass
     make_cache       method that returns a cache with `num_pages` pages for up to `state_slots` sequences
     parameters       method that returns an iterator over the parameters, as in torch.nn.Module
     model(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's last
@@ -41,8 +40,8 @@ class Model(Protocol):
 
 
 class Drafter(Protocol):
-    """A multi-token-prediction layer, the `drafter` of a model. It predicts one token further ahead than that model,
-    the target.
+    """A multi-token-prediction layer. It predicts one token further ahead than the model whose `drafter` it is, the
+    target.
 
     drafter(tokens int64 [T], states [T, ...], batch, cache=None) -> states [T, ...]
 
@@ -51,22 +50,17 @@ class Drafter(Protocol):
             of the drafter. A step at position t drafts the token at t + 2. The next step, at t + 1 with the drafted
             token and the resulting states, drafts the token at t + 3. A step returns a tensor, or an object that
             supports `[rows]` and that `logits` and later steps accept
-    cache   a cache from the drafter's `make_cache`, with the keys of this layer at earlier positions. It has the same
-            number of pages and state slots as the target's cache, so one batch addresses both caches and the drafter
-            allocates no pages. If a later pass repeats a position, it overwrites the position in the cache. In this
-            way the target's states replace the drafted states. The last DRAFTS positions of a sequence
-            (`dsa_layers/cache/drafts.py`) can be rolled back
-
-    A draft is only a guess. The target accepts it only if the target chooses the same token.
+    cache   a cache from the drafter's `make_cache`, with the keys of this layer at earlier positions. It has as many
+            pages and state slots as the target's cache, so one batch addresses both. A later pass may repeat the last
+            DRAFTS positions of a sequence (`dsa_layers/cache/drafts.py`) and overwrites them in the cache, for example
+            with keys from the target's states
     """
 
     page_size: int
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits [N, vocab_size] for any N rows of a step's states.
-
-        The logits for a row at position t predict the token at position t + 2.
-        """
+        """Return fp32 logits [N, vocab_size] for any N rows of a step's states. A row at position t predicts the token
+        at position t + 2."""
 
     def make_cache(
         self, num_pages: int, page_size: int = ..., device: torch.device | str = "cpu", *, state_slots: int = 64
@@ -79,24 +73,22 @@ class Drafter(Protocol):
 
 
 class CheckpointModel(Model, Protocol):
-    """The interface that `load_model` requires in addition to `Model`.
-
-    The model is a torch.nn.Module on the meta device. It maps names in a checkpoint to its tensors.
+    """The interface that `load_model` requires in addition to `Model`, of a torch.nn.Module on the meta device.
 
     name_of       method that returns the model's name for a tensor of the checkpoint; raises CheckpointError for a
                   tensor of an unsupported variant
-    stored_name   method that returns the checkpoint's name for a tensor of the model. For a tensor of the drafter, this
-                  is the name in the multi-token-prediction layer `mtp_layer`
-    skips         method that returns whether a checkpoint's tensor belongs to a part that the model does not have
+    stored_name   method that returns the checkpoint's name for a tensor of the model: for a tensor of the drafter, the
+                  name in the multi-token-prediction layer `mtp_layer`
+    skips         method that returns whether the loader skips a tensor of the checkpoint: the model has no such part,
+                  or the tensor is a copy of another one
     init_buffers  method that computes, on a device, the buffers that no checkpoint stores
     drafter       the `Drafter` if the caller of `load_model` requested it, else None
 
-    In a family with drafters, the model's forward pass consists of two methods. states(tokens, batch, cache=None)
-    returns the states of all tokens, which the drafter reads. logits(states) accepts any rows of states.
+    In a family with drafters, the model also has two methods. states(tokens, batch, cache=None) returns the states of
+    all tokens, which the drafter reads. logits(states) returns the logits for any rows of states.
 
-    A module of the model may have a method `check_values()`. `load_model` calls it after the module's tensors are
-    loaded. It raises ValueError for values that a forward pass does not support; the message begins with the tensor's
-    name.
+    A module of the model may have a method `check_values()`, which `load_model` calls after loading. It raises
+    ValueError for values that a forward pass does not support; the message begins with the tensor's name.
     """
 
     drafter: Drafter | None

@@ -1,7 +1,6 @@
 """The registry of model families. It imports nothing, so that a command's help can list the families."""
 
-# {model_type in config.json: the module that defines FAMILY}. `family` imports a module on first use. At run time a
-# caller may add a family of another package.
+# {model_type in config.json: the module that defines FAMILY}. A caller may add a family of another package.
 FAMILIES = {
     "axk2": "dsa_layers.models.axk2",
     "deepseek_v32": "dsa_layers.models.deepseek_v32",

@@ -1,4 +1,4 @@
-"""Context parallelism in training: each rank computes some tokens of packed sequences and gathers the keys for them."""
+"""Context parallelism in training: each rank computes some tokens of packed sequences and gathers their keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from dsa_layers.parallel.ranks import Ranks, raise_on_all_ranks
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of `sequence` at positions begin, ..., end - 1. The last token attends to `end` keys."""
+    """The tokens of `sequence` at positions begin, ..., end - 1."""
 
     sequence: int
     begin: int
@@ -42,10 +42,9 @@ class TokenShare:
 def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
     """Distribute the tokens of sequences of these lengths over `size` ranks, each token to one rank.
 
-    A sequence is cut into 2 * size chunks, and rank r gets chunks r and 2 * size - 1 - r. With causal attention a token
-    attends to all tokens before it, so the work of contiguous shares would differ by a factor of up to 2 * size - 1.
-    With one early and one late chunk, all ranks have the same number of query-key pairs, except for the remainder of
-    the division. The remainder's tokens go to the ranks with the fewest tokens so far, so the ranks' numbers of tokens
+    A sequence is cut into 2 * size chunks. Rank r gets chunk r, an early piece, and chunk 2 * size - 1 - r, a late
+    piece. With causal attention the ranks then have the same number of query-key pairs, except for the remainder of the
+    division. The remainder's tokens go to the ranks with the fewest tokens so far, so the ranks' numbers of tokens
     differ by at most one.
     """
     early: list[list[Piece]] = [[] for _ in range(size)]
@@ -72,11 +71,10 @@ def cut(lens: Sequence[int], size: int) -> list[TokenShare]:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows that a rank gathers. Each rank's rows are padded to `most` rows and then concatenated, so row i of rank
-    r has index r * most + i.
+    """The rows that a rank gathers. Row i of rank r has index r * most + i: each rank's rows are padded to `most`.
 
-    rows   int64 [N], on the device: indices of the rows to gather. An index occurs at most twice
-    first  a split of `rows`: rows[:first] has no duplicates, and neither has rows[first:]
+    rows   int64 [N]: indices of the rows to gather
+    first  rows[:first] has no duplicates, and neither has rows[first:]
     most   the largest number of rows on a rank
     """
 
@@ -88,9 +86,9 @@ class RowPlan:
 class _GatherRows(torch.autograd.Function):
     """Gather the rows [N, ...] of this rank's plan from all ranks' x [own rows, ...].
 
-    A row's gradient is the sum of all ranks' gradients for the row. The ranks' gradients are rounded to x's dtype and
-    added in fp32 (fp64 for fp64) in the order of the ranks, so every run gives the same bits. All ranks must call this
-    function, and run backward, in the same order.
+    A row's gradient is the sum of all ranks' gradients for the row. Each is in x's dtype; they are added in fp32 (fp64
+    for fp64) in the order of the ranks, so every run gives the same bits. All ranks must call this function, and run
+    backward, in the same order.
     """
 
     @staticmethod
@@ -105,7 +103,7 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         plan, ranks = ctx.plan, ctx.ranks
         sent = grad.new_zeros(ranks.size * plan.most, *grad.shape[1:])
-        # A call of index_add_ adds to each row at most once, so the order of its additions does not change the result.
+        # Each call of index_add_ adds to a row at most once, so the order of its additions does not change the bits.
         for part in (slice(0, plan.first), slice(plan.first, None)):
             sent.index_add_(0, plan.rows[part], grad[part])
         parts = torch.empty_like(sent)
@@ -119,17 +117,15 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextBatch(SequenceBatch):
-    """One rank's share of the T tokens of packed sequences. `cut` chooses the share. `IndexerStage.share` makes this
-    batch, for passes within that `IndexerStage`.
+    """One rank's share of the T tokens of packed sequences (`cut`). `IndexerStage.share` makes this batch, for passes
+    within that `IndexerStage`.
 
     lens                  the lengths of the whole sequences
     query_lens, key_lens  the lengths of this rank's pieces
     positions             int64 [own tokens]: positions in the whole sequences
     shares, ranks         the shares of all ranks, and these ranks
 
-    With `gather`, attention gets the keys for this rank's tokens from all ranks; `keyed` is the batch with these keys.
-    `own` selects this rank's rows of a tensor that has a row for each of the T tokens. `mean` and `over_ranks` compute
-    losses.
+    `gather` returns the keys for this rank's tokens, and `keyed` is the batch with these keys.
     """
 
     lens: tuple[int, ...]
@@ -138,7 +134,7 @@ class ContextBatch(SequenceBatch):
 
     @classmethod
     def of(cls, lens: Sequence[int], ranks: Ranks, device: torch.device | str) -> "ContextBatch":
-        """Return this rank's share of sequences with these lengths. All ranks must call this method with equal `lens`.
+        """Return this rank's share of sequences with lengths `lens`. All ranks must call this method with equal `lens`.
 
         Raise ValueError on all ranks if one rank's `lens` has fewer tokens than there are ranks, has a length below 1
         or differs from rank 0's. A rank whose `lens` has a wrong type raises TypeError instead."""
@@ -156,8 +152,7 @@ class ContextBatch(SequenceBatch):
 
     @cached_property
     def keyed(self) -> SequenceBatch:
-        """A batch of this rank's tokens with all keys that they attend to. A piece's keys are the tokens of its
-        sequence up to the piece's end, in the order of the rows that `gather` returns."""
+        """A batch of this rank's tokens with the keys that `gather` returns."""
         return SequenceBatch(self.query_lens, tuple(piece.end for piece in self._share.pieces), self.device)
 
     @cached_property
@@ -165,13 +160,14 @@ class ContextBatch(SequenceBatch):
         return self.keyed.positions
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of x [T, ...], in the order of the pieces. x has all sequences, one after another."""
+        """Return this rank's rows of x [T, ...], all sequences one after another. The result has the order of the
+        pieces."""
         if x.dim() == 0 or len(x) != sum(self.lens):
             raise ValueError(f"x: must have a row for each of {sum(self.lens)} tokens, got shape {list(x.shape)}")
         return x[self._tokens_of(self._share.pieces)]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather the rows that this rank's tokens attend to from all ranks' x [own tokens, ...].
+        """Gather the rows that this rank's tokens can attend to from all ranks' x [own tokens, ...].
 
         The result [sum(keyed.key_lens), ...] concatenates, for each piece of this rank, the rows of the piece's
         sequence up to the end of the piece. A row's gradient is the sum over all ranks.
@@ -184,8 +180,8 @@ class ContextBatch(SequenceBatch):
 
     def mean(self, values: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """Return size / count * the sum of values [own tokens]. The mean of the ranks' results is the sum of all
-        ranks' values, divided by `count`. DDP and FSDP2 average gradients over the ranks; these averages equal the
-        gradients of a single rank with all tokens.
+        ranks' values, divided by `count`; so DDP and FSDP2, which average gradients over the ranks, give the gradients
+        of a single rank with all tokens.
 
         count  the number of tokens on all ranks that have a target; the values of other tokens must be 0. None if all T
                tokens have a target
@@ -203,8 +199,8 @@ class ContextBatch(SequenceBatch):
 
     @property
     def weight(self) -> float:
-        """The factor by which to multiply a mean over this rank's tokens to get `mean`: size / T * own tokens. It is 1
-        if all ranks have the same number of tokens."""
+        """size / T * own tokens: `mean(values)` is this factor times values.mean(). It is 1 if all ranks have the same
+        number of tokens."""
         return self.ranks.size * sum(self.query_lens) / sum(self.lens)
 
     @property
@@ -212,7 +208,7 @@ class ContextBatch(SequenceBatch):
         return self.shares[self.ranks.rank]
 
     def _tokens_of(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return int64 [tokens of the pieces]: the index of each token of the pieces among all packed tokens."""
+        """Return int64 [tokens of the pieces]: the index of each of these tokens among all packed tokens."""
         starts = packing.starts(self.lens)
         begins = [starts[piece.sequence] + piece.begin for piece in pieces]
         ends = [starts[piece.sequence] + piece.end for piece in pieces]
@@ -221,7 +217,7 @@ class ContextBatch(SequenceBatch):
     @cached_property
     def _plan(self) -> RowPlan:
         most = max(share.tokens for share in self.shares)
-        # token -> its index in `RowPlan`: rank * most + row
+        # row_of[token]: the token's index in `RowPlan`
         row_of = torch.empty(sum(self.lens), dtype=torch.int64, device=self.device)
         for rank, share in enumerate(self.shares):
             row_of[self._tokens_of(share.pieces)] = torch.arange(share.tokens, device=self.device) + rank * most

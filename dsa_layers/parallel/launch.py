@@ -36,17 +36,16 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
 
     If a rank fails, the launcher stops the other ranks. If several fail, `first_failed` chooses the failed rank. The
     exit code is the failed rank's exit code, or 1 if a signal killed it. This process writes the last lines of the
-    rank's file and a line that names the rank to standard error. Then it calls `told` with that line and the exit code.
-    It does neither if rank 0 itself exits with this code, because rank 0 has printed the cause on the terminal.
-    Exception: it always reports a rank other than 0 with exit code 1.
+    rank's file and a line that names the rank to standard error, and calls `told` with that line and the exit code.
+    It does neither if rank 0 has printed the cause: if the failed rank is rank 0 and no signal killed it, or if rank 0
+    has the failed rank's exit code and this code is above 1.
 
     If this process receives one of SIGNALS that it does not ignore, it forwards the signal to the ranks, and the exit
     code is 128 + the signal's number.
 
-    Call this function in the main thread. It replaces the handlers of SIGNALS and silences the loggers of torch's
-    launcher.
+    Call this function in the main thread, because it replaces the handlers of SIGNALS. It also silences the loggers of
+    torch's launcher.
     """
-    # Importing torch here keeps the import of this module fast.
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -57,8 +56,8 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_SECONDS)  # torch 2.11 has no parameter for it
     start_rank = ["-I", "-S", str(Path(__file__).with_name("start_rank.py")), str(os.getpid())]
     arguments = [argument.replace("$", "$$") for argument in command]  # the launcher substitutes ${local_rank}
-    # The launcher's own store would listen to the network. Two stores of one process with the same port share one
-    # server, so the launcher's store shares this server, to which only this node can connect.
+    # The launcher's own store would listen to the network. Stores of one process with the same port share one server,
+    # so the launcher's store shares the server of this store, to which only this node can connect.
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     store = TCPStore(HOST, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
@@ -89,7 +88,7 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
 def _report(
     failures: dict[int, "ProcessFailure"], ranks: int, folder: Path, told: Callable[[str, int], None] | None
 ) -> int:
-    """Report the failed rank on standard error, unless rank 0 has printed the cause. Return the exit code."""
+    """Report the failed rank as `launch` describes, and return the exit code."""
     rank = first_failed(failures)
     code = failures[rank].exitcode
     if code > 0 and (rank == 0 or (code > 1 and 0 in failures and failures[0].exitcode == code)):
@@ -108,8 +107,8 @@ def _report(
 
 
 def started_ranks() -> int | None:
-    """Return WORLD_SIZE, the number of ranks that a launcher has started together with this process. Return None if a
-    variable of NUMBERS is not set, because this process is not a rank then."""
+    """Return the number of ranks that a launcher has started together with this process, WORLD_SIZE. Return None if
+    this process is not a rank: a variable of NUMBERS is not set."""
     if any(name not in os.environ for name in NUMBERS):
         return None
     return int(os.environ["WORLD_SIZE"])
@@ -118,9 +117,9 @@ def started_ranks() -> int | None:
 def note_failure(problem: str) -> None:
     """Write the cause of this process's failure to torchrun's error file, if this process is a rank.
 
-    Call this function before the process ends. Other ranks may fail because this process ends; they then note their
-    failures later. After the call, this process ignores SIGTERM: the launcher sends SIGTERM to all ranks as soon as one
-    rank has ended, but this rank still has to print the cause. The launcher sends SIGKILL STOP_SECONDS later.
+    Call this function before the process ends: other ranks may fail after that, and `first_failed` compares the times.
+    After the call, this process ignores SIGTERM, which the launcher sends to all ranks as soon as one has ended: this
+    rank still has to print the cause. The launcher sends SIGKILL STOP_SECONDS later.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -129,13 +128,13 @@ def note_failure(problem: str) -> None:
 
 
 def first_failed(failures: dict[int, "ProcessFailure"]) -> int:
-    """Return the rank that caused the other ranks' failures. `failures` are in the order in which the launcher found
-    them.
+    """Return the rank that failed first, and so probably caused the other failures. `failures` are in the order in
+    which the launcher found them.
 
-    The rank that failed first is chosen. The time of a failure is the time of `note_failure`, else the time at which
-    the launcher found it. A killed rank may take up to STOP_SECONDS to end, so this function subtracts STOP_SECONDS
-    from its time. Two kinds of ranks are chosen last, unless they called `note_failure`: ranks that the launcher
-    stopped by SIGTERM, and ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
+    The time of a failure is the time of `note_failure`. Without it, it is the time at which the launcher found the
+    failure, minus STOP_SECONDS if a signal killed the rank, which may take so long to end. Two kinds of ranks without
+    `note_failure` are chosen last: ranks that the launcher stopped by SIGTERM, and ranks that aborted, because gloo and
+    NCCL abort a process that has lost a connection.
     """
     found_first = next(iter(failures))
 

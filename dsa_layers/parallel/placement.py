@@ -1,4 +1,4 @@
-"""The distribution of a pass's rows over several ranks. Each rank has all rows, or in a pass with many rows a shard."""
+"""The distribution of a pass's rows over several ranks: each rank has all rows, or in a long prefill a shard."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +12,8 @@ from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
-# The smallest number of new tokens for which a prefill shards the rows between layers.
-SHARDED_TOKENS = 256
-# The largest number of tensors whose local rows a `Sharded` caches. One pass needs fewer.
-MOST_CACHED = 100
+SHARDED_TOKENS = 256  # the smallest number of new tokens for which a prefill is `Sharded`
+MOST_CACHED = 100  # the largest number of results that a `Sharded` caches; one pass needs fewer
 
 
 def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
@@ -32,8 +30,8 @@ def placement_of(batch: TokenBatch, ranks: Ranks) -> Placement:
 
 
 class Replicated(Placement):
-    """Placement in which every rank has all rows, for decoding and short prefills. With few rows, it costs little to
-    repeat norms and elementwise layers on every rank, and an all-reduce takes little longer than its latency."""
+    """Placement in which every rank has all rows, for decoding and short prefills. With few rows, norms and elementwise
+    layers cost little, although every rank repeats them."""
 
     is_split = True
 
@@ -51,12 +49,11 @@ class Replicated(Placement):
 
 class Sharded(Placement):
     """Placement in which each rank has a shard of the rows. The rows are cut into 2 N pieces of nearly equal length,
-    and rank r of N has pieces r and 2 N - 1 - r. Later tokens attend to more keys, so these two pieces give all ranks
-    nearly the same number of query-key pairs.
+    and rank r of N has pieces r and 2 N - 1 - r. With one causal sequence, all ranks then have nearly the same number
+    of query-key pairs.
 
-    Sums have the same bits as `Ranks.sum`. On GPUs, the `start_` methods run a collective on a separate stream, by
-    copies (`peer_copies`) or NCCL. The function that they return makes the current stream wait for this
-    collective.
+    `reduce` gives the same bits as `Ranks.sum`. On GPUs, the `start_` methods run a collective on a separate stream, by
+    copies (`peer_copies`) or NCCL. The function that they return makes the current stream wait for this collective.
     """
 
     is_split = sharded = True
@@ -125,12 +122,9 @@ class Sharded(Placement):
         return type(x)(map(self.local_cached, x)) if isinstance(x, tuple) else self.local(x)
 
     def _cache(self, what: str, x: Any, make: Callable[[Any], Any]) -> Any:
-        """Return make(x). The first call for x computes the result, and later calls return the cached result.
-
-        what: a name for `make`, which distinguishes the results for one x
-        """
+        """Return make(x), and cache it for this x. what: a name for `make`."""
         if (what, id(x)) not in self._cached:
-            if len(self._cached) >= MOST_CACHED:  # these entries are from earlier passes over the same batch
+            if len(self._cached) >= MOST_CACHED:  # only after several passes over the same batch
                 self._cached.clear()
             self._cached[what, id(x)] = x, make(x)  # the entry holds x, so that no other tensor gets the id of x
         return self._cached[what, id(x)][1]
@@ -145,15 +139,15 @@ class Sharded(Placement):
     def _start_all_gather(
         self, local: tuple[torch.Tensor, ...], *, at_once: bool
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Start to gather all tensors in one message, because a message costs as much host time as the launches of
-        several kernels. Return the function that finishes the gather."""
+        """Start to gather all tensors in one message, which saves host time. Return the function that finishes the
+        gather."""
         if not local:
             return lambda: ()
         check_no_gradient(*local)
         shapes = [(x.dtype, x.shape[1:]) for x in local]
         flat = [x.contiguous().view(-1) for x in local]
         count = self._counts[self._ranks.rank]
-        # Compute bytes per row from the shapes, because a rank may have no rows.
+        # Compute bytes per row from the shapes, because `local` may have no rows.
         widths = [shape.numel() * dtype.itemsize for dtype, shape in shapes]
         # NCCL and `torch.cat` are faster with int32 than with uint8.
         word = torch.int32 if all(width % 4 == 0 for width in widths) else torch.uint8
@@ -163,7 +157,7 @@ class Sharded(Placement):
         if copies is None:
             sent = words[0]
             if len(words) > 1 or count < self._most:
-                sent = sent.new_empty(self._most * row)  # elements from count * row on are padding
+                sent = sent.new_empty(self._most * row)
                 torch.cat(words, out=sent[: count * row])
             parts = sent.new_empty(self._ranks.size * len(sent))
             work = self._ranks.all_gather(parts, sent, async_op=not at_once)
@@ -181,7 +175,7 @@ class Sharded(Placement):
         return end
 
     def _in_order(self, parts: torch.Tensor, local: torch.Tensor, before: int, width: int) -> torch.Tensor:
-        """Return all rows of one tensor in order, as elements (words) of int32 or uint8.
+        """Return all rows of one tensor in order, as words: elements of int32 or uint8.
 
         parts   the ranks' messages, which have equal lengths
         local   this rank's rows of the tensor

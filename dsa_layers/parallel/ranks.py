@@ -1,5 +1,4 @@
-"""The ranks over which a model is split: their process group, their collectives through torch.distributed, and errors
-that all ranks raise."""
+"""The ranks over which a model is split: their process group, their collectives, and errors that all ranks raise."""
 
 import atexit
 import contextlib
@@ -21,8 +20,8 @@ from dsa.runtime.checks import integer
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# With at least this many rows per rank, each rank sums some of the rows and all ranks gather the results. This sends
-# fewer bytes than sending all summands to all ranks.
+# With at least this many rows per rank, each rank sums some of the rows and all ranks gather the results, which sends
+# fewer bytes than gathering all summands.
 SHARED_SUM_ROWS = 16
 
 
@@ -46,8 +45,8 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:
-        """Return the ranks of `group`, or of the default group for None. Raise RuntimeError if torch.distributed is not
-        initialised, and ValueError if this process is not in the group."""
+        """Return the `Ranks` of `group`, or of the default group for None. Raise RuntimeError if torch.distributed is
+        not initialised, and ValueError if this process is not in the group."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised: call init_process_group before")
         group = group or dist.group.WORLD
@@ -58,7 +57,7 @@ class Ranks:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x [T, ...], added in fp32 (fp64 for fp64) in the order of the ranks and rounded
         once. The result has the same bits on every rank and in every run, and a row does not depend on other rows.
-        Raise ValueError if gradients are enabled and x requires them, as all collectives of a split model do."""
+        Raise ValueError if gradients are enabled and x requires them."""
         if self.size == 1:
             return x
         check_no_gradient(x)
@@ -92,10 +91,10 @@ class Ranks:
     def sum_parts(
         self, parts: torch.Tensor, shared: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the sum [T, ...] of parts [size, T, ...], all of which are on this rank.
+        """Return the sum [T, ...] of parts [size, T, ...], all on this rank, added and rounded as in `sum`.
 
-        shared    [T, ...]: the last summand, added before rounding
-        residual  [T, ...]: added to the rounded sum
+        shared    [T, ...] or None: the last summand, added before rounding
+        residual  [T, ...] or None: added to the rounded sum
         """
         size, rows = parts.shape[:2]
         if size == 2 and shared is None and residual is None:  # PyTorch adds two 16-bit tensors in fp32 and rounds once
@@ -107,7 +106,7 @@ class Ranks:
                 total = total + part
             total = total.to(parts.dtype)
             return total if residual is None else residual + total
-        # `combine_experts` computes this sum if the rows of token t's experts are t, rows + t, 2 rows + t, ...
+        # `combine_experts` computes this sum if the experts of token t have the rows t, rows + t, 2 * rows + t, ...
         of_ranks = torch.arange(size * rows, dtype=torch.int32, device=parts.device).view(size, rows).T
         own = (x if x is None else x.reshape(rows, columns) for x in (shared, residual))
         return dsa.combine_experts(parts.reshape(size * rows, columns), of_ranks, None, *own).view(parts.shape[1:])
@@ -120,14 +119,14 @@ class Ranks:
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
 
     def copies(self, x: torch.Tensor) -> PeerCopies | None:
-        """Return the `PeerCopies` of x's device. Return None if the device or group supports none. Also return None
-        while a CUDA graph is captured, because a graph cannot contain these copies."""
+        """Return the `PeerCopies` of x's device, or None if the device or group supports none, or while a CUDA graph is
+        captured, which cannot contain these copies."""
         if self.group is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         return peer_copies(self.group, x.device)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather every rank's contiguous x [...]. Return [size, ...]."""
+        """Return [size, ...]: every rank's contiguous x [...]."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         if x.numel():
             self.all_gather(parts, x)
@@ -147,12 +146,10 @@ class Ranks:
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send rows of `sent` to each rank, and receive rows from each rank in `received`. Both tensors have
-        the rows in the order of the ranks.
+        """Send rows of `sent` to each rank, and receive rows from each rank in `received`, both in the order of the
+        ranks. Return the pending work if `async_op`, else None.
 
-        received_rows, sent_rows  the number of rows from or to each rank; None if it is the same for all these ranks
-
-        Return the pending work if `async_op`, else None.
+        received_rows, sent_rows  the number of rows from each rank and to each rank; None for equal numbers
         """
         return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=async_op)
 
@@ -161,8 +158,8 @@ ALONE = Ranks(0, 1)
 
 
 def check_no_gradient(*sent: torch.Tensor) -> None:
-    """Raise ValueError if gradients are enabled and a tensor in `sent` requires them, because collectives between ranks
-    would lose the gradients."""
+    """Raise ValueError if gradients are enabled and a tensor in `sent` requires them: collectives would lose the
+    gradients."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
         raise ValueError(
             "requires_grad: a part of a model takes no gradient; accepted: False of all of its parameters, or a pass "
@@ -171,11 +168,8 @@ def check_no_gradient(*sent: torch.Tensor) -> None:
 
 
 def ranks_of(mesh: "dist.DeviceMesh | Ranks | None") -> Ranks:
-    """Return the ranks of a one-dimensional mesh, or `mesh` itself if it is a `Ranks`. Return ALONE for None.
-
-    Raise TypeError if `mesh` has another type. Raise ValueError if the mesh has more than one dimension, or if this
-    process is not one of its ranks.
-    """
+    """Return the `Ranks` of a one-dimensional mesh, `mesh` itself if it is a `Ranks`, or ALONE for None. Raise
+    TypeError for other types, and ValueError if the mesh has several dimensions or does not contain this process."""
     if mesh is None or isinstance(mesh, Ranks):
         return mesh or ALONE
     if not isinstance(mesh, dist.DeviceMesh):
@@ -185,24 +179,22 @@ def ranks_of(mesh: "dist.DeviceMesh | Ranks | None") -> Ranks:
     return Ranks.of(mesh.get_group())
 
 
-# How long a rank waits for the other ranks. The time is long, because another rank may be reading large files or
-# compiling. If a rank fails, the launcher ends the other ranks, so they do not wait for the timeout.
+# How long a rank waits for the others, one of which may be reading large files or compiling. If a rank fails, the
+# launcher ends the others before this timeout.
 TIMEOUT = timedelta(hours=2)
 
 
 def join(device: str) -> tuple[Ranks, torch.device]:
-    """Join the process group, which waits for all ranks. Return this rank and its device.
+    """Join the process group, which waits for all ranks. Return the `Ranks` and this rank's device.
 
     device  "cuda": the GPU whose index is LOCAL_RANK, with NCCL; "cpu": the CPU, with gloo. It must be the same on all
             ranks
 
     Raise ValueError if the GPU is missing.
-
-    The NCCL group is never destroyed explicitly, because destroying it would wait for CUDA graphs that contain its
-    collectives."""
+    The NCCL group is not destroyed at exit, because this would wait for CUDA graphs that contain its collectives."""
     if device == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
-        # A gloo thread that needs the Python interpreter during its shutdown would abort the process.
+        # A gloo thread that needs the Python interpreter while the interpreter shuts down would abort the process.
         atexit.register(_leave)
         return Ranks.of(), torch.device("cpu")
     local = int(os.environ["LOCAL_RANK"])
@@ -215,8 +207,8 @@ def join(device: str) -> tuple[Ranks, torch.device]:
 
 
 def _leave() -> None:
-    """Destroy the group. Its threads end when its last reference is dropped. Frames of an exception may hold a
-    reference, so run the garbage collector too."""
+    """Destroy the group. Its threads end with the last reference to it. Frames of an exception may hold a reference,
+    so run the garbage collector too."""
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
@@ -232,8 +224,8 @@ def gathered(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def agreed(ranks: Ranks, make: Callable[[], Any]) -> Any:
-    """Call `make` on rank 0, and return its result on all ranks. If `make` raises an error, all ranks raise one, as in
-    `raise_on_all_ranks`."""
+    """Call `make` on rank 0, and return its result on all ranks. If `make` fails, all ranks raise
+    (`raise_on_all_ranks`)."""
     with raise_on_all_ranks(ranks):
         made = make() if ranks.rank == 0 else None
     return gathered(ranks, made)[0]
@@ -241,12 +233,12 @@ def agreed(ranks: Ranks, make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(ranks: Ranks, error: type[ValueError] = ValueError) -> Iterator[dict[str, Any]]:
-    """If one rank raises an exception in this context, raise an exception on all ranks. The failed rank raises its own
-    exception, and the other ranks raise an `error` that names the failed rank. The failed rank converts a RuntimeError,
-    MemoryError or OSError to an `error`, so that all ranks end in the same way.
+    """If a rank raises an exception in this context, raise an exception on all ranks. A failed rank raises its own
+    exception, converted to an `error` if it is a RuntimeError, MemoryError or OSError. The other ranks raise an `error`
+    that names the first failed rank.
 
-    The context yields a dictionary of facts. It contains DSA_BACKEND, which chooses the kernels, and the caller adds
-    further facts. If a fact is not equal on all ranks, all ranks raise an `error` that names the fact. With one rank or
+    The context yields a dictionary of facts. It contains DSA_BACKEND, and the caller adds further facts. If no rank
+    fails, but a fact of a rank differs from rank 0's, all ranks raise an `error` that names the fact. With one rank or
     without a process group, nothing is exchanged or converted.
     """
     facts: dict[str, Any] = {"DSA_BACKEND": os.environ.get("DSA_BACKEND") or "unset"}

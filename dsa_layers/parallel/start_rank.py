@@ -1,8 +1,8 @@
 """Prepare this process as a rank and execute its command in it.
 
-`launch` starts this file as a script without site-packages, which takes 0.03 s. torch's launcher has no options for the
-two settings that the script makes. First, all ranks except rank 0 have an empty standard input. Second, on Linux the
-kernel kills the rank as soon as the process that called `launch` has ended, even if SIGKILL killed that process.
+`launch` starts this file as a script without site-packages, which is fast. The script gives ranks other than 0 an empty
+standard input. On Linux it also makes the kernel kill the rank as soon as the process that called `launch` has ended,
+even if SIGKILL killed that process.
 """
 
 import ctypes
@@ -21,6 +21,6 @@ if os.getppid() != int(launcher):
 if os.environ["RANK"] != "0":
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-# By default, torch warns that the NCCL group is not destroyed; `ranks.join` explains why it is not.
+# Silence torch's warning that the NCCL group is not destroyed; `ranks.join` explains why it is not.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.execvp(command[0], command)

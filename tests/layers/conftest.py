@@ -14,7 +14,7 @@ from tests.layers.generation.families import FAMILIES
 
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenizer_per_size():
-    """Train one tokenizer per vocabulary size, and share it between tiny checkpoints of that size, to save time."""
+    """Train only one tokenizer per vocabulary size, for all tiny checkpoints of that size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "train_tokenizer", functools.cache(tiny.train_tokenizer))
         yield
@@ -56,5 +56,5 @@ def model_type(request) -> str:
 
 @pytest.fixture(scope="module")
 def directory(model_type, tiny_checkpoint) -> Path:
-    """The directory of a tiny checkpoint, for each family in turn."""
+    """The directory of the family's tiny checkpoint."""
     return tiny_checkpoint(model_type)

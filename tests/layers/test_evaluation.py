@@ -37,7 +37,7 @@ def test_the_loss_is_that_of_one_pass_over_each_sequence(model, sequences):
         for tokens in sequences
     ]
     expected = torch.stack(losses).sum().item() / (300 + 149)
-    for chunk in (2048, 299, 64):  # 299 gives parts of 150 + 150: in 299 + 1, the last pass would be a decoding pass
+    for chunk in (2048, 299, 64):  # 299: two parts of 150, because a part of one token would be a decoding pass
         assert held_out_loss(model, sequences, chunk=chunk) == pytest.approx(expected, rel=1e-5)
 
 
@@ -63,7 +63,7 @@ def test_the_latest_keys_are_a_window(model, sequences):
         logits_of(model, [*tokens[:100], (tokens[100] + 1) % 256, *tokens[101:]])
     hook.remove()
     assert (seen[0] != seen[1]).any(-1).nonzero()[:, 0].tolist() == [*range(100, 100 + TOP_K)]
-    selected = logits_of(model, tokens)  # after the `with` block, the indexers select again
+    selected = logits_of(model, tokens)
     torch.testing.assert_close(selected[:TOP_K], window[:TOP_K], atol=1e-3, rtol=0)
     assert (selected - window)[TOP_K:].abs().max() > 1e-2
 
@@ -79,7 +79,7 @@ def test_deepseek_v4_reads_the_same_latest_entries_token_by_token_as_in_one_pass
     assert by_token == pytest.approx(at_once, rel=1e-5) != pytest.approx(held_out_loss(model, [tokens]), rel=1e-5)
 
 
-LATEST = [[0, -1], [0, 1], [1, 2], [2, 3]]  # the latest two keys that each of four tokens sees; -1: there is no key
+LATEST = [[0, -1], [0, 1], [1, 2], [2, 3]]  # the latest two keys that each of four tokens sees; -1: no key
 
 
 def select_first(x, qr, rope, batch, cache=None, *, depth):
@@ -87,7 +87,7 @@ def select_first(x, qr, rope, batch, cache=None, *, depth):
 
 
 class Other(nn.Module):
-    """An attention layer of a class outside dsa_layers. It returns what its indexer selects: key 0 twice."""
+    """An attention layer of a class outside dsa_layers. It returns what its indexer selects."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def test_contexts_change_attention_of_another_class_and_in_wrappers(wrap):
     model = nn.Sequential(layer)
     with latest_keys(model):
         assert layer(tokens, batch).tolist() == LATEST
-    assert layer(tokens, batch).tolist() == [[0, 0]] * 4  # after the `with` block, the indexer selects again
+    assert layer(tokens, batch).tolist() == [[0, 0]] * 4
     with all_keys(model, 4):
         assert attention.indexer.top_k == 4
     assert attention.indexer.top_k == 2
@@ -138,7 +138,7 @@ def test_keys_of_a_model_without_attention_are_refused():
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_token_reads_as_many_keys_as_its_indexer_selects(tiny_checkpoint, family):
-    """`keys_read` runs no pass, but its count is that of a pass. Layers without an indexer reuse the last selection."""
+    """The counts of `keys_read`, which runs no pass, must be those of a pass."""
     model, length, seen = load_model(tiny_checkpoint(family), progress=False), 300, []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[1]))

@@ -53,7 +53,7 @@ def test_the_loss_of_a_held_out_text_is_the_recorded_one():
     with torch.no_grad():
         logits = model(tokens[:-1], SequenceBatch.without_cache([len(tokens) - 1]), all_tokens=True)
     loss = torch.nn.functional.cross_entropy(logits, tokens[1:]).item()
-    # bf16 sums depend on their order. On another CPU an indexer may therefore select other keys.
+    # bf16 sums depend on their order, so an indexer may select other keys on another CPU.
     assert loss == pytest.approx(METRICS["sample"]["loss"], abs=0.01)
 
 
@@ -71,7 +71,7 @@ def test_as_many_drafts_are_taken_as_its_card_says():
 
 
 def test_the_demo_runs_it(monkeypatch, capsys):
-    """Run the commands of `make demo` on a CPU, with fewer tokens. `generate` uses fp32, so drafts change no token."""
+    """Run the commands of `make demo` on a CPU, with fewer tokens. In fp32, drafts must change no token."""
     recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     generations = re.findall(r"^(printf .*) \| \.venv/bin/dsa (generate [^>\n]*)", recipe, re.M)
     texts = []

@@ -20,7 +20,7 @@ from dsa_layers.models.registry import FAMILIES
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import read_tensors
 
-# 290 tokens: more than index_topk, and enough for two of DeepSeek-V4's entries, which compress up to 128 tokens each.
+# 290 tokens: more than index_topk, and enough for two of DeepSeek-V4's entries of 128 tokens.
 PROMPT = [2 + i * i % 2000 for i in range(290)]
 QUESTION = [{"role": "user", "content": "Q"}]
 
@@ -108,7 +108,7 @@ def test_generates(tiny_checkpoint, model, quantized, dequantize):
     generator = Generator(loaded, cache_tokens=512, prefill_chunk=150)
     (done,) = generator.generate([PROMPT], SamplingParams(max_tokens=3))
     assert all(step.shape == (1, 2048) and step.isfinite().all() for step in logits)
-    # The prompt takes two chunks. The second chunk gives the first token, and two decoding passes give the others.
+    # The prompt takes two chunks. The second gives the first token, and two decoding passes give the others.
     assert len(logits) == 2 + 2 and [step.argmax().item() for step in logits[1:]] == done.tokens
     # Logits spread, but not so much that sampling would always give one token.
     assert all(1 < step.std() < 4 for step in logits[1:])

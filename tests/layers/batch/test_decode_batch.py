@@ -1,4 +1,4 @@
-"""Tests of DecodeBatch: its tensors, and passes over drafts, which must give the logits of passes over one token."""
+"""Tests of DecodeBatch: its tensors, and passes over drafts, whose logits must agree with those of one-token passes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.io.loading import load_model
 
 PAGE, SLOW = 64, pytest.mark.slow
-# V3.2 and GLM select 128 keys: two sequences have more keys, and one has fewer. Pages are not in order.
+# Two sequences are longer than the 128 keys that V3.2 and GLM select. Pages are not in order.
 LENGTHS, PAGES = [200, 40, 131], [[5, 2, 8, 1], [7], [3, 9, 4]]
 SAME = ("positions", "sequences", "visible_keys", "slots", "cu_query_lens", "last_tokens", "earlier_lens_tensor")
 
@@ -100,8 +100,8 @@ def assert_same(model, got, expected):
 
 
 def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
-    """Each pass has one right token and three drafts per sequence, and a random number of the drafts are wrong. Passes
-    write wrong drafts to pages and, in V4, to rings and states. Later logits must still be those of `one_by_one`."""
+    """Each pass has one right token and three drafts per sequence; a random number of the drafts are wrong. Passes
+    write wrong drafts to pages and, in V4, to rings and states. Later logits must still agree with `one_by_one`."""
     cache, done, drafts = filled(model), [0] * 3, 3
     generator = torch.Generator().manual_seed(drafts)
     while min(done) < COUNT:
@@ -130,7 +130,6 @@ def test_more_drafts_than_rings_have_room_for_are_refused(model):
 
 @torch.no_grad()
 def test_a_pass_without_a_token_gives_no_logits(model):
-    """A rank that has no tokens runs such passes, with and without a cache."""
     cache, none = model.make_cache(2), torch.zeros(0, dtype=torch.int64)
     decoding = DecodeBatch(torch.zeros(0, 2, dtype=torch.int32), cache.page_size, none.int(), 1, none.int())
     paged = SequenceBatch.paged([], [], [], cache.page_size, state_slots=[])

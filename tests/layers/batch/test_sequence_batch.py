@@ -35,9 +35,8 @@ def test_selected_positions_become_rows_and_slots():
 
 
 def test_windows_are_what_is_computed_by_hand():
-    """Windows and rings have 3 tokens. In the first batch, one sequence has two new tokens after three earlier tokens,
-    and the other has one new token after one earlier token. In the second batch, one sequence has five new tokens, and
-    its ring keeps the last three; the other sequence has no earlier tokens."""
+    """Windows and rings have 3 tokens. In the second batch, the first sequence has five new tokens, and its ring keeps
+    the last three. The second sequence has no earlier tokens."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
     assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1

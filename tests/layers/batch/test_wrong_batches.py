@@ -1,4 +1,4 @@
-"""Constructors of batches refuse wrong arguments, which the message names, and make equal batches otherwise."""
+"""Tests of the arguments of batches' constructors."""
 
 import pytest
 import torch

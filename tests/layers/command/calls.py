@@ -9,7 +9,7 @@ TOKENS = 8
 
 
 def generate(checkpoint: Path | str, *options: object, prompts: tuple[str, ...] = (PROMPT,)) -> int:
-    """Run `dsa generate` and return its exit code. `options` override the defaults, for example greedy decoding."""
+    """Run `dsa generate` and return its exit code. `options` override the options below."""
     named = [part for prompt in prompts for part in ("--prompt", prompt)]
     size = ["--max-tokens", str(TOKENS), "--cache-tokens", "1024", "--temperature", "0"]
     return main(["generate", str(checkpoint), "--device", "cpu", *named, *size, *map(str, options)])

@@ -11,8 +11,7 @@ from dsa_layers import Generator
 
 @pytest.fixture
 def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """Return a function that returns the error message of a failed call. The call must have written this one line to
-    standard error, and nothing to standard output."""
+    """Return a function that checks that standard output is empty, and returns the only line of standard error."""
 
     def line() -> str:
         captured = capsys.readouterr()
@@ -26,8 +25,8 @@ def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
     """Return a function of lists of events, `runs`, that replaces `Generator.stream`. Call i of `stream` yields the
-    events of runs[i]. If an event is an exception, `stream` raises it. Calls after the last run yield nothing. The
-    function returns a list that collects the (prompts, params) of the calls."""
+    events of runs[i], or raises those that are exceptions. Further calls yield nothing. The function returns a list
+    that collects the (prompts, params) of the calls."""
     calls = []
 
     def install(*runs: list) -> list:

@@ -10,8 +10,8 @@ from tests.layers.io.chat_examples import ASSISTANT, BOS, EOS, USER
 
 @pytest.fixture
 def chat(monkeypatch):
-    """Return a function that runs `dsa chat` with the options `given` and the input `lines`. If a line is an exception,
-    reading the line raises it: KeyboardInterrupt stands for Ctrl-C. Reading after the last line raises EOFError."""
+    """Return a function that runs `dsa chat` with the options `given` and the input `lines`. Reading a line that is an
+    exception raises it: KeyboardInterrupt stands for Ctrl-C."""
 
     def call(checkpoint, lines, *given):
         waiting = iter(lines)

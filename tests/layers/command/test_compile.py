@@ -1,4 +1,4 @@
-"""Tests of `dsa compile`: options, output and errors. tests/layers/compilation tests which kernels a model needs."""
+"""Tests of `dsa compile`: options, output and errors."""
 
 import importlib.util
 import json
@@ -18,8 +18,8 @@ FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Make the command compile one kernel, which takes seconds, instead of the model's kernels. Return a list that
-    collects the (configuration, precision, drafts, GPUs) for which the command requests kernels."""
+    """Make the command compile one kernel instead of all of the model's. Return a list that collects the
+    (configuration, precision, drafts, GPUs) for which the command requests kernels."""
     found = []
 
     def model_variants(config, precision, *, drafts, gpus):

@@ -1,4 +1,4 @@
-"""`dsa generate`, run in this process: its output for one prompt and for several, as text and as JSON events."""
+"""`dsa generate`, run in this process: its output as text and as JSON events."""
 
 import io
 import json
@@ -17,8 +17,8 @@ SPEED = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ token
 
 
 def texts(checkpoint, *prompts, draft_tokens=0):
-    """Return the texts that the library generates for these prompts in one call. Separate calls, or calls without
-    drafts, may give other texts, because they round differently."""
+    """Return the texts that the library generates for these prompts in one call. Other batches or numbers of drafts
+    round differently, so their texts may differ."""
     model = load_model(checkpoint, dequantize=True, drafter=draft_tokens > 0, progress=False)
     generator = Generator(model, Tokenizer(checkpoint), cache_tokens=1024, draft_tokens=draft_tokens)
     return [one.text for one in generator.generate(list(prompts), SamplingParams(max_tokens=TOKENS))]
@@ -102,7 +102,7 @@ def test_events_in_json(checkpoint, capsys):
         assert completion["tokens"] == [event["token"] for event in tokens]
         assert completion["text"] == "".join(event["text"] for event in tokens)
         assert completion["finish_reason"] in ("length", "eos") and completion["error"] is None
-        # The last token's event comes right before the completion. No two completions are equal, so `index` is exact.
+        # The last token's event comes right before the completion.
         assert between[between.index(completion) - 1] == tokens[-1]
     assert [completions[i]["text"] for i in range(2)] == texts(checkpoint, *prompts)
     assert completions[0]["prompt_tokens"] == len(Tokenizer(checkpoint).encode(PROMPT))

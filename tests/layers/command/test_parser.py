@@ -77,7 +77,7 @@ def test_wrong_calls_are_told_in_one_line(error, arguments, shown):
 
 
 def rows(heading: str) -> list[list[str]]:
-    """Return the rows, without the head, of the table in the section `heading` of PAGE, as lists of cells."""
+    """Return the rows of the table in section `heading` of PAGE, without the head, as lists of cells."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\|(.*)\|$", section, re.M)
     return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]

@@ -13,8 +13,8 @@ import pytest
 
 from tests.default_signals import reset_signals
 
-SECONDS = 300  # timeout of each command; normally it takes a few seconds
-# Fix the threads, terminal and encoding, because those of the process that runs the tests may differ.
+SECONDS = 300  # timeout; normally a command takes a few seconds
+# The threads, terminal and encoding must not depend on the process that runs the tests.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "NO_COLOR": "", "PYTHONIOENCODING": "utf-8"}
 GENERATE = ["generate", "--device", "cpu", "--cache-tokens", "512"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -15,7 +15,7 @@ def config_of(fields: dict) -> ModelConfig:
 
 
 def published(name: str) -> ModelConfig:
-    """Return dsa_layers/vendored/{name}_config.json. If it lacks quantization_config, it gets DeepSeek-V3.2's."""
+    """Read dsa_layers/vendored/{name}_config.json. If it lacks quantization_config, add DeepSeek-V3.2's."""
     quantised = published_config("deepseek_v32_config.json")["quantization_config"]
     return config_of({"quantization_config": quantised} | published_config(f"{name}_config.json"))
 

@@ -1,4 +1,4 @@
-"""The kernels that batch-invariant decoding passes of published models request. The passes run without a GPU."""
+"""The kernels that batch-invariant decoding passes of published models request, found without a GPU."""
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ from dsa_layers.parallel.ranks import Ranks
 from tests.layers.compilation.configs import published
 
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
-# PyTorch's products, which a batch-invariant pass must not use: their order of sums may depend on the number of rows.
+# PyTorch's products. A batch-invariant pass must not use them: their order of sums may depend on the number of rows.
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm", "_scaled_mm", "addmv", "mv", "dot"}
-# Our kernels that a batch-invariant pass must not use: either a row's bits depend on the other rows, or only passes
-# with few rows use the kernel.
+# Our kernels that only passes with certain numbers of rows use. A batch-invariant pass must not use them.
 OF_FEW_ROWS = {"compile_route_to_experts", "compile_route_by_table", "compile_sparse_mla_combine"}
 
 
@@ -34,9 +33,8 @@ class Products(TorchDispatchMode):
 
 def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
     """Run a decoding pass on the meta device: `count` sequences of up to `tokens` tokens, with `drafts` drafts each.
-    Return three sets: the compile functions of the kernels that the pass requests; (function, arguments) of those that
-    belong to attention; the names in PRODUCTS of the PyTorch products that the pass calls.
-    invariant: whether the pass is batch-invariant. ranks: if above 1, run rank 0's part without communication."""
+    Return three sets: the compile functions of all kernels that the pass requests; (function, arguments) of attention's
+    kernels; the PyTorch products (PRODUCTS) that the pass calls. ranks: if above 1, run rank 0's part of the model."""
     model, cache = without_memory(config, Precision.of(config, kv_cache=kv_cache))
     if ranks > 1:
         split(model, Ranks(0, ranks), blocks=True)
@@ -70,7 +68,7 @@ def test_passes_of_any_size_take_one_way(name, ranks, kv_cache):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_other_passes_do_not(name):
-    """Passes that are not batch-invariant break every rule of the test above, which shows that it can fail."""
+    """Passes that are not batch-invariant break the rules of the test above, so that test can fail."""
     few, attention, _ = asked(published(name), "fp8", 1, 8192, 0, invariant=False)
     many, own, products = asked(published(name), "fp8", 200, 8192, 0, invariant=False)
     assert few & OF_FEW_ROWS and products and (few ^ many) and own != attention

@@ -1,5 +1,5 @@
-"""Upper bounds of the number of launches in decoding and drafting passes: dsa's kernels and PyTorch's operators. The
-time between launches limits the speed of a short pass. A test that fails prints the list of launches."""
+"""Upper bounds of the number of launches in decoding and drafting passes: dsa's kernels and PyTorch's operators. A test
+that fails prints the launches."""
 
 import functools
 from collections import Counter
@@ -16,11 +16,11 @@ from dsa_layers.generation.steps import DraftInputs, DraftStep
 from dsa_layers.io.loading import precision_of
 from tests.layers.compilation.configs import published
 
-# (sequences, tokens per sequence) of a pass: one token without drafts, else a token and its drafts.
+# (sequences, tokens per sequence: 1 + drafts) of a pass.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
 # Upper bounds of a layer's launches: a row per kind of layer, in the model's order, and a column per number of tokens
 # in a pass. Kinds of V4: "hashed" layers choose experts by token id; "ratio r" layers compress r tokens to an entry.
-# V4's first layer also projects its input streams; each other layer gets the projection from the layer before.
+# V4's first layer also projects its input streams. Each other layer gets the projection from the layer before.
 TOKENS = 1, 16, 32, 64, 128, 256, 512
 MOST = {
     "deepseek_v32": {"dense": (21, 21, 22, 22, 23, 23, 24), "experts": (26, 26, 27, 27, 30, 30, 30)},
@@ -36,9 +36,9 @@ MOST = {
         "ratio 4": (32, 33, 33, 33, 36, 36, 36),
     },
 }
-# Upper bounds outside the layers (embedding, angles, slots, counts, logits): (without drafts, with drafts).
+# Upper bounds of launches that do not repeat per layer: (without drafts, with drafts).
 MOST_BESIDE = {"deepseek_v32": (9, 11), "glm_5_2": (9, 11), "deepseek_v4_flash": (21, 28)}
-# Upper bounds of a drafting pass: a row each for 1, 2 and 3 drafts, and a column per number of sequences in DRAFTING.
+# Upper bounds of a drafting pass: a row each for 1, 2 and 3 drafts, and a column per number of sequences.
 DRAFTING = 1, 16, 64, 128
 MOST_OF_DRAFTS = {
     "deepseek_v32": ((52, 53, 56, 56), (94, 96, 99, 102), (136, 137, 142, 148)),
@@ -48,8 +48,8 @@ MOST_OF_DRAFTS = {
 
 
 class Launches(TorchDispatchMode):
-    """Records the names of launches in order: PyTorch operators here, and kernels in the fixture `launches`. Views and
-    allocations launch nothing."""
+    """Records the names of launches in order: PyTorch operators here, kernels and torch.mm in the fixture `launches`.
+    Views and allocations launch nothing."""
 
     def __init__(self):
         super().__init__()
@@ -63,8 +63,8 @@ class Launches(TorchDispatchMode):
 
 
 class Twice(nn.Module):
-    """Runs a layer twice. The first run also computes tensors that all layers of the pass share. `found` gets the
-    launches of the second run. `launches` keeps the launches of the first run that the second run does not repeat."""
+    """Runs a layer twice. `found` gets the launches of the second run. `launches` keeps only the launches that the
+    first run has in addition, because it also computes tensors that all layers of the pass share."""
 
     def __init__(self, layer, launches):
         super().__init__()
@@ -100,8 +100,7 @@ def launches(monkeypatch):
 
 @functools.cache
 def made(name):
-    """Return (model, cache, the model's ModuleList of layers, a list of its original layers). Cached, because this
-    takes longer than a pass."""
+    """Return (model, cache, the model's ModuleList of layers, a list of its original layers)."""
     config = published(name)
     model, cache = without_memory(config, precision_of(config), drafter=True)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
@@ -132,9 +131,8 @@ def check(names, allowed, kind="pass"):
 @pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_a_pass(name, count, next_n, published_model, launches):
-    """Check the upper bounds of launches in each layer and outside the layers. A call of a compiled dsa kernel, a
-    `Variant`, counts once, even if it launches two kernels. A layer's launches are those of its second run in the first
-    pass (`Twice`). Launches outside the layers are counted in a second pass over the same input tensors."""
+    """A call of a compiled `Variant` counts as one launch. The first pass counts the launches of each layer (`Twice`),
+    and the second pass all others."""
     model, cache, layers = published_model(name)
     inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
@@ -150,8 +148,8 @@ def test_launches_of_a_pass(name, count, next_n, published_model, launches):
 @pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_drafts(name, count, drafts, published_model, launches):
-    """Check the upper bounds of launches of `DraftStep`, which drafts tokens after a verifying pass: in the drafter's
-    pass over the verified tokens and one step for each draft after the first. On a GPU, this is one CUDA graph."""
+    """Count the launches of `DraftStep` after a verifying pass: the drafter's pass over the verified tokens, and one
+    step for each draft after the first."""
     model, cache, _ = published_model(name)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         inputs = inputs_of(cache, 1, 1)

@@ -1,4 +1,4 @@
-"""`model_variants` lists every kernel that passes of any size, a generator, or the ranks of a split model request."""
+"""`model_variants` lists the kernels that passes of any size, a generator, or the ranks of a split model request."""
 
 import functools
 import random
@@ -21,7 +21,6 @@ from tests.layers.parallel.processes import in_ranks
 
 @functools.cache
 def variants_of(model_type, *, drafts=0, gpus=1, **options):
-    """Return `model_variants` of the tiny model. Cached, because it takes seconds."""
     config = tiny(model_type)
     return set(model_variants(config, precision_of(config, **options), drafts=drafts, gpus=gpus))
 
@@ -54,13 +53,13 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
             with batch_invariant("decoding" if precision.fp8_linear else None):
                 decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
     assert asked and asked.keys() <= listed
-    assert len(listed) < 130  # a short list, because each kernel takes seconds to compile
+    assert len(listed) < 130  # each kernel takes seconds to compile
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v4_flash", "glm_5_2"])
 def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(name):
-    """With so many keys, `dsa.indexer_select` both scores and selects keys. Its kernels include candidate_scores."""
+    """With so many keys, the model calls `dsa.indexer_select`, which requests candidate_scores."""
     config = published(name)
     precision = precision_of(config)
     model, cache = without_memory(config, precision)
@@ -120,8 +119,8 @@ SUMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
 def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
-    """The passes include chunks of at least 256 tokens, whose rows are sharded over the ranks, and shorter ones. On a
-    CPU, sums over ranks request no kernels, so the test compares the listed ones with SUMS."""
+    """Chunks of at least 256 tokens are sharded over the ranks; shorter chunks are not. On a CPU, sums over ranks
+    request no kernels, so the listed sums are compared with SUMS."""
     expected, alone = variants_of(model_type, drafts=2, gpus=2), variants_of(model_type, drafts=2)
     of_ranks = in_ranks(2, generated, tiny_checkpoint(model_type), 2, 400, [[500], [3, 300, 40]])
     assert all(len(asked) > 20 and asked <= expected for asked in of_ranks)
@@ -131,7 +130,7 @@ def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_products_of_split_experts_expect_their_share_of_the_rows(gpus, monkeypatch):
-    """The argument `expected_rows` chooses the kernel to compile. A GPU that has all experts passes None."""
+    """Ops choose kernels by `expected_rows`. A GPU that has all experts passes None."""
     products = "grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"
     found = record(monkeypatch, *products, seen=lambda *_, expected_rows, **__: expected_rows)
     config = tiny("deepseek_v4")

@@ -1,5 +1,5 @@
-"""Tests of sparse prefills over FP8 pages. Before attention, a prefill converts all latents to the model's dtype.
-If the converted latents would take too much memory, attention instead reads the FP8 pages."""
+"""Tests of sparse prefills over pages. If all latents in the model's dtype would take more than a limit of bytes,
+attention reads FP8 pages instead of latents that were converted from them."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 
 def logits(model, monkeypatch, most):
-    """Return (logits of the second chunks of two prompts, number of conversions of latent pages, number of calls of
-    attention that reads the pages). most: the limit on the bytes of converted latents."""
+    """Run two chunks of two prompts. Return (logits of the second chunks, number of conversions of latent pages, number
+    of calls of `flash_mla_with_kvcache`, which reads FP8 pages). most: the limit on the bytes of converted latents."""
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(paged_attention, "most_read", lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)
@@ -32,7 +32,7 @@ def test_attention_in_pages_is_attention_to_what_is_read_from_them(tiny_checkpoi
     model = load_model(tiny_checkpoint("glm_moe_dsa"), **FLOAT, kv_cache="fp8")
     layers = model.config.num_hidden_layers
     expected, *used = logits(model, monkeypatch, 10**9)
-    assert used == [layers, 0]  # one per layer, in the second pass: the first pass reads no latents back
+    assert used == [layers, 0]  # only the second pass reads latents from pages
     in_pages, *used = logits(model, monkeypatch, 0)
     assert used == [0, 2 * layers]
     assert (expected - in_pages).abs().max() < 1e-4 * expected.abs().max()

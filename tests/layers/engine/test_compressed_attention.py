@@ -46,7 +46,7 @@ def products(monkeypatch):
     [
         (12, 4, [4 * DIM]),  # attention reads all 3 entries, so the indexer does not run
         (40, 4, [4 * DIM + 512 + 4]),
-        (40, 6, [4 * DIM + 512]),  # rows of 6 more columns would not begin at multiples of 16 bytes
+        (40, 6, [4 * DIM + 512]),  # with 6 more fp32 columns, rows would not begin at multiples of 16 bytes
     ],
 )
 def test_products_of_both_compressors_are_one_and_freed_before_attention(

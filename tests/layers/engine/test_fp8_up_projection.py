@@ -1,5 +1,4 @@
-"""Tests of decoding that multiplies by kv_b's FP8 weight as it is stored, in layers that the kernels support. Results
-must agree with those of the dequantised projections W_UK and W_UV."""
+"""Tests of decoding with kv_b's FP8 weight as stored, against decoding with its dequantised parts W_UK and W_UV."""
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ OPS = ("mla_absorb_queries", "mla_values_cast_to_fp8")
 
 @pytest.fixture
 def called(monkeypatch):
-    """Make layers call OPS as on a GPU, with reference implementations. Return the growing list of called ops."""
+    """Make layers call OPS on a CPU too, with reference implementations. Return the growing list of called ops."""
     monkeypatch.setattr(attention_form, "has_kernels", lambda _: True)
     return record(monkeypatch, *OPS)
 
@@ -34,7 +33,7 @@ def make_layer(nope=128, value=128, top_k=16, **options):
 
 
 def decode(layer, x, latent):
-    """Prefill 20 tokens of each of two sequences, then decode their other tokens. Return the decoded results."""
+    """Prefill 20 tokens of each sequence of x [2, T, hidden], then decode the others. Return [2, T - 20, hidden]."""
     cache = PagedKVCache(1, 4, 16, latent=latent, index="fp8").layer(0)
     for part in (cache.latent, cache.index):
         part.zero_()
@@ -55,7 +54,7 @@ def test_decoding_equals_that_with_dequantised_weights(sizes, latent, called, mo
     monkeypatch.setattr(attention_form, "has_kernels", lambda _: False)
     expected = decode(layer, x, latent)
     assert len(called) == 8
-    # The two runs sum products in different orders, so they round some bf16 and FP8 values differently.
+    # The two runs may round bf16 and FP8 values differently.
     assert (got.double() - expected.double()).norm() < 0.01 * expected.double().norm()
 
 
@@ -93,4 +92,4 @@ def test_a_part_of_the_heads_uses_views_of_whole_blocks(called):
         # The tolerances let a value round to the next e4m3 number.
         for one, all_heads in zip(dsa.mla_values_cast_to_fp8(latents[:, heads], kv_b, 256), values, strict=True):
             torch.testing.assert_close(one.float(), all_heads.float().chunk(2, 1)[number], rtol=2**-3, atol=2**-9)
-    assert stored(rank_part(layer, 1, 4)) is None  # a rank's 448 rows are not a multiple of the 128 rows of a block
+    assert stored(rank_part(layer, 1, 4)) is None  # a rank's 192 + 256 rows are not a multiple of a block's 128

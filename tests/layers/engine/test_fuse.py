@@ -1,4 +1,4 @@
-"""Tests of `fuse`: fused layers agree with the plain layers that they replace, and unknown classes stay plain."""
+"""Tests of `fuse` and `fused`: fused layers agree with the plain layers, and layers of other classes stay plain."""
 
 import pytest
 import torch

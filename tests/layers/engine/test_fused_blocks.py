@@ -1,4 +1,4 @@
-"""Tests of fused blocks, norms with FP8 casts and hyper-connections. Blocks and norms have the bits of separate ops."""
+"""Tests of fused blocks, norms with FP8 casts, and hyper-connections."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record calls of the ops for hyper-connections and norms. Return the growing list of the called ops' names."""
+    """Return the growing list of the names of the called ops for hyper-connections and norms."""
     hyper = ("hyper_collapse", "hyper_collapse_norm_cast_to_fp8", "hyper_expand", "hyper_expand_mix", "hyper_mix")
     return record(monkeypatch, *hyper, "rms_norm", "rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8")
 
@@ -76,7 +76,7 @@ def test_a_decoder_block_has_the_bits_of_its_formula(mlp, calls):
     block, x = fuse(small_layers.decoder_block(mlp, fp8=True, dtype=BF16)), small_layers.rows(BF16)
     found, _ = block(x, *ROPE, BATCH)
     assert type(block) is FusedDecoderBlock
-    # The norms of the block's input, the queries' latents, the keys' latents (no cast), and the sum after attention.
+    # The norms of the block's input, the queries' latents, the keys' latents (no cast), and the mlp's input.
     assert calls == ["rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8", "rms_norm", "add_rms_norm_cast_to_fp8"]
     y, _ = block.self_attn(block.input_layernorm(x), *ROPE, BATCH)
     h = x + y
@@ -85,7 +85,7 @@ def test_a_decoder_block_has_the_bits_of_its_formula(mlp, calls):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Make projections of bf16 streams call `dsa.hyper_mix` on a CPU too, as they do on a GPU."""
+    """Make projections of bf16 streams call `dsa.hyper_mix` on a CPU too."""
 
     def parts_for(self, x):
         return self.fn_parts if x.dtype == BF16 else None
@@ -106,7 +106,7 @@ def formula(block, x):
 
 @torch.no_grad()
 def test_a_hyper_block_has_the_bits_of_its_formula(calls):
-    """The collapse, norm and cast of each sublayer are one op. So are the norm and cast of the queries' latents."""
+    """`rms_norm_cast_to_fp8` takes the queries' latents, and `rms_norm` the keys."""
     (block,), x = hyper_blocks(1), streams(BF16)
     found, seen = run_hyper_block(block, x), Counter(calls)
     assert torch.equal(found, formula(block, x))

@@ -28,7 +28,7 @@ def make_attention(dtype=None):
 
 
 def rotate(x, interleaved, first):
-    """Apply rope to the first or last 64 of the 128 channels of x [T, ..., 128], with complex numbers in float64."""
+    """Apply rope at positions 0 to T - 1 to the first or last 64 of the 128 channels of x [T, ..., 128], in float64."""
     x = x.double()
     part, rest = (x[..., :64], x[..., 64:]) if first else (x[..., 64:], x[..., :64])
     a, b = (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :32], part[..., 32:])
@@ -73,7 +73,7 @@ def test_selected_keys_have_the_largest_scores(kind, fp8, interleaved, dims):
         chosen = [s for s in row if s >= 0]
         assert len(chosen) == min(TOP_K, t + 1) and chosen == sorted(set(chosen)) and max(chosen) <= t
         threshold = exact[t, : t + 1].topk(len(chosen)).values[-1]
-        # fp32 and float64 may round a number of q or k to adjacent e4m3 values, which changes a score slightly.
+        # If quantised, a number of q or k may be rounded to another e4m3 value in fp32 than in float64.
         assert (exact[t, chosen] >= threshold - 5e-3).all()
 
 
@@ -81,8 +81,7 @@ def test_selected_keys_have_the_largest_scores(kind, fp8, interleaved, dims):
 @pytest.mark.parametrize("length", [10, N])
 @torch.no_grad()
 def test_attention_over_pages_equals_plain_attention(length, pages):
-    """Run a layer with an indexer, and a layer that attends to the keys that the first layer selected. The tokens are
-    prefilled, decoded, or both. FP8 pages round the latents; with fp32 pages results differ by fp32 rounding only."""
+    """`shared` attends to the keys that `full` selects. FP8 pages round the latents; fp32 pages do not."""
     torch.manual_seed(7)
     indexer = make_indexer(LightningIndexer)
     full = DSAAttention(HIDDEN, HEADS, indexer, q_lora_rank=RANK, softmax_scale=0.11)
@@ -114,7 +113,7 @@ def test_attention_over_pages_equals_plain_attention(length, pages):
         for of_layer, of_prefill, exact in zip(got, outputs[0], expected):
             error = (of_layer - exact).norm() / exact.norm()
             assert 1e-3 < error < 0.05 if pages == "fp8" else error < 1e-5
-            # Prefill and decoding write equal pages, except for e4m3 values that fp32 noise rounds differently.
+            # Prefill and decoding write equal FP8 pages, except where fp32 rounding errors change an e4m3 value.
             assert (of_layer - of_prefill).norm() / exact.norm() < 1e-3
 
 

@@ -19,7 +19,7 @@ X = torch.randn(5, 256).bfloat16()
 
 
 class Several(nn.Module):
-    """A module with FP8 layers that `join` can join. rows: the number of output channels of each layer."""
+    """FP8 layers that read the same input. rows: the number of output channels of each layer."""
 
     def __init__(self, *rows):
         super().__init__()
@@ -37,7 +37,7 @@ def products(monkeypatch):
 
 
 def check(layers, x, products, joined):
-    """Check that `multiply` has the bits of separate products, makes one cast and, only if `joined`, one product."""
+    """Check that `multiply` has the bits of separate products. It must make one cast and, if `joined`, one product."""
     expected = [layer(x) for layer in layers]
     for found in products:
         found.clear()
@@ -120,7 +120,7 @@ def test_other_layers_are_multiplied_one_by_one(first, second):
 
 @pytest.fixture
 def fp32_products(monkeypatch):
-    """Return a list of the number of columns of each fp32 product, which grows with each product."""
+    """Return the growing list of the number of columns of each fp32 product."""
     return record(monkeypatch, "fp32_product", seen=lambda x, weight, *_, **__: len(weight), owner=joint_linear)
 
 
@@ -137,7 +137,7 @@ def test_only_the_last_fp32_layer_may_have_a_scale(scales, joined, fp32_products
 
 
 def test_the_projections_of_a_compressor_are_one_product(fp32_products):
-    """Each projection has 48 rows. Only joined FP8 layers must begin at a multiple of 128 rows (`_blocks_fit`)."""
+    """Each of the two weights has 48 rows. Only joined FP8 weights need multiples of 128 (`_blocks_fit`)."""
     model = fuse(small_layers.compressor(24, dtype=torch.bfloat16))
     layers = model.joint_layers()
     expected = [layer(X) for layer in layers]

@@ -1,4 +1,4 @@
-"""Tests of routing, where one op routes and sorts few tokens, and of experts that read the caller's FP8 cast."""
+"""Tests of routing, and of experts that read the caller's FP8 cast."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ CASES = {
 @pytest.mark.parametrize(("make", "x", "ops"), CASES.values(), ids=CASES)
 @torch.no_grad()
 def test_routing_gives_what_router_and_sort_give(make, x, ops, monkeypatch):
-    """One op routes and sorts few 16-bit tokens. Otherwise the sort is a separate op. The rank has experts 4 to 8."""
+    """The rank has experts 4 to 8."""
     router, tokens = make(), torch.arange(len(x)) % 5
     own = Experts(5, x.shape[1], 32, dtype=x.dtype)
     own.first, own.total = 4, len(router.weight)
@@ -83,7 +83,7 @@ def leave_experts_of_rank(moe, first, count):
 def test_experts_read_the_cast_of_a_single_token(fp4, use_ue8m0, monkeypatch):
     moe, x = mixture(fp4_experts=fp4, use_ue8m0=use_ue8m0), torch.randn(1, 128)
     cast, expected = moe.shared_experts.gate_proj.cast(x), moe(x)
-    first = int(moe.gate(x)[0].max()) - 1  # the rank gets 2 experts: at least one of the token's 3, but not all
+    first = int(moe.gate(x)[0].max()) - 1  # of the token's 3 experts, the rank has the last and not all
     with monkeypatch.context() as patch:
         patch.setattr(dsa, "scatter_cast_to_fp8", None)
         assert torch.equal(moe(x, cast=cast), expected)

@@ -24,7 +24,7 @@ def memory(values):
 
 
 class Accesses(TorchDispatchMode):
-    """A dispatch mode that adds the memory that PyTorch's operators read and write to `into.read` and `into.write`."""
+    """If `into` is not None, add the memory that PyTorch's operators read and write to `into.read` and `into.write`."""
 
     into = None
 
@@ -45,6 +45,7 @@ class Watched(SideStream):
 
     accesses  the dispatch mode that records the accesses
     open      the side streams that are not joined yet, including this one
+    reads     the tensors that this object keeps alive
     inside    the memory that this side stream accesses
     after     the memory that the main stream accesses between this side stream's block and the next block or the join
     """
@@ -63,7 +64,7 @@ class Watched(SideStream):
             inside = one.inside
             for after in (later.after for later in self.open[number:]):
                 assert not inside.write & (after.read | after.write) and not after.write & inside.read
-            # Memory that the side stream reads must not be freed before the join, unless a side stream allocated it.
+            # Memory that the side stream reads must not be freed before the join, unless a side stream wrote it.
             assert not [x for x in inside.read if x.expired() and x not in made]
         for one in self.open:
             one.joined, one.reads = True, ()
@@ -72,13 +73,13 @@ class Watched(SideStream):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Record the accesses of both streams. Yield the list of side streams, which grows with each `with` block."""
+    """Record the accesses of both streams. Yield the growing list of side streams, one per `side_stream` block."""
     found, open_, accesses = [], [], Accesses()
 
     @contextmanager
     def watch(*reads):
         for earlier in open_:
-            earlier.reads = ()  # callers drop all but the last `SideStream`, so earlier ones hold no tensors
+            earlier.reads = ()  # callers keep only the last `SideStream`, so earlier ones hold no tensors
         open_.append(made := Watched(accesses, open_, reads))
         found.append(made)
         accesses.into = made.inside
@@ -102,6 +103,6 @@ def test_a_side_stream_and_the_kernels_before_its_join_are_independent(
     generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
     assert starts and all(side.joined for side in watched)
     for start, end in zip(starts, [*starts[1:], len(watched)]):
-        # Experts, and attention with an indexer, run kernels on both streams: on average more than one block per layer.
+        # MoE layers, and attention with an indexer, run kernels on both streams: more blocks than layers.
         both = [side for side in watched[start:end] if side.inside.write and side.after.write]
         assert len(both) > model.config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""A rank's embedding (`SplitEmbedding`) returns rows for the rank's tokens and zeros for others, with either op."""
+"""A rank's embedding (`SplitEmbedding`) returns rows for the rank's tokens and zeros for others."""
 
 from types import SimpleNamespace
 

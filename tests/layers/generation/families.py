@@ -1,5 +1,4 @@
-"""The families of models, as parameters of tests. The slow ones are DeepSeek-V3.2 with other options, so other
-families' tests find most errors."""
+"""The families of models, as parameters of tests. The families that share most code with DeepSeek-V3.2 are slow."""
 
 import pytest
 

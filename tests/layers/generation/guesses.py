@@ -1,4 +1,4 @@
-"""Drafts that are often right, like those of a trained drafter. With random weights, drafts are almost never right."""
+"""Drafts that are often right. A drafter with random weights is almost never right."""
 
 import torch
 
@@ -6,7 +6,8 @@ from dsa_layers.generation.steps import DraftStep
 
 
 class Guesses:
-    """A function that drafts the next `drafts` tokens of each sequence's `truth`, but replaces about 30% by token 1."""
+    """A function that drafts the next `drafts` tokens of truth[s.index] for each sequence s, about 30% of them replaced
+    by 1."""
 
     def __init__(self, truth, drafts):
         self.truth, self.drafts, self.generator = truth, drafts, torch.Generator().manual_seed(drafts)
@@ -22,8 +23,8 @@ class Guesses:
 
 
 def guess(monkeypatch, guesses=None):
-    """Replace the drafter's drafts by guesses(sequences), unless `guesses` is None. Return a list that grows with each
-    drafting pass, by (tokens, the drafter's drafts after these tokens) of each sequence."""
+    """Replace the drafter's drafts by guesses(sequences), unless `guesses` is None. Return a list to which each
+    drafting pass appends, for each sequence, (its tokens, the drafter's drafts after them)."""
     seen = []
     for name in ("__call__", "after_prompts"):
         made = getattr(DraftStep, name)

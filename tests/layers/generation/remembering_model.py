@@ -1,5 +1,5 @@
-"""A model that computes a sequence's next token from all of the sequence's tokens in the cache. If a sequence reads
-another sequence's page or state, its tokens are wrong."""
+"""A model whose next token depends on all of a sequence's tokens in the cache. If a pass reads another sequence's page
+or state, the next token is probably wrong."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,6 @@ RING = 4  # number of latest tokens whose states the cache keeps, so that drafts
 
 
 def next_token(tokens, stateful=False):
-    """Return the token that RememberingModel generates after these tokens."""
     return (mixed(tokens) + (sum_of(tokens) if stateful else 0)) % VOCABULARY
 
 
@@ -67,7 +66,7 @@ class ValuesCache(Cache):
         return [] if self.states is None else [self.states]
 
     def extended(self, values, batch):
-        """Write the value of each new token of a batch. Return the token that follows each of them."""
+        """Store the value of each new token of a batch. Return the next token after each of them."""
         values, found = values.tolist(), []
         for b, total in enumerate(batch.key_lens_tensor.tolist()):
             pages, slot = batch.block_table[b].tolist(), int(batch.state_slots_tensor[b])
@@ -87,10 +86,11 @@ class ValuesCache(Cache):
 class RememberingModel(torch.nn.Module):
     """A model that generates `next_token`.
 
-    stateful  whether the cache has states
-    context   the maximum number of tokens of a sequence
-    passes    the query lengths of each pass
-    fail_at   the number of the pass, counted from 1, that raises ZeroDivisionError; None: no pass fails
+    stateful      whether the cache has states
+    with_drafter  whether the model has a RememberingDrafter
+    context       the maximum number of tokens of a sequence
+    passes        the query lengths of each pass
+    fail_at       the number of the pass, counted from 1, that raises ZeroDivisionError; None: no pass fails
     """
 
     page_size = 4
@@ -121,7 +121,7 @@ class RememberingModel(torch.nn.Module):
 
 
 class RememberingDrafter(RememberingModel):
-    """The drafter of a RememberingModel. It has its own cache. Its first draft is `next_draft`."""
+    """The drafter of a RememberingModel. Its first draft is `next_draft`."""
 
     def forward(self, tokens, states, batch, cache):
         return cache.extended(entry(states, tokens), batch)
@@ -134,7 +134,7 @@ def engine_of(kind=Engine, *, stateful=False, **options):
 
 
 def is_free(engine):
-    """Return whether no sequence runs or waits, and none holds pages or a state slot."""
+    """Release the memory of ended sequences. Return whether no sequence runs, waits or holds pages or a state slot."""
     engine._release_ended()
     slots = engine.cache.state_slots.free == engine.capacity.sequences
     pages = engine.cache.allocator.free + len(engine.memory._prefixes.unused)

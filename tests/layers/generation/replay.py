@@ -19,7 +19,7 @@ def tensors(results):
 
 
 def capture_passes(monkeypatch):
-    """Capture passes on a CPU too. Return a list that grows with each capture, by (class of the step, inputs)."""
+    """Capture passes on a CPU too. Return a list to which each capture appends (class of the step, inputs)."""
     captured, make = [], CapturedStep.__init__
 
     def init(self, *arguments, **options):

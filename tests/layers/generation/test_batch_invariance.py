@@ -1,5 +1,5 @@
-"""Tests of batch_invariant=True, which makes a sequence's tokens independent of other sequences. They check which
-models are accepted and which sequences share a pass. tests/gpu/test_generation.py compares bits on a GPU."""
+"""Tests of batch_invariant=True: which models it accepts, and which sequences share a pass. Bits are compared in
+tests/gpu/test_generation.py."""
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from tests.layers.generation.remembering_model import RememberingModel, continue
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Pretend that a CPU runs the kernels."""
     monkeypatch.setattr(backends, "runs_kernel", lambda *_: True)
 
 
@@ -66,7 +65,7 @@ def test_a_pass_has_one_prompt_or_all_sequences_whose_prompts_are_done(drafts, m
     states = RememberingModel.states
 
     def noted(self, *args):
-        told.append((is_batch_invariant(), has_any_rows()))  # (True, False) in a prompt's pass, all True in decoding
+        told.append((is_batch_invariant(), has_any_rows()))  # (True, False) for a prompt, all True in decoding
         return states(self, *args)
 
     monkeypatch.setattr(RememberingModel, "states", noted)

@@ -1,4 +1,4 @@
-"""Tests of decoding passes that are captured, with a stand-in for CUDA graphs, and of passes with recorded calls."""
+"""Tests of captured decoding passes, with a stand-in for CUDA graphs, and of decoding passes with recorded calls."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ PROMPTS = [list(range(40, 145)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
 
 @pytest.fixture(scope="module", params=["v32", "v4"])
 def model(request, checkpoint, tmp_path_factory):
-    """Return a model with fp32 activations. With FP8 activations, tokens would depend on the size of the batch."""
+    """A model with fp32 activations. With FP8 activations, tokens could depend on the size of the batch."""
     if request.param == "v32":
         torch.manual_seed(0)
         precision = Precision(torch.float32, False, True, "model")
@@ -47,7 +47,7 @@ def generate(model, limits, **options):
 def test_captured_steps_give_the_same_tokens(model, monkeypatch):
     limits, captured = [30, 5, 12, 3, 16], capture_passes(monkeypatch)
     got = generate(model, limits)
-    # (sequences, pages), rounded up to powers of two. Five sequences end one by one; the last one grows to three pages.
+    # (sequences, pages), rounded up to powers of two. Five sequences end one by one; the last to end has three pages.
     assert [(inputs.count, inputs.pages) for _, inputs in captured] == [(8, 2), (4, 2), (2, 2), (1, 2), (1, 4)]
     few = generate(model, limits, max_sequences=2)
     with monkeypatch.context() as patch:
@@ -58,7 +58,7 @@ def test_captured_steps_give_the_same_tokens(model, monkeypatch):
 
 
 def eager(self, sequences):
-    """A replacement of `DecodeStep.__call__` that runs each sequence alone, as a `SequenceBatch`."""
+    """Replaces `DecodeStep.__call__`. Runs each sequence in its own pass, as a `SequenceBatch`."""
     rows = []
     for s in sequences:
         pages = [list(s.pages)]

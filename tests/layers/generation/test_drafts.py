@@ -1,5 +1,5 @@
-"""Tests of generation with drafts and shared pages. Tokens must equal those of a run without drafts or shared pages.
-Drafts must equal those that the drafter computes for each sequence alone."""
+"""Tests of generation with drafts and with shared pages. Neither may change tokens. Drafts must equal those that the
+drafter computes for each sequence alone."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import is_free
 from tests.layers.generation.replay import capture_passes
 
-# The first prompt has more than the 128 tokens that V3.2's indexer selects. Two prompts take several chunks of 60.
+# The first prompt is longer than the 128 keys that V3.2's indexer selects. Two prompts are longer than a chunk of 60.
 TEXT = [2 + i * i % 2000 for i in range(400)]
 PROMPTS = [TEXT[:170], [7, 8, 9], list(range(5, 80)), [3]]
 LIMITS = [18, 13, 6, 15]
@@ -29,7 +29,7 @@ def model(request, tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def without_drafts(model):
-    """Return a function of (temperature, number of prompts) that generates without drafts and caches its results."""
+    """Return a function of (temperature, number of prompts) that generates without drafts. Its results are cached."""
     return functools.cache(lambda temperature=0.0, prompts=None: generate(model, temperature, PROMPTS[:prompts]))
 
 
@@ -52,7 +52,7 @@ def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperat
     got, throughput = generate(model, temperature, draft_tokens=drafts)
     assert got == expected
     assert throughput.decode_tokens == without.decode_tokens and without.drafted == 0
-    assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # `Guesses` makes some right and some wrong
+    assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # some guesses are right, others wrong
 
 
 @pytest.mark.slow
@@ -88,12 +88,12 @@ def drafted(model, tokens, drafts):
 
 
 def page_size(model):
-    """Return a small page size. V4 needs at least 128 tokens per page: an entry compresses up to 128 tokens."""
+    """Return a small page size. V4 needs a multiple of 128, because an entry compresses up to 128 tokens."""
     return 128 if model.config.model_type == "deepseek_v4" else 16
 
 
 def calls(size):
-    """Return the prompts of two calls. Prompts share up to two pages of `size` tokens, and end in or after a page."""
+    """Return the prompts of two calls. All begin with the same `size` tokens, and some with the same 2 * size."""
     first, second = TEXT[: 2 * size + 9], [*TEXT[: size + 1], *TEXT[300 : 300 + size // 2]]
     return [[first, second, TEXT[: 2 * size + 1]], [TEXT[: 2 * size], [*TEXT[:size], 7, 8, 9], second]]
 

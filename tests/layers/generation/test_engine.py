@@ -1,4 +1,4 @@
-"""Tests of Engine: requests start and end while others run. Each request must get the tokens that it gets alone."""
+"""Tests of Engine: requests start and end while others run."""
 
 import gc
 import random
@@ -26,7 +26,7 @@ def run(engine, tokens=None):
 
 
 def fail(engine, monkeypatch, name):
-    """Make the next pass of a kind raise RuntimeError. name: 'prefill' or 'extend'."""
+    """Make the next call of the method `name` of engine.passes, 'prefill' or 'extend', raise RuntimeError."""
 
     def fails(*arguments):
         monkeypatch.undo()
@@ -66,8 +66,7 @@ def test_requests_that_join_and_leave_at_any_time(stateful, options, seed):
 
 
 def test_prompts_start_while_nothing_can_be_extended():
-    """Each request asks for one token, so its prefill ends it and no sequence is left to decode. Prefill passes must
-    then follow one another: 64 * 6 / 8 = 48 passes."""
+    """Each request asks for one token, so its prefill ends it. 64 prompts of 6 tokens take 48 chunks of 8."""
     engine, steps = engine_of(prefill_chunk=8), 0
     for _ in range(64):
         engine.add_request([1] * 6, SamplingParams(1))
@@ -109,7 +108,7 @@ def test_requests_that_have_ended_lately_have_streams():
 
 
 def test_a_stream_that_is_dropped_ends_its_request():
-    """Each stream is in a reference cycle. The garbage collector may drop it while a thread holds the engine's lock."""
+    """Each stream is in a reference cycle. The garbage collector may free it while a thread holds the engine's lock."""
     engine = engine_of()
     for i in range(30):
         stream = stream_of(engine, [i % 5, 1], SamplingParams(9))
@@ -170,8 +169,8 @@ def test_an_abort_by_another_thread_during_a_pass(by_stream):
 
 @pytest.mark.parametrize("kind", ["prefill", "extend"])
 def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch, caplog):
-    """`step` raises the error, and so do the streams of the requests that the pass computed. If the stream of another
-    request runs the pass, that stream continues."""
+    """`step` raises the error, and so do the streams of the requests that the pass computed. Other streams continue,
+    even the one that ran the pass."""
     engine = engine_of(prefill_chunk=3)
     first, second = (stream_of(engine, prompt, SamplingParams(4)) for prompt in ([1, 2], [2] * 6))
     found = [next(first).token]
@@ -212,7 +211,7 @@ def test_requests_that_are_refused(prompt, params, error, message):
 
 
 class Robbed:
-    """A wrapper of an engine's lock. When it is first acquired, it removes the next event, like another reader."""
+    """A wrapper of an engine's lock. Its first use removes the request's next event, as another reader would."""
 
     def __init__(self, lock, request):
         self.lock, self.request, self.taken = lock, request, []

@@ -1,4 +1,4 @@
-"""Tests of the arguments that Generator and load_model refuse before any work, and of some that they accept."""
+"""Tests of arguments that Generator and load_model refuse, and of some that they accept."""
 
 import numpy
 import pytest
@@ -37,7 +37,7 @@ def model(checkpoint):
     ],
 )
 def test_wrong_calls_stop_before_any_work(model, checkpoint, prompts, params, message):
-    """`stream` raises before it returns, not at the first event."""
+    """`stream` raises at the call, not at the first event."""
     generator = Generator(model, Tokenizer(checkpoint), cache_tokens=256)
     if isinstance(params, dict):
         params = SamplingParams(250, **params)

@@ -1,4 +1,4 @@
-"""Tests of Generator: batches, streams, ends and failures, with a tiny checkpoint or a RememberingModel."""
+"""Tests of Generator: batches, streams, ends and failures."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    """Return a model without quantisation, in fp32. Otherwise rounding could decide which token is the best."""
+    """A dequantised model in fp32. With less precision, rounding could decide which token is best."""
     return load_model(checkpoint, dtype=torch.float32, dequantize=True, progress=False)
 
 
@@ -110,10 +110,10 @@ def test_the_context_ends_generation(model, monkeypatch):
 
 
 def test_seeds(model, tokenizer):
-    """A prompt gets the same tokens from the same seed, alone and in a batch, and other tokens from another seed. If
-    all prompts share one SamplingParams, prompt i uses seed + i, modulo 2^63."""
+    """A prompt gets the same tokens from the same seed, alone and in a batch. If all prompts share one SamplingParams,
+    prompt i uses (seed + i) modulo 2^63."""
     generator = Generator(model, tokenizer, cache_tokens=512)
-    # top_k=8: with all 2048 candidates, rounding, which depends on the batch, would sometimes decide.
+    # top_k=8: with all 2048 candidates, rounding, which depends on the batch, could change a token.
     first, second, third = [SamplingParams(8, temperature=1.0, top_k=8, seed=s) for s in (2**63 - 2, 2**63 - 1, 0)]
     a, b, c = (completion.tokens for completion in generator.generate([PROMPTS[0]] * 3, [first, second, first]))
     (alone,) = generator.generate([PROMPTS[0]], second)
@@ -127,8 +127,8 @@ def test_seeds(model, tokenizer):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
     token = 77
-    # The prompts are token ids, because a text's ids depend on the tiny tokenizer, which is trained on dsa's source.
-    # Sequences 0, 2 and 4 must not generate `token`, whose embedding becomes NaN.
+    # Use token ids, because a text's ids depend on the tiny tokenizer, which is trained on dsa's source. Sequences 0, 2
+    # and 4 must not generate `token`, whose embedding becomes NaN.
     prompts = [[5, 6, 7], [8, token, 9], [20, 21, 22, 23, 24, 25, 26], [token], [10, 11]]
     params = [SamplingParams(12, temperature=temperature, seed=i, top_k=8) for i in range(5)]
     generator = Generator(model, tokenizer, cache_tokens=64, page_size=16, max_sequences=2)

@@ -1,4 +1,4 @@
-"""Tests of the prefix cache with a RememberingModel: how many prompt tokens are computed, and which pages are kept."""
+"""Tests of the prefix cache: how many prompt tokens are computed, and which pages are kept."""
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_prompts_of_one_call():
 
 
 def test_states_are_kept_where_prompts_part():
-    """If a prompt waits while another computes their common pages, the state at the end of these pages is copied. A
-    prompt that comes after the first has ended finds no copy there, and makes one for the next prompt."""
+    """If a prompt waits while another computes their common pages, the state at the end of these pages is copied. If
+    the prompts come one after another, the second finds no copy there, and makes one for the third."""
     generator = make(stateful=True)
     common = text(24)
     prompts = [common + text(14, seed) for seed in range(1, 6)]
@@ -81,7 +81,7 @@ def test_copies_of_states_are_overwritten_the_oldest_first():
 
 
 def test_pages_go_the_least_recently_used_first_and_from_the_end():
-    """The cache has six pages. Each sequence needs three, and its prompt's two full pages stay cached after its end."""
+    """The cache has six pages. A sequence needs three, and its prompt's two full pages stay cached after its end."""
     generator = make(cache_tokens=6 * PAGE)
     first, second = text(11, 1), text(11, 2)
     assert computed(generator, [first], 1) == 11 and computed(generator, [second], 1) == 11

@@ -1,5 +1,4 @@
-"""Tests of sampling parameters, sampled tokens, log-probabilities and stop strings. Penalties, min_p and
-log-probabilities follow vLLM's formulas, which this file repeats."""
+"""Tests of sampling parameters, sampled tokens, log-probabilities and stop strings."""
 
 import json
 from collections import Counter
@@ -88,7 +87,7 @@ def test_a_row_depends_on_no_other():
 
 
 def test_the_largest_number_draws_a_token():
-    """Sums of weights have 62 bits in this large vocabulary, more than the 53 bits of the number 1 - 2^-53."""
+    """The sums of weights have 62 bits with this vocabulary, more than the 53 bits of the number 1 - 2^-53."""
     logits = torch.zeros(1, 129280)
     one = torch.ones(1, 1, dtype=torch.float64)
     rows = logits, logits.amax(-1, keepdim=True), one, one - 2**-53
@@ -196,8 +195,6 @@ def test_wrong_parameters(params, message):
 
 
 class Letters:
-    """A decoder whose tokens are the letters themselves."""
-
     def push(self, token):
         return token
 

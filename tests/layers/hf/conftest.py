@@ -6,7 +6,7 @@ from tests.layers.hf.pairs import KINDS, Pair, pair
 
 @pytest.fixture(scope="session", params=KINDS)
 def models(request, tmp_path_factory) -> Pair:
-    """The `Pair` of each kind: transformers' model and ours. Tests must not change the models."""
+    """The `Pair` of each kind. Tests must not change the models."""
     return pair(request.param, tmp_path_factory.mktemp("model"))
 
 

@@ -1,5 +1,5 @@
-"""A padded sequence (attention_mask), or without a cache a packed one (position_ids), has the logits that transformers
-computes for this sequence by itself."""
+"""Padded sequences (attention_mask), and without a cache packed sequences (position_ids), have the logits that
+transformers computes for each sequence by itself."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Wrong arguments and caches: dsa_layers.hf or transformers raises a one-line error. Reordered and reset caches."""
+"""Wrong arguments and caches raise one-line errors. Reordered and reset caches."""
 
 import copy
 

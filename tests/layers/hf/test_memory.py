@@ -7,12 +7,12 @@ from torch.utils._pytree import tree_leaves
 
 from tests.layers.hf.pairs import pair
 
-LENGTH = 600  # tokens; all dimensions of weights are smaller, so only queries x keys have two dimensions >= LENGTH
+LENGTH = 600  # tokens; more than any dimension of a weight, so only queries x keys have two dimensions >= LENGTH
 SMALL = {"max_position_embeddings": 1024, "index_n_heads": 8}  # the default 32 index heads of 32 channels exceed LENGTH
 
 
 class Squares(TorchDispatchMode):
-    """Counts the tensors returned by ops that have at least two dimensions of LENGTH or more."""
+    """Counts the tensors with two dimensions of at least LENGTH among the results of ops."""
 
     def __init__(self):
         super().__init__()

@@ -44,7 +44,7 @@ def test_a_pass_over_whole_sequences_has_the_same_logits(models, tokens, length,
     [
         ([1] * 20 + [44] + [1] * 5, True),  # the last 5 tokens are on a second page of 64 tokens (V4's pages have 256)
         ([5, 7, 13, 1, 1, 21, 22], False),
-        ([55] * 6, True),  # pages are allocated three times (in V4, once); each time, old pages are copied
+        ([55] * 6, True),  # pages are allocated three times (in V4, once); the last two copy old pages
     ],
 )
 def test_chunks_over_a_cache_have_the_same_logits(models, chunks, config):
@@ -56,8 +56,8 @@ def test_chunks_over_a_cache_have_the_same_logits(models, chunks, config):
 
 @torch.no_grad()
 def test_the_form_of_attention_that_a_gpu_takes_has_the_same_logits(models, tokens, monkeypatch):
-    """Prefills use the multi-head form (engine/attention_form.py). A bit per query and key marks the selected keys.
-    The first chunk has no bits, because its 6 tokens attend to all keys. The 1-token chunk uses the absorbed form."""
+    """All but the 1-token chunk use the multi-head form (engine/attention_form.py). A bit per query and key marks the
+    selected keys. The first chunk has no bits, because its 6 tokens attend to all keys."""
     if models.ours.config.model_type == "deepseek_v4":
         return  # V4's attention has no multi-head form
     selected, attend = [], dsa.mha_varlen_fwd

@@ -1,4 +1,4 @@
-"""`dsa_layers.hf.accelerate`: the classes that it replaces, what it leaves unchanged, FP8 index scores, refusals."""
+"""`dsa_layers.hf.accelerate`: the classes that it replaces or leaves, FP8 index scores, and refusals."""
 
 import copy
 import functools
@@ -94,7 +94,7 @@ def test_prompts_are_scored_with_the_same_accumulators_either_way(family, tmp_pa
 
 @torch.no_grad()
 def test_a_model_with_hooks_of_the_accelerate_library_has_the_same_logits(models, tokens):
-    """The library replaces a module's `forward` by a hook, which calls the old `forward` as `_old_forward`."""
+    """The library replaces a module's `forward`, and calls the old `forward` as `_old_forward`."""
 
     def hooked(module, *arguments, **options):
         return module._old_forward(*arguments, **options)

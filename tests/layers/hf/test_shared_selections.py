@@ -1,7 +1,5 @@
-"""A layer without an indexer reuses an earlier layer's selection, even if the layers read keys from different sources.
-
-With gradients, with checkpointing or without a cache, a layer computes its keys from the tokens of the pass. Otherwise
-it reads them from its cache."""
+"""A layer without an indexer reuses an earlier layer's selection, even if only one of the two reads keys from a cache.
+A layer reads no cache if it has gradients or is checkpointed."""
 
 import copy
 from functools import partial
@@ -17,7 +15,7 @@ from tests.layers.hf.pairs import Adapter, assert_close_gradients, pair
 from tests.layers.models.parity import assert_same
 
 LAYERS = range(6)
-SELECTING = [0, 1, 4]  # layers 2 and 3 share the selection of layer 1, layer 5 that of layer 4
+SELECTING = [0, 1, 4]  # layers 2 and 3 reuse the selection of layer 1, layer 5 that of layer 4
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +26,7 @@ def models(tmp_path_factory):
 
 
 def copies(models, learns):
-    """Return copies of both models. Parameters require gradients if their names begin with `learns`; (): none do."""
+    """Return copies of both models. Only parameters whose names begin with `learns` require gradients; (): none."""
     found = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     for model in found:
         for name, parameter in model.named_parameters():
@@ -37,7 +35,7 @@ def copies(models, learns):
 
 
 def checkpoint(model, layers, use_reentrant=False):
-    """Set training mode and checkpoint only `layers`. transformers' method for all layers would disable the cache."""
+    """Set training mode and checkpoint only `layers`."""
     model.train()
     function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
     for i in layers:
@@ -94,9 +92,8 @@ def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, c
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens, tmp_path):
-    """Positions begin again after 12 tokens: one sequence with a cache, two without. Layer 0 decides for all layers.
-    A checkpointed layer has no cache. The others have one, because no parameter requires gradients. So if layer 0 is
-    checkpointed, the pass is refused: caches take one sequence. V4 also refuses one sequence with such positions."""
+    """Positions begin again after 12 tokens. If layer 0 has a cache, this is one sequence. If layer 0 is checkpointed,
+    it has no cache, and these are two sequences, which the other layers' caches refuse. V4 refuses both."""
     model = pair(kind, tmp_path).ours.requires_grad_(False)
     positions = torch.cat([torch.arange(12), torch.arange(9)])[None]
     arguments = {"position_ids": positions, "use_cache": True}
@@ -111,8 +108,8 @@ def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens,
 
 @pytest.fixture
 def multi_head(monkeypatch):
-    """Make prefills without gradients use the multi-head form (engine/attention_form.py) on a CPU, although only GPUs
-    have a kernel for it. Return a list that collects the layers that use it."""
+    """Make prefills without gradients use the multi-head form (engine/attention_form.py) on a CPU. Return a list that
+    collects the layers that use it."""
     used, multi_head = [], PagedAttention._multi_head
     monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
     monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)

@@ -66,7 +66,7 @@ def test_gradients_with_checkpointed_activations_are_the_same(models, tokens):
 
 
 def test_gradients_of_adapters_are_the_same(models, tokens):
-    """Attention computes the weight of kv_b_proj and its adapter by applying kv_b_proj to the identity matrix."""
+    """Attention needs the matrix of kv_b_proj. With an adapter, it applies kv_b_proj to the identity matrix."""
     ours, theirs = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
     torch.manual_seed(0)
     for layer, other in zip(ours.model.layers, theirs.model.layers):

@@ -21,8 +21,8 @@ def powers(exponents):
 
 
 def stand_in(tensors, buffers=()):
-    """Return a tree of modules on the meta device with the tensors {name: (shape, dtype)}. Tensors named in
-    `buffers` are buffers, and all others are parameters."""
+    """Return a tree of modules on the meta device with the tensors {name: (shape, dtype)}. Tensors named in `buffers`
+    are buffers, the others parameters."""
     root = torch.nn.Module()
     for name, (shape, dtype) in tensors.items():
         *path, leaf = name.split(".")
@@ -50,7 +50,7 @@ def loaded(tensors, directory, **options):
 
 
 def failure(tensors, directory, **options):
-    """Load `directory` into a stand-in. Check that this fails and leaves it on the meta device; return the message."""
+    """Load `directory` into a stand-in, which must fail and leave it on the meta device. Return the error message."""
     model = stand_in(tensors)
     with pytest.raises(CheckpointError) as error:
         load_weights(model, directory, progress=False, **options)

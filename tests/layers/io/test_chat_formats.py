@@ -105,8 +105,8 @@ V4_FILE = "vllm/tokenizers/deepseek_v4_encoding.py"
 
 
 def encoder(path, thinking, drop, **options):
-    """Return `encode_messages` of SGLang's or vLLM's file `path` with bound options. drop: its `drop_thinking`. Skip
-    the test if neither DSA_SGLANG_FILES (docs/reference/engines.md) nor sys.path has a folder with the file."""
+    """Return `encode_messages` of SGLang's or vLLM's file `path` with bound options. Skip the test if neither
+    DSA_SGLANG_FILES (docs/reference/engines.md) nor sys.path has a folder with the file."""
     folders = [*os.environ.get("DSA_SGLANG_FILES", "").split(os.pathsep), *sys.path]
     file = next((file for folder in folders if (file := Path(folder, path)).is_file()), None)
     if file is None:
@@ -134,8 +134,7 @@ def conversations(draw, *, reminders: bool):
 
 
 def compare(name, encode, messages, **options):
-    """Check that the format `name` writes the encoder's prompt. Ignore messages for which the encoder raises: it
-    may accept fewer messages than the format, for example only calls whose arguments are text."""
+    """Check that the format `name` writes the encoder's prompt. Ignore messages for which the encoder raises."""
     try:
         expected = encode(copy.deepcopy(messages))
     except Exception:
@@ -153,7 +152,7 @@ def test_deepseek_v32_equals_its_encoder(messages, thinking, drop):
 @settings(max_examples=300, deadline=None)
 @given(messages=conversations(reminders=True), thinking=st.booleans(), drop=st.booleans(), most=st.booleans())
 def test_deepseek_v4_equals_its_encoder(messages, thinking, drop, most):
-    """For reasoning_effort, vLLM's "high" is the release's "max", and vLLM's "low" is the release's "high"."""
+    """The reasoning_effort "high" of vLLM's encoder is our format's "max", and its "low" is our "high"."""
     encode = encoder(V4_FILE, thinking, drop, reasoning_effort="high" if most else "low")
     options = {"thinking": thinking, "drop_thinking": drop, "reasoning_effort": "max" if most else "high"}
     compare("deepseek_v4", encode, messages, **options)

@@ -1,4 +1,4 @@
-"""Damaged files, wrong indexes and other tools' files are refused with one error, before any tensor is read."""
+"""Damaged files, wrong indexes and other tools' files are refused with one error."""
 
 import os
 import re

@@ -38,7 +38,7 @@ def load(directory, **options):
 
 @torch.no_grad()
 def draft(model, states=None):
-    """Return (states, the drafter's states for them). By default, `model.states` computes `states`."""
+    """Return (states, the drafter's states for them). `model.states` computes `states` if they are not given."""
     states = model.states(TOKENS[:-1], BATCH) if states is None else states
     return states, values(model.drafter(TOKENS[1:], states, BATCH))
 
@@ -88,7 +88,7 @@ def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, 
     assert 1e-6 < calc_diff(got, expected) < 0.02
     logits = [m.drafter.logits(s) for m, s in ((exact, expected), (model, got))]
     assert (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean() > 0.7
-    # The model in bf16 runs generation's passes: a prompt in two chunks and one more token, over an FP8 cache.
+    # As in generation: bf16, an FP8 cache, a prompt in two chunks, and one more token.
     model = load(directory)
     states, expected = draft(model, states.bfloat16())
     cache, done = model.drafter.make_cache(2, 256, state_slots=1), 0
@@ -140,7 +140,7 @@ def test_a_checkpoint_without_the_layer_has_no_drafter(directory, model_type, tm
 def of_another_kind(tensors):
     del tensors["mtp.0.enorm.weight"]
     tensors["mtp.0.hnorm.weight"] = tensors["mtp.0.hnorm.weight"][:256].clone()
-    # A drafter does not compress keys, so it has no such tensor.
+    # A drafter does not compress keys.
     tensors["mtp.0.attn.compressor.ape"] = torch.zeros(4, 1024)
     tensors["mtp.0.main_proj.weight"] = torch.zeros(4, 4)
 

@@ -1,4 +1,4 @@
-"""Wrong values in config.json, or in V4's table of experts per token id, are refused with one clear error."""
+"""Wrong values in config.json, or in V4's table of experts per token id, are refused."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from dsa_layers.models.family import VENDORED, read_config
 from dsa_layers.models.precision import Precision
 from tests.layers.io.stand_ins import changed as changed_checkpoint
 
-# VALUES: each field of config.json is set to each of them.
+# The test sets each field of config.json to each of VALUES.
 HUGE = 10**400
 VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 0.5, 1e-320, True, "8", None]
 VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]

@@ -32,7 +32,7 @@ def fill(cache: Path, checkpoint: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """Return the hub's cache folder, which is empty. huggingface_hub is offline. The working directory is tmp_path."""
+    """An empty cache folder for huggingface_hub, which is offline. The working directory is tmp_path."""
     directory = tmp_path / "hub"
     directory.mkdir()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory))

@@ -1,4 +1,4 @@
-"""Models that `load_model` returns: which parameters learn, and their device. Loading does not import Dynamo."""
+"""Models that `load_model` returns: which parameters learn, and their device. Loading imports no Dynamo."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_all_but_the_routers_biases_learn(directory, model_type):
     for logits in results:
         torch.nn.functional.cross_entropy(logits, tokens[1:]).backward()
     for name, parameter in model.named_parameters():
-        # Selected indices have no gradient, so this loss does not train indexers. A separate loss does.
+        # Selected indices have no gradient, so this loss does not train indexers.
         learns = parameter.requires_grad and ".indexer." not in name
         assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
 
@@ -41,7 +41,7 @@ def test_tensors_loaded_in_inference_mode_are_no_inference_tensors(checkpoint):
 
 
 def test_loading_imports_no_dynamo(directory):
-    """Some ops on meta tensors, such as torch.stack, make torch import Dynamo, which takes two seconds."""
+    """Some ops on meta tensors, such as torch.stack, make torch import Dynamo, which takes seconds."""
     script = f"""
 import sys
 from dsa_layers.io.loading import load_model

@@ -34,7 +34,7 @@ def test_fp8_scales_of_either_dtype_are_loaded_as_fp32(tmp_path, dtype):
     assert torch.equal(model.w.weight[::128, ::128], 2 * expected[SCALE])
 
 
-# name: the weight is in a submodule or in the root module. The loader computes block scales and ignores stored ones.
+# The weight is in a submodule or in the root module. The loader computes block scales and ignores stored ones.
 @pytest.mark.parametrize("name", ["w.weight", "weights"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_fp4_is_kept_or_widened_to_fp8(tmp_path, fp4, name, kept):

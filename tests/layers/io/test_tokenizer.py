@@ -57,7 +57,7 @@ def test_a_chat_template_is_rendered_as_transformers_does(tmp_path):
         "{{ {'é': '<'} | tojson }}{{ strftime_now('%Y') }}{{ pad_token }}{% if add_generation_prompt %}<A>{% endif %}"
     )
     tokenizer = make(tmp_path, chat_template=template, pad_token=None)
-    # trim_blocks and lstrip_blocks remove the line breaks after block tags and the indents before them.
+    # transformers sets trim_blocks and lstrip_blocks: no line breaks after block tags, and no indents before them
     expected = f"{BOS}<U>a < b & 'c'<A>oui, à 😀{EOS}" + '{"é": "<"}' + str(datetime.now().year)
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
     assert tokenizer.apply_chat_template(MESSAGES) == expected + "<A>"
@@ -112,8 +112,8 @@ DECODERS = {
     "Metaspace": decoders.Metaspace(),
     "each token stripped": decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
 }
-# More than half of the ids are tokens of PARTS, which join to words and characters. Of the two ids after
-# TOKENS, the first is a special token and the second is no token.
+# Prefer tokens of PARTS, which join to words and characters. Of the two ids after TOKENS, the first is a special token
+# and the second is no token.
 ID = st.sampled_from([*range(len(PARTS))]) | st.integers(0, len(TOKENS) + 1)
 
 

@@ -9,8 +9,8 @@ import dsa
 
 
 def record(monkeypatch: pytest.MonkeyPatch, *names: str, seen: Callable | None = None, owner: ModuleType = dsa) -> list:
-    """Record calls of the functions `names` of `owner` until the test ends. Return a list to which each call appends
-    the function's name or, with `seen`, the result of `seen` for the call's arguments."""
+    """Record calls of the functions `names` of `owner` until `monkeypatch` is undone. Return a list to which each call
+    appends the function's name or, with `seen`, the result of `seen` for the call's arguments."""
     calls = []
 
     def recording(name, function):

@@ -1,4 +1,4 @@
-"""Small layers of the layer classes that `dsa_layers.fuse` replaces, each with inputs and a function that runs it."""
+"""Small layers of classes that `dsa_layers.fuse` replaces, each with inputs and a function that runs it."""
 
 from collections.abc import Callable
 from typing import NamedTuple

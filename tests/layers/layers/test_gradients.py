@@ -1,5 +1,5 @@
-"""Layers that `dsa_layers.fuse` has not converted have gradients for their input and for every parameter outside the
-indexer."""
+"""Layers that `dsa_layers.fuse` has not converted have gradients for their input, and for every trainable parameter
+outside the indexer."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ TRAINED = [kind for kind in CASES if kind not in INDEXERS]
 
 @pytest.mark.parametrize("kind", TRAINED, ids=lambda kind: kind.__name__)
 def test_gradients_are_the_slope_of_the_loss(kind):
-    """The loss is a randomly weighted sum of the results. Steps along its gradient must change it as predicted."""
+    """The loss is a randomly weighted sum of the results."""
     case = CASES[kind]
     layer, x = case.make(), case.inputs().requires_grad_()
     for name, parameter in layer.named_parameters():
@@ -24,7 +24,7 @@ def test_gradients_are_the_slope_of_the_loss(kind):
     weights = torch.randn_like(case.run(layer, x))
     (weights * case.run(layer, x)).sum().backward()
     assert all(tensor.grad is not None and tensor.grad.any() for tensor in learned)
-    # Adding `step` times the gradient changes the loss by `step * slope`: the slope is the gradient's squared norm.
+    # Adding `step` times the gradient changes the loss by about `step * slope`.
     slope = sum(tensor.grad.double().square().sum() for tensor in learned)
     step = 1e-3 * slope**-0.5
     losses = []
@@ -47,7 +47,6 @@ def test_selection_takes_no_gradient(kind):
     ("kind", "of_inference"), [(DSAAttention, "flash_mla_sparse_fwd"), (CompressedAttention, "window_sparse_attention")]
 )
 def test_plain_attention_takes_the_op_that_has_gradients(kind, of_inference, monkeypatch):
-    """The fused layer calls an inference op, which has no gradients on a GPU."""
     asked, case = record(monkeypatch, "sparse_mla_attention", of_inference), CASES[kind]
     layer = case.make()
     case.run(layer, case.inputs())

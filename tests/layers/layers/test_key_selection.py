@@ -85,8 +85,8 @@ def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, pag
         expected = select_packed(*given, **options)
     assert not fused
     assert torch.equal(select_packed(*given, workspace=workspace, **options), expected) and fused == sizes
-    # Fused selection allocates, per token, a list of CAPACITY candidates of 8 bytes, and 16 bytes for the list's two
-    # counts, the bound of its scores and the end of the token's keys (`_select` in dsa/ops/indexer/indexer_select.py).
+    # `_select` in dsa/ops/indexer/indexer_select.py allocates, per token, a list of CAPACITY candidates of 8 bytes and
+    # four numbers of 4 bytes: the list's two counts, a bound of scores, and the end of the token's keys.
     assert 8 * CAPACITY + 16 <= FUSED_BYTES
 
 
@@ -109,7 +109,7 @@ def test_decoding_tokens_are_scored_with_the_float_keys_of_their_sequence(paged,
     after = torch.arange(1 - next_n, 1, dtype=torch.int32)
     lengths = (torch.tensor(seen)[:, None] + after).clamp(min=0).flatten().int()
     tokens = len(lens) * next_n
-    # Scores computed from small integers are exact in any order of summation, and many are equal.
+    # Scores of small integers are exact in any order of summation, and many are equal.
     q, keys, weights = (
         torch.randint(-3, 4, shape).float() for shape in ((tokens, 8, 32), (sum(lens), 32), (tokens, 8))
     )

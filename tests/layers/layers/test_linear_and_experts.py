@@ -1,4 +1,4 @@
-"""Linear layers, their gradients, routers and experts agree with formulas in float64 or with simpler layers."""
+"""Linear layers, their gradients, a router and experts agree with formulas in float64 or with simpler layers."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_the_bias_of_a_router_chooses_and_does_not_weigh():
 def test_each_fp8_expert_computes_its_swiglu():
     experts = Experts(5, 128, 256, limit=1.0, fp8=True)
     topk_indices, weights = torch.rand(12, 5).argsort(-1)[:, :2], torch.rand(12, 2)
-    topk_indices[topk_indices == 3] = 4  # expert 3 has no tokens; a token with experts 3 and 4 now has 4 twice
+    topk_indices[topk_indices == 3] = 4  # expert 3 gets no tokens; a token may have expert 4 twice
     x = torch.randn(12, 128)
     for e in range(5):
         single = SwiGLU(128, 256, limit=1.0, fp8=True)

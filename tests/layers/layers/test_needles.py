@@ -8,7 +8,7 @@ from dsa_layers.layers import indexer
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.needles import Haystack, planted
 
-SHARES = (0.0, 0.1, 0.3333, 0.5, 0.77, 0.99)  # positions of the needles, as fractions of the number of keys
+SHARES = (0.0, 0.1, 0.3333, 0.5, 0.77, 0.99)  # relative positions of the needles; 0 is the first key
 # stack -> number of its layers with an indexer
 SELECT = {"V4-Flash": 2, "GLM-5.2": 1, "V3.2": 4}
 

@@ -15,7 +15,7 @@ def test_yarn_keeps_high_frequencies_and_divides_low_ones():
     assert yarn_mscale(1.0, 1.0) == 1.0
 
 
-# fp32 rounds positions above 2**24.
+# fp32 rounds odd positions above 2**24.
 POSITIONS = torch.cat((torch.arange(70), 2**20 + torch.arange(-40, 40), 2**24 + torch.arange(40)))
 
 

@@ -72,7 +72,7 @@ def test_attention_has_an_indexer_of_its_dtype_or_none():
 
 
 def test_quantised_selection_needs_128_channels():
-    """Training calls `project`, which does not quantise and so accepts other numbers of channels."""
+    """`project`, which training calls, does not quantise, so it accepts other numbers of channels."""
     layer, given = indexer(head_dim=100, quantize=True), (torch.zeros(5, HIDDEN), torch.zeros(5, RANK))
     assert layer.project(*given, ROTARY(BATCH.positions))[0].shape == (5, 4, 100)
     message = "head_dim: must be 128 for selection with quantize=True, got 100"

@@ -11,8 +11,8 @@ ABSENT = object()
 
 
 def write(directory: Path, name: str, **changes: Any) -> None:
-    """Write the published configuration `name` to config.json in `directory`, with some fields changed. A dotted name
-    changes a field of a nested object. The value ABSENT deletes the field."""
+    """Write the published configuration `name`, with `changes`, to config.json in `directory`. A dotted name changes a
+    field of a nested object. The value ABSENT deletes the field."""
     fields = published_config(f"{name}_config.json")
     for changed, value in changes.items():
         owner, _, field = changed.rpartition(".")

@@ -1,13 +1,12 @@
-"""Tiny random models built by transformers, which the parity tests use as the reference."""
+"""Tiny random models of transformers, the reference of the parity tests. changes: fields of the model's config."""
 
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-# An index score is a weighted sum of ReLUs over the index heads. With few heads instead of 32, many keys would score
-# exactly 0, and top-k would depend on the order of ties. rms_norm_eps is not 1e-6, the eps of the latents' norms, so a
-# model that uses one eps for the other fails.
+# index_n_heads: with few heads, all ReLUs of an index score could be 0, and top-k would depend on the order of ties.
+# rms_norm_eps is not 1e-6, the eps of the latents' norms, so a model that uses one eps for the other fails.
 _MLA = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,
@@ -15,12 +14,12 @@ _MLA = {
     "qk_rope_head_dim": 16, "index_n_heads": 32, "index_head_dim": 32, "index_topk": 8,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-2, "eos_token_id": None, "attn_implementation": "eager",
 }  # fmt: skip
-_NEWER = {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"}  # fields of A.X-K2 and Hy4
+_NEWER = {name: value for name, value in _MLA.items() if name != "first_k_dense_replace"}  # for A.X-K2 and Hy4
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-# Changes for `glm_moe_dsa`: layers 2 and 3 attend to the keys that layer 1 selects, and layer 5 to those of layer 4.
+# Changes for `glm_moe_dsa`: layers 2 and 3 attend to the keys that layer 1 selects, layer 5 to those that 4 selects.
 SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
 
 
@@ -31,7 +30,7 @@ _HY_V4 = _NEWER | {
 
 
 def deepseek_v32(directory: Path, **changes):
-    """Save a random DeepseekV32ForCausalLM in fp32 to `directory` and return it. changes: fields of its config."""
+    """Save a random DeepseekV32ForCausalLM in fp32 to `directory` and return it."""
     fields = _MLA | {
         "num_hidden_layers": 3, "n_group": 2, "qk_nope_head_dim": 16, "v_head_dim": 16, "bos_token_id": 0,
         "rope_parameters": YARN,
@@ -50,7 +49,7 @@ def glm_moe_dsa(directory: Path, **changes):
 
 
 def axk2(directory: Path, **changes):
-    """Save a random AXK2ForCausalLM in fp32 to `directory` and return it. It has no expert groups (as A.X-K2-Light)."""
+    """Save a random AXK2ForCausalLM in fp32 to `directory` and return it. It has no expert groups."""
     fields = _NEWER | {
         "num_hidden_layers": 3, "topk_group": None, "qk_nope_head_dim": 16, "v_head_dim": 24, "gated_norm_rank": 8,
         "bos_token_id": 0, "rope_parameters": YARN,
@@ -60,8 +59,8 @@ def axk2(directory: Path, **changes):
 
 def hy_v4(directory: Path, **changes):
     """Save a random HYV4ForCausalLM in fp32 to `directory` and return it. Layers 2 to 4 share the selection of layer 1,
-    and layer 6 that of layer 5. transformers rotates channels i and i + R / 2 of R = qk_rope_head_dim. Published
-    weights need rotation of 2i and 2i + 1, so the saved weights have these channels in another order than the model."""
+    and layer 6 that of layer 5. Of the R = qk_rope_head_dim rope channels, transformers rotates i with i + R / 2, and
+    our model 2i with 2i + 1. So the saved tensors have these channels in the order that our model needs."""
     model = _draw_and_save("HYV4", _HY_V4 | changes, directory)
     tensors, rope = load_file(directory / "model.safetensors"), _HY_V4["qk_rope_head_dim"]
     head = {".q_b_proj.weight": _HY_V4["qk_nope_head_dim"] + rope, ".kv_a_proj_with_mqa.weight": None}

@@ -1,5 +1,4 @@
-"""Readers of the listings (name, shape and dtype of every tensor) of published checkpoints, which are stored under
-VENDORED, and of the tensors of models."""
+"""The tensors of published checkpoints, from listings of names, shapes and dtypes under VENDORED, and of models."""
 
 import json
 import math
@@ -19,8 +18,8 @@ def expand(name: str) -> list[str]:
 
 
 def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return {name: (shape, dtype)} of every tensor. Check the counts of tensors and elements against the
-    listing's totals, which were counted over the published files."""
+    """Return {name: (shape, dtype)} of every tensor of the listing `file`. Check the numbers of tensors and elements
+    against the listing's totals."""
     listing = json.loads((VENDORED / file).read_text())
     tensors = {
         full: (tuple(shape), dtype) for name, (shape, dtype) in listing["by_name"].items() for full in expand(name)

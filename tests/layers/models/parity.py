@@ -1,7 +1,6 @@
-"""Parity tests for every family: our model and transformers' model of the same tiny checkpoint, in fp32.
+"""Base class of the parity tests: our model and transformers' model of the same tiny checkpoint, in fp32.
 
-transformers does not quantise, and its sparse attention is dense attention with a mask. The longest sequences
-have more tokens than an indexer selects, so selection matters.
+The longest sequences have more keys than an indexer selects, so selection matters.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ def poisoned_cache(model, pages, page_size=16):
 
 
 def paged_run(model, tokens, chunks, page_size=16):
-    """Return the logits of all tokens, computed chunk by chunk over a cache that was filled with NaNs."""
+    """Return the logits of all tokens, from a pass per entry of `chunks` over a cache that was filled with NaNs."""
     cache, out, done = poisoned_cache(model, 8, page_size), [], 0
     for n in chunks:
         batch = SequenceBatch.paged([n], [done + n], [[5, 0, 3]], page_size, state_slots=[2])
@@ -50,9 +49,9 @@ def assert_parity(build, directory, **changes):
 
 
 class ParityTests:
-    build: Callable  # static method: save transformers' model to a directory and return it
+    build: Callable  # static method that saves transformers' model to a directory and returns it
     page_size = 16
-    lengths: ClassVar = [1, 7, 8, 9, 48]  # tokens per sequence; the last sequence is the longest
+    lengths: ClassVar = [1, 7, 8, 9, 48]  # tokens per sequence; the last is the largest
     chunks: ClassVar = [[1] * 48, [5, 7, 13, 1, 1, 21], [16, 16, 16]]
 
     @pytest.fixture(scope="class")
@@ -98,7 +97,7 @@ class ParityTests:
             assert_same(got, torch.cat([expected[i, part] for i, part in enumerate(parts)]))
 
     def test_greedy_tokens_are_the_same(self, models, text):
-        """At most two of three prompts run at a time (max_sequences), so the third starts after another has ended."""
+        """At most two of the three prompts run at a time, so the third starts after another has ended."""
         theirs, ours = models
         prompts = [text[0][i, :n].tolist() for i, n in ((0, 20), (1, 3), (2, 41))]
         generator = Generator(ours, cache_tokens=256, page_size=self.page_size, max_sequences=2, prefill_chunk=7)

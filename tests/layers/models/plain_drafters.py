@@ -1,7 +1,7 @@
 """Reference implementations of multi-token-prediction layers.
 
-The decoder block, loaded without fused layers, and its rope angles are the model's. Everything around the block is
-written from the formulas, with weights that are read from the checkpoint by their stored names.
+The decoder block, without fused layers, and its rope angles are the model's. Everything around the block is written
+from the formulas, with the checkpoint's weights.
 """
 
 import copy
@@ -16,7 +16,7 @@ from tests.layers.io.stand_ins import read_tensors
 
 
 class _Drafter:
-    """Common parts of all drafters. prefix: prefix of the names of the layer's tensors in the checkpoint."""
+    """Common parts of all drafters. prefix: the beginning of the stored names of the drafter's tensors."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         # Layers of trainable models are not fused.

@@ -28,10 +28,10 @@ def test_transformers_spelling_reads_the_same(tmp_path, name):
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "rewritten")
     fields = json.loads((tmp_path / "rewritten" / "config.json").read_text())
     assert "rope_parameters" in fields and "rope_scaling" not in fields and "torch_dtype" not in fields
-    # Other tools add fields: published names that transformers has renamed, with null, and flags like unsloth_fixed.
+    # Other tools add fields: published names that transformers has renamed, set to null, and flags.
     left = {"rope_scaling": None, "compress_ratios": None, "unsloth_fixed": True}
     (tmp_path / "rewritten" / "config.json").write_text(json.dumps(fields | left))
-    # GLM-5's published config has no bos_token_id; transformers writes its default.
+    # GLM-5's published config has no bos_token_id; transformers writes its default, 0.
     assert replace(read_config(tmp_path / "rewritten"), bos_token_id=expected.bos_token_id) == expected
 
 
@@ -70,7 +70,7 @@ def test_eos_token_ids_of_generation_config_go_first(tmp_path, config_eos, gener
     assert read(tmp_path, NAME, eos_token_id=config_eos).eos_token_ids == expected
 
 
-# {test id: fields that tools add to a config.json}. The fields change nothing, except that "both ropes" removes YaRN.
+# {test id: fields that tools write to a config.json}. Only "both ropes" changes the result: it removes YaRN.
 LEFT_BY_TOOLS = {
     "indexed": {"layer_types": ["indexed_attention"] * 61},
     "sparse": {"layer_types": ["deepseek_sparse_attention"] * 61},
@@ -187,20 +187,17 @@ DEEPSEEK_V32 = [
     ({"quantization_config.foo": 1}, "'quantization_config.foo' is 1; accepted: null"),
     ({"model_type": "llama"}, "'model_type' is 'llama'; accepted: 'axk2', 'deepseek_v32', 'deepseek_v4', "),
     ({"model_type": ABSENT}, "'model_type' is missing; accepted: 'axk2', 'deepseek_v32', 'deepseek_v4', "),
-    # values that are not supported
     ({"attention_bias": 0}, "'attention_bias' is 0; accepted: false"),
     ({"quantization_config": "fp8"}, "'quantization_config' is 'fp8'; accepted: an object or null"),
     ({"rope_scaling.type": ABSENT}, "'rope_scaling.rope_type' and field 'type' hold {'rope_type': null, 'type': null}"),
     ({"rope_scaling.rope_type": "default"}, "hold {'rope_type': 'default', 'type': 'yarn'}; accepted: one of "),
     ({"rope_scaling.factor": 0.5}, "'rope_scaling.factor' is 0.5; accepted: a number from 1 to 1e+06"),
     ({"rope_scaling.beta_fast": 1}, "'rope_scaling.beta_fast' is 1; accepted: a number above beta_slow=1.0"),
-    # missing fields, wrong types and values out of range
     ({"hidden_size": ABSENT}, "'hidden_size' is missing; accepted: an integer of at least 1, up to 1048576"),
     ({"hidden_size": 7168.0}, "'hidden_size' is 7168.0; accepted: an integer of at least 1, up to 1048576"),
     ({"norm_topk_prob": 1}, "'norm_topk_prob' is 1; accepted: true, false"),
     ({"eos_token_id": [1, 129280]}, "'eos_token_id' is [1, 129280]; accepted: token ids in [0, vocab_size=129280)"),
     ({"bos_token_id": [0, 1]}, "'bos_token_id' is [0, 1]; accepted: one token id, or null"),
-    # fields that contradict each other
     ({"dtype": "float32"}, "'torch_dtype' is 'bfloat16'; accepted: 'float32'"),
     (BOTH_ROPES, "'rope_theta' is 10000; accepted: 500000.0"),
     (SECOND_ROPE, "'rope_scaling' and field 'rope_parameters' are both given; accepted: one of them"),

@@ -1,4 +1,4 @@
-"""Loading DeepSeek-V4's published layout: FP8 with E8M0 or F32 scales, and experts in FP4 or FP8."""
+"""Loading quantised DeepSeek-V4 checkpoints: FP8 with E8M0 or F32 scales, and experts in FP4 or FP8."""
 
 import re
 from itertools import product
@@ -92,7 +92,7 @@ def test_a_quantised_model_has_the_same_weights_in_fp8(directory, worth):
         for name, scale in tensors.items():
             if name.endswith("weight_scale_inv"):
                 assert torch.frexp(scale.float()).mantissa.eq(0.5).all(), name
-    # The model with FP8 weights rounds activations to e4m3, so the logits are only close.
+    # A model with FP8 weights rounds activations to e4m3, so the logits are only close.
     rounded, exact = (
         logits(load_model(directory, dtype=torch.float32, dequantize=dequantize, progress=False))
         for dequantize in (False, True)
@@ -110,7 +110,7 @@ def test_widened_experts_give_the_same_logits(directory):
 
 @pytest.mark.parametrize("dequantize", [True, False])
 def test_experts_and_their_scales_may_be_in_one_tensor(directory, tmp_path, dequantize):
-    """transformers saves quantised experts in this form: each tensor has the weights or scales of all experts."""
+    """Under transformers' names, a tensor has the weights or the scales of all experts of a layer."""
 
     def fuse_experts(tensors):
         for layer, (kind, suffix) in product(range(4), (("weight", ""), ("scale", "_scale_inv"))):

@@ -1,5 +1,5 @@
 """Later steps of GLM-5.2's drafter attend to the keys that its first step selected. The first step may be a prefill, or
-decode one or several tokens per sequence. All these forms must return the slots of the same keys, up to near ties."""
+decode one or several tokens per sequence. These forms must return the slots of the same keys, up to near ties."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def paged(new, total):
 
 
 def positions(slots, pages):
-    """Return the set of positions that the slots >= 0 of one row have in a sequence with these pages."""
+    """Return the set of positions of one row's slots >= 0 in a sequence with these pages."""
     slots = [slot for slot in slots.tolist() if slot >= 0]
     found = {pages.index(slot // PAGE) * PAGE + slot % PAGE for slot in slots}
     assert len(found) == len(slots)
@@ -40,8 +40,8 @@ def positions(slots, pages):
 )
 @torch.inference_mode()
 def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
-    """The forms are passes over whole prompts, over each prompt's last token, and over each prompt's last three tokens.
-    With most_read = 0, a prefill reads FP8 pages directly (engine/paged_attention.py)."""
+    """The forms are passes over whole prompts, over each prompt's last token, and over its last three tokens. With
+    most_read = 0, a sparse prefill reads FP8 pages directly (`MOST_READ`)."""
     monkeypatch.setattr(paged_attention, "MOST_READ", most_read)
     model = load_model(directory, kv_cache=kv_cache, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
@@ -60,12 +60,12 @@ def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypa
         for states_of_form in (whole, several):
             got = states_of_form.slots(slice(None))
             assert got.dtype == torch.int32 and got.shape == (2, TOP_K)
-            # Products with different numbers of rows may round differently, so the choice among near ties may differ.
+            # Products with different numbers of rows may round differently, so near ties may be chosen differently.
             assert len(positions(got[i], pages) & expected) >= TOP_K - 2
 
 
 def test_selections_with_bits_are_counted_in_positions():
-    """A selection of the multi-head form, which only GPUs use, has `bits` and contains positions instead of slots."""
+    """A selection of the multi-head form has `bits`, and positions instead of slots."""
     batch = paged([2, 1], [130, 70])
     keys = torch.tensor([[0, 64, 129, -1], [1, 2, 3, 4], [63, 64, 69, -1]], dtype=torch.int32)
     selected = Selected(keys, batch, "positions", bits=torch.zeros(1))

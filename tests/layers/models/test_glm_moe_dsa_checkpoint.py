@@ -53,8 +53,8 @@ def test_dequantised_fp8_weights_give_the_same_logits(exact, expected):
 
 @pytest.fixture(scope="module")
 def unrounded_and_fp8_pages(directory, tmp_path_factory):
-    """Return a model with fp32 pages and one with FP8 pages. Both send all tokens to the same experts, so rounding
-    cannot change a router's choice."""
+    """Return a model with fp32 pages and one with FP8 pages. In each layer, the router sends all tokens to the same
+    experts, so rounding cannot change its choice."""
 
     def even(tensors):
         for name in [name for name in tensors if name.endswith(".mlp.gate.weight")]:
@@ -68,8 +68,7 @@ def unrounded_and_fp8_pages(directory, tmp_path_factory):
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[10], [1] * 10, [150], [125] + [1] * 25], ids=str)
 def test_shared_layers_over_fp8_pages_differ_by_rounding(unrounded_and_fp8_pages, chunks):
-    """Prefill attends to keys that are rounded as in the pages; decoding attends to slots of the pages. 10 tokens are
-    fewer than the 128 keys that a layer selects. Decoding over FP8 pages is sparse even so, and selects all keys."""
+    """10 tokens are fewer than the 128 keys that a layer selects; decoding over FP8 pages is sparse even so."""
     exact, model = unrounded_and_fp8_pages
     assert model.make_cache(1).layer(2).latent_is_fp8
     tokens = TOKENS[: sum(chunks)]

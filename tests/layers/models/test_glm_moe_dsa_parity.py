@@ -18,8 +18,6 @@ class TestEveryLayerHasAnIndexer(ParityTests):
 
 
 class TestIndexShare(ParityTests):
-    """Layers 2 and 3 attend to the keys that layer 1 selected, layer 5 to the keys that layer 4 selected."""
-
     build = staticmethod(partial(hf_models.glm_moe_dsa, **hf_models.SHARED))
 
     def test_shared_layers_have_no_indexer_and_no_index_pages(self, models):
@@ -32,7 +30,7 @@ class TestIndexShare(ParityTests):
 
     @pytest.mark.parametrize("impl", CheckpointImpl)
     def test_checkpointed_layers_have_the_same_gradients(self, impl, tmp_path):
-        """The backward pass recomputes a layer after later layers selected keys. It must use the same keys again."""
+        """The backward pass recomputes a layer after later layers have selected other keys."""
         self.build(tmp_path)
         tokens, batch = torch.arange(71) * 97 % 251, SequenceBatch.without_cache([48, 23])
         gradients = []

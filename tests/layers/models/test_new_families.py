@@ -1,4 +1,4 @@
-"""Configurations of A.X-K2, Hy4 and Mistral Large 4: wrong fields are refused by their names."""
+"""Configurations of A.X-K2, Hy4 and Mistral Large 4: refused fields, a limit of zero, text parts, FP8 caches."""
 
 import json
 from dataclasses import replace

@@ -10,7 +10,7 @@ from dsa_layers.engine.fuse import fused
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.parallel.processes import in_ranks
 
-LENS = [150, 90]  # tiny models except V4 select 128 keys: one sequence has more, the other fewer
+LENS = [150, 90]  # more and fewer than the 128 keys that indexers select, except in V4
 TOKENS = torch.tensor([2 + i * i % 2000 for i in range(sum(LENS))])
 
 
@@ -64,7 +64,7 @@ def sharded(ranks, directory):
 
 @pytest.mark.slow
 def test_a_model_sharded_by_fsdp2_has_the_same_gradients(directory):
-    """FSDP2 averages gradients over ranks. Ranks have the same tokens, so the mean equals one process's gradients."""
+    """FSDP2 averages gradients over ranks. All ranks have the same tokens, so the mean is one process's gradient."""
     for step in in_ranks(2, sharded, directory):
         assert_same_step(step, plain(directory))
 

@@ -60,7 +60,7 @@ def test_the_model_finds_its_tensors_by_their_stored_names(directory, model_type
 
 
 def build(directory, name):
-    """Return the model with its drafter, and the names of the stored tensors that it skips without the drafter."""
+    """Return the model with its drafter, and the names of the stored tensors that it skips without a drafter."""
     config = read(directory, name)
     model = unfilled_model(config, None)
     without = {stored for stored in manifest_of(config) if model.skips(stored)}
@@ -107,8 +107,8 @@ def test_fp4_experts_take_what_their_files_take_within_2_percent(tmp_path):
 
 
 def test_glm_5_2_has_the_published_totals(tmp_path):
-    """The totals were counted over the headers of all published files. Only the biases of the gates are F32, 256 in
-    each of 76 layers: 75 layers with experts and the MTP layer."""
+    """vendored/README.md has the source of the totals. Only the gates' biases are F32, 256 in each of 76 layers: 75
+    layers with experts and the MTP layer."""
     model = unfilled_model(read(tmp_path, "glm_5_2"), None)
     manifest = manifest_of(model.config)
     sizes = {name: math.prod(shape) for name, (shape, _) in manifest.items()}

@@ -32,7 +32,7 @@ def test_a_family_outside_of_the_package_is_found_after_it_is_added(tmp_path, mo
 
 
 class Other:
-    """A wrapper of `model` that is no torch.nn.Module and of no family. It has only the attributes of `Model`."""
+    """A wrapper of `model` that is no torch.nn.Module, with the attributes of `Model`."""
 
     page_size, captures_decode = 32, False
 

@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 
 from dsa_layers.parallel.ranks import Ranks
 
-SECONDS = 400  # timeout of `in_ranks`; without it, ranks that wait for each other would never end
-# Importing these modules takes seconds. A fork server imports them once, and ranks are forks of this server.
+SECONDS = 400  # timeout of `in_ranks`: ranks that wait for each other never end
+# Importing these modules takes seconds. A fork server imports them once, and ranks are its forks.
 IMPORTED = ["torch", "torch.distributed", "dsa_layers", "dsa_layers.parallel.ranks"]
 
 

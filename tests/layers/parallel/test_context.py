@@ -18,7 +18,7 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.training.test_changed_indexer import DotProductIndexer
 from tests.layers.training.test_indexer_stage import Small
 
-# Tokens per sequence. The first sequence has more tokens than a rank gets. Only one rank gets the third, of one token.
+# Tokens per sequence. The first sequence has more tokens than a rank gets.
 LENS = [37, 5, 1, 20]
 TOP_K = 6
 TOLERANCE = 2e-5  # relative; several ranks add the same numbers in another order than one rank
@@ -58,8 +58,8 @@ CASES = [(name, own_indexer) for name in STAGES for own_indexer in (False, True)
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_train_as_one_rank_does(size):
-    """The losses and gradients are close to those of one rank, and have the same bits on all ranks. The same processes
-    run CHECKS (below), because processes take seconds to start."""
+    """Losses and gradients are close to those of one rank, and have the same bits on all ranks. The same processes run
+    CHECKS, because processes take seconds to start."""
     for (name, own_indexer), first, *others in zip(CASES, *in_ranks(size, of_a_rank), strict=True):
         assert_close(first, trained(name, ALONE, own_indexer))
         for total, gradients in others:
@@ -90,7 +90,7 @@ def check_documented_loop(ranks):
 
 
 def check_checkpointed_layers(ranks):
-    """Check that gradients are the same if the backward pass recomputes the layers, and so gathers the keys again."""
+    """Check that gradients agree if the backward pass recomputes the layers, and so gathers the keys again."""
     assert_close(trained("sparse", ranks, checkpointed=True), trained("sparse", ranks))
 
 

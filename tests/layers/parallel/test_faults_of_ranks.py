@@ -88,7 +88,8 @@ def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
 
 
 def problems_of_loading(ranks, whole, broken, other):
-    """Return {fault: `load_model`'s error}. Rank 1 lacks a tensor or memory, or its weights, GPU or dsa differ."""
+    """Return {fault: `load_model`'s error}. whole: a checkpoint. broken: `whole` without a tensor of rank 1.
+    other: a checkpoint that differs from `whole` only in values."""
 
     def load(*patches, directory=whole):
         return problem(lambda: load_model(directory, mesh=ranks, **OPTIONS), *patches)
@@ -111,7 +112,6 @@ def test_what_one_rank_finds_in_loading_all_raise(tiny_checkpoint, tmp_path):
     name = "model.layers.1.mlp.experts.7.down_proj.weight"
     whole = tiny_checkpoint("deepseek_v32", quantized=False)
     broken = changed(whole, tmp_path / "broken", lambda tensors: tensors.pop(name))
-    # This checkpoint has other values under the same names and shapes.
     write_tiny_checkpoint(tmp_path / "other", model="deepseek_v32", quantized=False, seed=7)
     first, second = in_ranks(2, problems_of_loading, whole, broken, tmp_path / "other")
     assert f"{name}: missing" in second["missing"] and first.pop("missing") == f"{second.pop('missing')} (rank 1)"

@@ -17,7 +17,7 @@ from tests.default_signals import reset_signals
 
 COMMAND = [sys.executable, "-m", "dsa_layers", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-SECONDS = 300  # timeout of each command; normally it takes a few seconds
+SECONDS = 300  # timeout; normally a command takes a few seconds
 
 
 def arguments(checkpoint, options):
@@ -36,8 +36,8 @@ def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
 
 @pytest.fixture
 def generate_here(capfd, monkeypatch):
-    """Return a function like `generate` that runs the command in this process, which saves the import of torch. With
-    --gpus 2, the command starts its ranks as other processes."""
+    """Return a function like `generate` that runs the command in this process, which saves the import of torch. The
+    command still starts ranks as other processes."""
 
     def call(checkpoint, *options, **environment):
         for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
@@ -87,7 +87,7 @@ def test_wrong_calls_are_reported_once(checkpoint, options, said, generate_here)
 
 
 def of_rank(rank, parent):
-    """Return the process id of a rank, a child of the process `parent`. Reads Linux's /proc."""
+    """Return the process id of a rank, a child of the process `parent`."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             of_parent = int((entry / "status").read_text().partition("PPid:")[2].split()[0])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; PR
 
 SECONDS = 120  # timeout; normally a command takes a few seconds
 ROOT = str(Path(__file__).parents[3])
-# The first lines of every rank's script. The script's first argument is a folder for the ranks' process ids.
+# The first lines of every rank's script. Its first argument is a folder for the ranks' process ids.
 RANK = f"""
 import os, signal, socket, sys, time
 from pathlib import Path
@@ -149,8 +149,8 @@ def test_a_killed_rank_is_named(run, capfd, name, rank, ranks, others):
 
 @pytest.mark.parametrize("other", ["write_pid(); time.sleep(600)", "note_failure('wrong'); write_pid(); wait_for(0)"])
 def test_there_is_no_line_after_what_rank_0_has_written(run, capfd, other):
-    """If rank 0 prints a cause and exits, `launch` prints nothing, even if another rank fails first with the same code.
-    After `note_failure`, rank 0 ignores the launcher's SIGTERM, so that it can print."""
+    """If rank 0 exits with the code of the rank that failed first, and this code is above 1, `launch` prints nothing.
+    After `note_failure`, rank 0 ignores the launcher's SIGTERM, so that it can print the cause."""
     source = f"""
         if rank:
             {other}

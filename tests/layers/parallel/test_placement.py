@@ -1,4 +1,4 @@
-"""The placements of a pass on several ranks: rows that ranks shard, gather and sum."""
+"""Placements of passes on several ranks: ranks shard, gather and sum rows."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def part(rank, count):
 
 
 def check_local_rows(rows, own, every):
-    """Check the local rows, bounds and angles of placement `rows`. own, every: indices of the local and of all rows."""
+    """Check the local rows, bounds and angles of placement `rows`. own, every: indices of local and all rows."""
     shared = torch.arange(5).expand(len(every), 5)  # all tokens share one row in memory
     assert torch.equal(rows.local(shared), torch.arange(5).repeat(len(own), 1))
     assert torch.equal(rows.all_gather(rows.local(shared))[0], shared)
@@ -57,7 +57,7 @@ def check_gathered_rows(rows, own, every):
 
 def sums(ranks, rows, own, every):
     """Return this rank's rows of (the sum of the ranks' parts, computed in five ways; twice this sum plus a shared part
-    and a residual). every: the indices of all rows."""
+    and a residual)."""
     count, whole_rows = len(every), Replicated(ranks)
     x = part(ranks.rank, count)
     total, doubled = rows.start_reduce(x), rows.start_reduce(2 * x)
@@ -148,7 +148,7 @@ class Noting(FirstHalf):
 
 @torch.inference_mode()
 def test_ranks_compute_while_rows_are_on_their_way(monkeypatch):
-    """The router runs while rows are gathered. The shared expert runs while ranks sum the routed experts' outputs."""
+    """The router ("choose") runs while rows are gathered, the shared expert ("product") while ranks sum outputs."""
     events = []
 
     def note(owner, name):

@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from dsa_layers.parallel.ranks import join
 
-SECONDS = 300  # timeout of each command; normally it takes a few seconds
+SECONDS = 300  # timeout; normally the test takes a few seconds
 
 
-# The script of each rank. atexit runs functions in reverse order, so the function that is registered first runs last,
-# after the rank has left the group.
+# The script of each rank. atexit runs the function that is registered first last, after the rank has left the group.
 THREADS = """
     import atexit
     import gc

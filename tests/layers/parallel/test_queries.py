@@ -1,5 +1,5 @@
-"""Attention that ranks split by queries in long passes. Each rank's rows have the same bits as in one process, and the
-ranks exchange only keys."""
+"""Attention that ranks split by queries in long passes. A rank's rows then have the same bits as in one process, and
+the ranks exchange only keys."""
 
 import contextlib
 import itertools
@@ -16,11 +16,11 @@ from dsa_layers.parallel.placement import Sharded, placement_of
 from dsa_layers.parallel.ranks import ALONE
 from tests.layers.parallel.processes import in_ranks
 
-# (new, earlier) tokens of two sequences in each pass. The first pass has fewer than 256 new tokens (SHARDED_TOKENS), so
-# all ranks have all rows. LONG: the other passes, in which each rank has half of the rows.
+# (new, earlier) tokens of two sequences in each pass. LONG: the passes with at least 256 new tokens (SHARDED_TOKENS).
+# In these, each rank has half of the rows; in the first pass, all ranks have all rows.
 PASSES = [(130, 0), (20, 0)], [(150, 130), (110, 20)], [(1, 280), (257, 130)]
 LONG = 1, 2
-# {model: number of layers that run}. In GLM-5.2 the third layer has no indexer and the fourth layer has one.
+# {model: number of layers that run}. In glm_moe_dsa, only the third of these layers has no indexer.
 LAYERS = {"deepseek_v32": 2, "deepseek_v4": 3, "glm_moe_dsa": 4}
 OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
@@ -64,8 +64,8 @@ def attended(model, ranks):
 
 @contextlib.contextmanager
 def exchanges(found):
-    """Context manager: append the bytes per row of each gather in a long pass to `found`. A sum over ranks in a long
-    pass raises TypeError."""
+    """Context manager: append the bytes per row of each gather in a long pass to `found`. `Sharded.reduce` raises
+    TypeError."""
     begin = Sharded._start_all_gather
 
     def begin_gather(rows, own, *, at_once):
@@ -100,7 +100,7 @@ def of_both(checkpoints):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", LAYERS)
 def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
-    """Rows of long passes have the bits of one process. In short passes, sums of the ranks' parts round differently."""
+    """Long passes have the bits of one process. In short passes, sums of the ranks' parts round differently."""
     expected, _ = attended(load_model(checkpoints[model], **OPTIONS[name]), ALONE)
     tolerance = {"fp32": 1e-6, "fp8": 0.01}[name]
     for (found, numbers), _ in (of_one[model, name] for of_one in of_both):
@@ -116,8 +116,8 @@ def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
 
 @pytest.mark.slow
 def test_ranks_exchange_only_keys(of_both):
-    """In each layer and long pass attention gathers once: latents in bf16. Layers of V3.2 and GLM-5.2 with an indexer
-    also send index keys in bf16. Layers of V4 with compressors also send the compressors' products in fp32."""
+    """Attention gathers once per layer and long pass: latents in bf16. Layers of V3.2 and GLM with an indexer also send
+    index keys in bf16. Layers of V4 with compressors also send the compressors' products in fp32."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
         "deepseek_v32": [latent + index] * 2,

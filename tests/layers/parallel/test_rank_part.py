@@ -31,7 +31,7 @@ def assert_equal_states(layer, expected):
 
 
 def second_half(shared_expert):
-    """Cut a shared expert, in place, to copies of the channels of the second of two ranks. Return the expert."""
+    """Cut a shared expert, in place, to the channels of the second of two ranks, and return it."""
     for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
         for parameter in shared_expert.get_submodule(name).parameters():
             parameter.data = parameter.chunk(2, dim)[1].contiguous()

@@ -1,4 +1,4 @@
-"""Models and drafters on several ranks: each has a part, results are those of one process, wrong splits are refused."""
+"""Models and drafters on several ranks: each rank has a part, and results agree with those of one process."""
 
 import contextlib
 import functools
@@ -28,8 +28,8 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "drafter": True, "progress": False}
-# The longest prompt (300 tokens) and sequence (170) are longer than index_topk (at most 128), so tokens select keys.
-# Passes of at least 256 tokens are sharded (SHARDED_TOKENS). LENGTHS and the first prefill chunk have 260 tokens each.
+# The longest prompt and the longest of LENGTHS exceed index_topk (at most 128), so tokens select keys. LENGTHS and the
+# first prefill chunk have 260 tokens each. Prefills of at least 256 tokens are sharded (SHARDED_TOKENS).
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [170, 90]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:20]]
 FUSED = "experts in one tensor"
@@ -48,7 +48,7 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tiny_checkpoint, tmp_path_factory):
-    """Return {(model, quantised): directory of the checkpoint}. Tests must not change the directories."""
+    """Return {(model, quantised): checkpoint's directory}. Tests must not change the directories."""
     made = {(model, quantized): tiny_checkpoint(model, quantized) for model, quantized in SPLITS[2] if model != FUSED}
     made[OF_THREE, False] = tmp_path_factory.mktemp("thirds")
     of_family = family("deepseek_v32")
@@ -82,8 +82,8 @@ def logits_of(model):
 
 
 def outcome(directory, **options):
-    """Return (logits, generated tokens, {weight: shape}). options: arguments of `load_model`. deepseek_v4 compresses
-    four tokens to one cache entry. Decoding runs four of the five new tokens, so each sequence completes an entry."""
+    """Return (logits, generated tokens, {weight: shape}). options: arguments of `load_model`. Decoding runs at least
+    four of the five new tokens, so each sequence of deepseek_v4 completes an entry of four tokens."""
     drafter = has_drafter(read_config(directory).model_type)
     model = load_model(directory, **OPTIONS | {"drafter": drafter} | options)
     generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2 * drafter)
@@ -92,13 +92,12 @@ def outcome(directory, **options):
     return logits_of(model), [completion.tokens for completion in completions], weights
 
 
-alone = functools.cache(outcome)  # the result of one process, which several tests expect
+alone = functools.cache(outcome)  # the result of one process
 
 
 @contextlib.contextmanager
 def multi_head_form():
-    """Context manager: sparse prefills use the multi-head form of attention (engine/attention_form.py) on a CPU too,
-    although only GPUs have a kernel for it."""
+    """Context manager: sparse prefills on a CPU use the multi-head form of attention (engine/attention_form.py)."""
     with (
         mock.patch.object(PagedAttention, "_has_multi_head_kernel", lambda *_: True),
         mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True),
@@ -152,7 +151,6 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(checkpoints
 
 
 def of_mesh(ranks, directory):
-    """Return the logits with a mesh of one dimension, and with one dimension of a mesh of two (refused as a whole)."""
     mesh = init_device_mesh("cpu", (ranks.size,))
     square = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("replicas", "heads"))
     with pytest.raises(ValueError, match=r"^mesh: must have one dimension, got 2; one of several is mesh\[its name\]"):

@@ -6,8 +6,8 @@ from unittest import mock
 
 from dsa_layers.engine import split
 
-# {way: value of split.TILE_OF_HEADS while the model is loaded}. Attention with fewer heads per rank than this value is
-# split by queries. Tiny models have 1 to 63 heads per rank: 64, the real value, splits them by queries, and 1 by heads.
+# {way: value of split.TILE_OF_HEADS while the model is loaded}. With fewer heads per rank than this value, attention is
+# split by queries. Tiny models have 1 to 63 heads per rank; the real value is 64.
 WAYS = {"queries": split.TILE_OF_HEADS, "heads": 1}
 
 

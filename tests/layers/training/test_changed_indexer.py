@@ -1,4 +1,4 @@
-"""Models generate and train with any indexer that has `top_k`, `select`, `store` and `loss`. Wrong losses fail."""
+"""Indexers other than the lightning indexer: generation, the loss `kl` of any scores, and losses that fail."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_it_selects_with_a_cache(model):
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_any_scores_and_lightning_scores_have_one_loss(stage):
-    """`kl`, given the matrix of lightning scores, equals `lightning_kl`, whose kernels never store that matrix."""
+    """`kl` of the matrix of lightning scores equals `lightning_kl`."""
     torch.manual_seed(3)
     batch = SequenceBatch.without_cache([13, 8, 1])
     tokens, heads = 22, 3

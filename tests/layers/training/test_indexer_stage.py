@@ -59,7 +59,7 @@ def test_passes_are_those_of_inference(name, top_k):
 
 
 def test_sequences_of_one_length_attend_densely_as_by_themselves():
-    """With gradients, one attention call computes all sequences of equal length. Without, each sequence has a call."""
+    """With gradients, one attention call computes all sequences of this batch. Without gradients, each has a call."""
     model, (tokens, _) = Small(100), inputs()
     batch = SequenceBatch.without_cache([11, 11, 11])
     got = model(tokens, batch)
@@ -107,7 +107,7 @@ def test_other_stages_and_models_without_an_indexer_per_layer_are_refused():
     assert_refused(without, IndexerStage, nn.Linear(2, 2), "warmup")
     with pytest.raises(RuntimeError, match="loss: no pass since"):
         IndexerStage(model, "warmup").loss()
-    for indexer, got in ((nn.ReLU(), "ReLU"), (None, "NoneType")):  # None: uses another layer's indexer
+    for indexer, got in ((nn.ReLU(), "ReLU"), (None, "NoneType")):  # None: shares another layer's selection
         model.layers[1].indexer = indexer
         message = f"model: each attention layer must have an indexer of its own, with a method `loss`, got {got}"
         assert_refused(message, IndexerStage, model, "sparse")
@@ -115,7 +115,7 @@ def test_other_stages_and_models_without_an_indexer_per_layer_are_refused():
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_a_drafter_is_left_out_unless_asked_for(name):
-    """Passes of the model do not run the drafter, but DDP requires a gradient of every parameter in every pass."""
+    """A pass of the model does not run the drafter, so the drafter's indexer would get no gradient."""
     model, (tokens, batch) = Small(6), inputs()
     model.drafter = model._layer(6)
     wrapped = nn.Sequential(model)  # a wrapper like DDP
@@ -134,7 +134,7 @@ def test_a_drafter_is_left_out_unless_asked_for(name):
 
 
 def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
-    """Without drafter=True, the drafter refuses a rank's share of the tokens: it would see only the share's keys."""
+    """Without drafter=True, the drafter refuses a rank's share of the tokens."""
     model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, drafter=True, progress=False)
     tokens = torch.arange(31)
     for drafter in (False, True):
@@ -225,8 +225,8 @@ def test_wrapped_layers_are_found_once(wrap):
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 @pytest.mark.parametrize("parameter", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.bias"])
 def test_an_indexer_without_numbers_has_no_loss(name, parameter):
-    """NaN scores give a NaN loss. In the sparse stage, tokens with NaN scores select no key, and the loss op returns 0,
-    as for a perfect indexer. `SparseAttention` replaces this 0 by NaN."""
+    """In the sparse stage, a token with only NaN scores selects no key. The loss op then returns 0, as for a perfect
+    indexer; `SparseAttention` replaces this 0 by NaN."""
     model, (tokens, batch) = Small(6), inputs()
     with torch.no_grad():
         model.layers[0].indexer.get_parameter(parameter).fill_(torch.nan)
@@ -268,7 +268,6 @@ def test_the_functions_of_the_documentation():
 
 
 def test_the_example_of_the_docstring():
-    """The example runs unchanged, and all trainable parameters get a gradient."""
     example = re.search(r"\n\n((?: {8}.*\n|\n)+)", IndexerStage.__doc__)[1]
     names = {}
     exec(textwrap.dedent(example), names)
