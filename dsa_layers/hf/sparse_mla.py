@@ -29,6 +29,7 @@ class IndexerInPlace(HeadWeightsInPlace):
     """
 
     quantize = False
+    q_input_norm = softmax_scaling = None  # transformers' indexers have none
     rope: ClassVar[dict[str, Any]]
     workspace, accumulators = WORKSPACE, SCORE_ACCUMULATORS
     top_k = alias("index_topk")
@@ -39,7 +40,8 @@ class SparseMLAInPlace(AttentionInPlace):
     that this class overrides both."""
 
     indexer_stage: ClassVar[None] = None  # inside an `IndexerStage`, this stage
-    gate = gate_proj = sinks = None  # transformers' layers have none
+    gate = gate_proj = sinks = softmax_scaling = None  # transformers' layers have none
+    has_rope = True
     n_heads = alias("num_heads")
     nope_dim = alias("qk_nope_head_dim")
     rope_dim = alias("qk_rope_head_dim")

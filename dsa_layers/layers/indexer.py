@@ -271,18 +271,19 @@ class LightningIndexer(KeySelection):
         self.softmax_scaling = PositionScaling(n_heads) if position_scaling else None
 
     def project(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, positions: torch.Tensor
+        self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]), not quantised, with gradients."""
+        """Return (q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]), not quantised, with gradients.
+        positions: int64 [T], needed with `position_scaling`."""
         q = self.queries(qr, positions).unflatten(-1, (self.n_heads, self.head_dim))
         return dsa.apply_rotary(q, *rope, **self.rope), self.keys(self.wk(x), rope), self.head_weights(x)
 
-    def queries(self, qr: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the index queries [T, n_heads * head_dim] before rope. positions: int64 [T]."""
+    def queries(self, qr: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Return the index queries [T, n_heads * head_dim] before rope. positions: see `project`."""
         q = self.wq_b(qr if self.q_input_norm is None else self.q_input_norm(qr))
         return self.scaled(q, positions)
 
-    def scaled(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def scaled(self, q: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Apply `position_scaling`, if the indexer has it, to q [T, n_heads * head_dim]."""
         if self.softmax_scaling is None:
             return q
