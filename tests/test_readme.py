@@ -57,7 +57,7 @@ def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (DOCS / "reference" / "cli.md").read_text()
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", text, re.M)]
-    assert [command[0] for command in commands] == ["tiny", "generate"] * 6
+    assert [command[0] for command in commands] == ["tiny", "generate"] * 7
     for command in commands:
         short = ["--max-tokens", "2", "--device", "cpu"] if command[0] == "generate" else []
         assert main(command + short) == 0, capsys.readouterr().err

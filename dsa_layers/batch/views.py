@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -116,6 +117,27 @@ class EntryView(SelectableKeys):
         return self.batch.sequences
 
 
+BLOCK_TOKENS = 1024  # the most new tokens of a `WindowBlocks` block
+
+
+class WindowBlocks(NamedTuple):
+    """The new tokens of a pass in blocks of consecutive tokens of a sequence. All tokens of a block attend to the same
+    rows of keys, under a mask.
+
+    rows       int64 [N]: the rows, after sorting by `WindowView.order`, of the blocks' keys, block after block
+    cu_tokens  int32 [blocks + 1]: the first new token of each block, then the number of new tokens
+    cu_keys    int32 [blocks + 1]: where each block's keys begin in `rows`, then N
+    most       the largest number of keys of a block
+    bits       the mask, a result of `dsa.selection_bits`
+    """
+
+    rows: torch.Tensor
+    cu_tokens: torch.Tensor
+    cu_keys: torch.Tensor
+    most: int
+    bits: torch.Tensor
+
+
 @dataclass(frozen=True)
 class WindowView:
     """The cache slots that the sliding windows of a batch read and write.
@@ -180,6 +202,22 @@ class WindowView:
             return self.batch.cu_query_lens
         lens = [before + new for before, new in zip(self.earlier_lens, self.batch.query_lens)]
         return packing.offsets(lens, self.batch.device)
+
+    @cached_property
+    def blocks(self) -> WindowBlocks:
+        """The blocks of the new tokens. A block's keys are those that any of its tokens sees."""
+        begins, ends, tokens, first = [], [], [], 0
+        for earlier, new in zip(self.earlier_lens, self.batch.query_lens):
+            for done in range(0, new, BLOCK_TOKENS):
+                tokens.append(min(BLOCK_TOKENS, new - done))
+                begins.append(first + max(earlier + done - self.window + 1, 0))
+                ends.append(first + earlier + done + tokens[-1])
+            first += earlier + new
+        device, lens = self.batch.device, [end - begin for begin, end in zip(begins, ends)]
+        most = max(lens, default=0)
+        bits = dsa.selection_bits(self.indices, packing.repeated(begins, tokens, device), most)
+        bounds = packing.offsets(tokens, device), packing.offsets(lens, device)
+        return WindowBlocks(packing.ranges(begins, ends, device), *bounds, most, bits)
 
     @cached_property
     def indices(self) -> torch.Tensor:

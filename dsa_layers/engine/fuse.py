@@ -20,6 +20,7 @@ from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
 from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor, PagedIndexer
+from dsa_layers.engine.paged_window_attention import PagedWindowAttention
 from dsa_layers.engine.split import SplitDeepseekV4, make_parts
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
@@ -29,6 +30,7 @@ from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SoftmaxRouter, SqrtSoftplusRouter, SwiGLU
+from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
@@ -39,6 +41,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     CompressedIndexer: PagedCompressedIndexer,
     Compressor: PagedCompressor,
     DSAAttention: PagedAttention,
+    WindowAttention: PagedWindowAttention,
     DecoderBlock: FusedDecoderBlock,
     DeepseekV4ForCausalLM: SplitDeepseekV4,
     HYV4DecoderBlock: FusedHYV4Block,
@@ -54,7 +57,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 _PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
     CompressedAttention: {"compressor": (PagedCompressor, type(None))},
     CompressedIndexer: {"compressor": (PagedCompressor,)},
-    DecoderBlock: {"self_attn": (PagedAttention,), "mlp": (FusedSwiGLU, FusedMoE)},
+    DecoderBlock: {"self_attn": (PagedAttention, PagedWindowAttention), "mlp": (FusedSwiGLU, FusedMoE)},
     HYV4DecoderBlock: {"self_attn": (PagedAttention,), "mlp": (FusedSwiGLU, FusedMoE)},
     HyperDecoderBlock: {
         "attn": (PagedCompressedAttention,),

@@ -81,7 +81,7 @@ def norm_and_cast(
     if use_ue8m0 is None:
         h = x if residual is None else residual + x
         return h, norm(h), None
-    rest = norm.weight.float(), norm.eps, use_ue8m0
+    rest = norm.gain, norm.eps, use_ue8m0
     if residual is None:
         y, *cast = dsa.rms_norm_cast_to_fp8(x, *rest)
         return x, y, tuple(cast)

@@ -213,7 +213,7 @@ class PagedAttention(DSAAttention):
         if stored is not None:
             cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
             return self.o_proj.multiply(cast, x.dtype), selected
-        return self._output(_by_head(attended, w_uv.mT), gate), selected
+        return self._output(by_head(attended, w_uv.mT), gate), selected
 
     def _latents(self, x: torch.Tensor, cast: Cast | None, step: AttentionPass) -> Latents:
         indexes = (step.sparse or step.cache is not None) and isinstance(self.indexer, PagedIndexer)
@@ -239,7 +239,7 @@ class PagedAttention(DSAAttention):
                 readers = readers[1:]
             _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
         gathered = [*step.placement.all_gather(*made, *keys)]
-        kv = self._with_rope_channels(gathered.pop(0)) if made else None
+        kv = self._key_inputs(gathered.pop(0)) if made else None
         return Latents(qr, q_latent, cast, kv, gathered[0] if gathered else None, weights)
 
     def _project_queries(
@@ -319,7 +319,7 @@ class PagedAttention(DSAAttention):
             dsa.write_kv_cache(kv, *pages)
             return kv if keep else None
         rows = torch.empty_like(kv) if keep else None
-        dsa.write_mla_cache(kv, norm.weight.float(), *step.angles, *pages, eps=norm.eps, out=rows)
+        dsa.write_mla_cache(kv, norm.gain, *step.angles, *pages, eps=norm.eps, out=rows)
         return rows
 
     def _lacks_dense_decode(self, x: torch.Tensor) -> bool:
@@ -356,7 +356,7 @@ class PagedAttention(DSAAttention):
     ) -> torch.Tensor:
         """Return [T, heads, latent + rope]: q_nope W_UK, and q_pe after rope."""
         q = q_nope.new_empty(*q_nope.shape[:2], self.kv_lora_rank + self.rope_dim)
-        _by_head(q_nope, w_uk, q[..., : self.kv_lora_rank])
+        by_head(q_nope, w_uk, q[..., : self.kv_lora_rank])
         dsa.apply_rotary(q_pe, *step.query_angles, interleaved=True, out=q[..., self.kv_lora_rank :])
         return q
 
@@ -465,7 +465,7 @@ class PagedAttention(DSAAttention):
         return (out * (lse - self.sinks).sigmoid()[..., None]).to(out.dtype)
 
 
-def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply x [T, heads, I] by weights [heads, I, O] per head and return [T, heads, O]; write to `out` if given."""
     if out is None:
         out = x.new_empty(*x.shape[:2], weights.shape[-1])

@@ -43,6 +43,7 @@ class ShardingPlan:
                 submodule for all its parameters, or "" for all parameters of the layer
     counts      {attribute: the noun in error messages}, such as {"n_heads": "attention heads"}, for the attributes that
                 `split` divides by the number of ranks
+    unquantised  the parameters and submodules of dim0 that are never FP8
     blocks      whether a cut could go through a 128 x 128 block of FP8 weights. False for embedding and head, which are
                 never FP8, and for experts, which `split` cuts between experts
     replicated  whether each rank has the whole layer. In long prefills (SHARDED_TOKENS in parallel/placement.py) a rank
@@ -53,13 +54,17 @@ class ShardingPlan:
     dim0: tuple[str, ...] = ()
     dim1: tuple[str, ...] = ()
     counts: Mapping[str, str] = field(default_factory=dict)
+    unquantised: tuple[str, ...] = ()
     blocks: bool = True
     replicated: bool = False
 
 
 PLANS: dict[type[nn.Module], ShardingPlan] = {
     DSAAttention: ShardingPlan(
-        ("q_b_proj", "kv_b_proj", "gate_proj", "sinks", "softmax_scaling"), ("o_proj",), {"n_heads": "attention heads"}
+        ("q_b_proj", "kv_b_proj", "gate_proj", "sinks", "softmax_scaling"),
+        ("o_proj",),
+        {"n_heads": "attention heads"},
+        ("gate_proj",),
     ),
     CompressedAttention: ShardingPlan(
         ("wq_b", "attn_sink", "wo_a"),
@@ -169,7 +174,8 @@ def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
                 kind = "columns" if dim else "rows"
                 if whole[dim] % ranks:
                     raise _does_not_divide(ranks, f"{whole[dim]} {kind}", full_name)
-                if blocks and plan.blocks and parameter.dim() == 2 and whole[dim] // ranks % BLOCK:
+                has_blocks = blocks and plan.blocks and name.partition(".")[0] not in plan.unquantised
+                if has_blocks and parameter.dim() == 2 and whole[dim] // ranks % BLOCK:
                     count = -(-whole[dim] // BLOCK)
                     raise _does_not_divide(ranks, f"{count} blocks of {BLOCK} {kind}", full_name)
             if not plan.replicated:

@@ -28,8 +28,12 @@ class RMSNormInPlace:
 
     eps = alias("variance_epsilon")
 
+    @property
+    def gain(self) -> torch.Tensor:
+        return self.weight.float()
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return dsa.rms_norm(hidden_states, self.weight.float(), self.eps)
+        return dsa.rms_norm(hidden_states, self.gain, self.eps)
 
 
 class HeadWeightsInPlace:

@@ -40,7 +40,7 @@ class SparseMLAInPlace(AttentionInPlace):
     that this class overrides both."""
 
     indexer_stage: ClassVar[None] = None  # inside an `IndexerStage`, this stage
-    gate = gate_proj = sinks = softmax_scaling = None  # transformers' layers have none
+    gate = gate_proj = sinks = softmax_scaling = k_rope_only_layernorm = None  # transformers' layers have none
     has_rope = True
     n_heads = alias("num_heads")
     nope_dim = alias("qk_nope_head_dim")

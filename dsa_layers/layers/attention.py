@@ -16,7 +16,7 @@ from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.position_scaling import PositionScaling
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
-Gate = Literal["x", "queries"]
+Gate = Literal["x", "heads", "queries"]
 
 
 class DSAAttention(nn.Module):
@@ -31,7 +31,8 @@ class DSAAttention(nn.Module):
     Attention to all keys computes k_h and v_h. Attention to selected keys reads only c and k_pe, one key for all heads:
     it multiplies the queries by W_UK and the outputs by W_UV (absorption).
     A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
-    y = W_O [o_h]. With a gate, o_h is multiplied by sigmoid(g_h) first. gate="x": g = W_G x. gate="queries": W_UQ reads
+    y = W_O [o_h]. With a gate, o_h is multiplied by sigmoid(g_h) first. gate="x": g = W_G x. gate="heads": the same,
+    with one g_h per head. gate="queries": W_UQ reads
     [RMSNorm(W_DQ x) | W_DQ x], and also returns g_h. With `sinks`, the softmax of head h has one more logit, sink_h,
     without a value. With `shares_latents`, the layer has no W_DKV and attends to the latents of an earlier layer.
 
@@ -73,6 +74,8 @@ class DSAAttention(nn.Module):
         rope: bool = True,
         position_scaling: bool = False,
         shares_latents: bool = False,
+        scale_latents: bool = False,
+        norm_rope_keys: bool = False,
         eps: float = 1e-6,
         fp8: bool = False,
         dtype: torch.dtype | None = None,
@@ -88,10 +91,11 @@ class DSAAttention(nn.Module):
         check_number("softmax_scale", 1.0 if softmax_scale is None else softmax_scale)
         check_number("eps", eps, 0)
         if gate is not None:
-            check_choice("gate", gate, ("x", "queries"))
+            check_choice("gate", gate, ("x", "heads", "queries"))
             if gate == "queries" and q_lora_rank is None:
-                raise ValueError("gate: must be None or 'x' with q_lora_rank=None, got 'queries'")
+                raise ValueError("gate: must be None, 'x' or 'heads' with q_lora_rank=None, got 'queries'")
         flags = {"sinks": sinks, "rope": rope, "position_scaling": position_scaling, "shares_latents": shares_latents}
+        flags |= {"scale_latents": scale_latents, "norm_rope_keys": norm_rope_keys}
         for name, flag in flags.items():
             check_flag(name, flag)
         self.n_heads, self.q_lora_rank, self.kv_lora_rank = n_heads, q_lora_rank, kv_lora_rank
@@ -102,7 +106,7 @@ class DSAAttention(nn.Module):
         self.q_a_proj = self.q_a_layernorm = self.kv_a_proj_with_mqa = self.kv_a_layernorm = None
         if q_lora_rank is not None:
             self.q_a_proj = make_linear(hidden, q_lora_rank, **options)
-            self.q_a_layernorm = RMSNorm(q_lora_rank, eps)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, eps, (hidden / q_lora_rank) ** 0.5 if scale_latents else 1.0)
         rope_rows = rope_dim if rope else 0
         q_inputs, q_outputs = hidden if q_lora_rank is None else q_lora_rank, nope_dim + rope_rows
         if gate == "queries":
@@ -110,10 +114,12 @@ class DSAAttention(nn.Module):
         self.q_b_proj = make_linear(q_inputs, n_heads * q_outputs, **options)
         if not shares_latents:
             self.kv_a_proj_with_mqa = make_linear(hidden, kv_lora_rank + rope_rows, **options)
-            self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps)
+            self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps, (hidden / kv_lora_rank) ** 0.5 if scale_latents else 1.0)
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
-        self.register_module("gate_proj", Linear(hidden, n_heads * v_dim, dtype=dtype) if gate == "x" else None)
+        self.k_rope_only_layernorm = RMSNorm(rope_dim, eps) if norm_rope_keys else None
+        gate_rows = {"x": n_heads * v_dim, "heads": n_heads}.get(gate)
+        self.register_module("gate_proj", gate_rows and Linear(hidden, gate_rows, dtype=dtype))
         self.register_parameter("sinks", nn.Parameter(torch.zeros(n_heads, dtype=torch.float32)) if sinks else None)
         self.register_module("softmax_scaling", PositionScaling(n_heads) if position_scaling else None)
         if indexer is not None:
@@ -139,7 +145,7 @@ class DSAAttention(nn.Module):
         if self.kv_a_proj_with_mqa is None:
             kv = read_latents(cache)
         else:
-            kv = self._norm_and_rotate(self._with_rope_channels(self.kv_a_proj_with_mqa(x)), rope)
+            kv = self._norm_and_rotate(self._key_inputs(self.kv_a_proj_with_mqa(x)), rope)
             if cache is not None:
                 cache.latents = kv
         if self.indexer_stage is not None:
@@ -184,6 +190,14 @@ class DSAAttention(nn.Module):
     def _with_rope_channels(self, x: torch.Tensor) -> torch.Tensor:
         """Return x, with zeros as rope channels in a layer without rope."""
         return x if self.has_rope else nn.functional.pad(x, (0, self.rope_dim))
+
+    def _key_inputs(self, kv: torch.Tensor) -> torch.Tensor:
+        """Return the argument of `_norm_and_rotate` from the outputs of kv_a_proj_with_mqa."""
+        kv = self._with_rope_channels(kv)
+        if self.k_rope_only_layernorm is None:
+            return kv
+        latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
+        return torch.cat((latent, self.k_rope_only_layernorm(k_pe)), -1)
 
     def _output(self, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """Apply the gate to attention's values [T, heads, v_dim], and return y [T, hidden]."""

@@ -13,11 +13,18 @@ class RMSNorm(nn.RMSNorm):
     x [..., dim] is bf16, fp16 or fp32, and y has x's dtype. Parameter: weight [dim], fp32.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+    def __init__(self, dim: int, eps: float = 1e-6, scale: float = 1.0) -> None:
         super().__init__(dim, eps, dtype=torch.float32)
+        self.scale = scale
+
+    @property
+    def gain(self) -> torch.Tensor:
+        """scale * weight, fp32 [dim]."""
+        weight = self.weight.float()
+        return weight if self.scale == 1 else weight * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return dsa.rms_norm(x, self.weight.float(), self.eps)
+        return dsa.rms_norm(x, self.gain, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -4,7 +4,7 @@ Source: DeepSeek-V3.2's report (arXiv 2512.02556) and inference code.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dsa_layers.batch.token_batch import TokenBatch, check_pass
-from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
+from dsa_layers.cache.kv_cache import LatentStore, LayerCache, PagedKVCache
 from dsa_layers.config.fields import Fields, computed, each_of, integer, one_of, only
 from dsa_layers.config.model_config import ModelConfig, RopeConfig, read_rope
 from dsa_layers.layers.attention import DSAAttention
@@ -21,7 +21,7 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import make_rotary, yarn_mscale
+from dsa_layers.layers.rope import Angles, make_rotary, yarn_mscale
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
@@ -47,6 +47,7 @@ class DeepseekV32Config(ModelConfig):
     ignores_key_value_heads: ClassVar[bool] = False  # whether num_key_value_heads may have any value
     # The argument `sources` of `PagedKVCache`. It has no annotation, so that a subclass can declare it as a field.
     latent_sources = None
+    ignores_head_dim: ClassVar[bool] = False  # whether head_dim may have any value
     model_type: ClassVar[str] = "deepseek_v32"
     checked: ClassVar[dict[str, Any]] = ModelConfig.checked | {
         "ep_size": only(1),
@@ -86,14 +87,13 @@ class DeepseekV32Config(ModelConfig):
         fields.read("num_key_value_heads", heads)
         fields.read("qk_head_dim", only(nope + rope))
         # Configurations disagree on which channels head_dim counts. No code here uses its value.
-        fields.read("head_dim", one_of(rope, nope, nope + rope, default=None))
+        counted = integer(default=None) if self.ignores_head_dim else one_of(rope, nope, nope + rope, default=None)
+        fields.read("head_dim", counted)
         fields.require(rope % 2 == 0, "qk_rope_head_dim", "an even number")
         fields.require(rope <= self.index_head_dim, "index_head_dim", f"at least qk_rope_head_dim={rope}")
         fields.require(dense <= layers, "first_k_dense_replace", f"at most num_hidden_layers={layers}")
         fields.read("mlp_layer_types", only(["dense"] * dense + ["sparse"] * (layers - dense)))
-        # transformers 5.24 writes the first name.
-        names = "indexed_attention", "deepseek_sparse_attention"
-        fields.read("layer_types", one_of(*([name] * layers for name in names), default=None))
+        self.check_layer_types(fields)
 
         groups, chosen = self.n_group, self.topk_group
         fields.require(self.n_routed_experts % groups == 0, "n_routed_experts", f"a multiple of n_group={groups}")
@@ -102,6 +102,12 @@ class DeepseekV32Config(ModelConfig):
         fields.require(chosen <= groups, "topk_group", f"at most n_group={groups}")
         fits = self.num_experts_per_tok <= chosen * of_group
         fields.require(fits, "num_experts_per_tok", f"at most {chosen * of_group}, of {chosen} groups")
+
+    def check_layer_types(self, fields: Fields) -> None:
+        """Check the field layer_types, in which all layers are of one kind."""
+        # transformers 5.24 writes the first name.
+        names = "indexed_attention", "deepseek_sparse_attention"
+        fields.read("layer_types", one_of(*([name] * self.num_hidden_layers for name in names), default=None))
 
 
 def read_dense_layers(fields: Fields, known: SimpleNamespace) -> int:
@@ -243,11 +249,20 @@ class DeepseekV32Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         check_pass(tokens, batch, cache)
-        cos, sin = self.rotary(batch.positions)
+        angles, stores = self.layer_angles(batch.positions), self.latent_stores()
         x, selected = self.embed(tokens), None
         for i, layer in enumerate(self.layers):
-            x, selected = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selected)
+            latents = stores[i] if cache is None else cache.layer(i)
+            x, selected = layer(x, *angles[i], batch, latents, selected)
         return self.collapse(x)
+
+    def layer_angles(self, positions: torch.Tensor) -> Sequence[Angles]:
+        """Return each layer's (cos, sin), fp32 [T, rope_dim / 2]. positions: int64 [T]."""
+        return (self.rotary(positions),) * len(self.layers)
+
+    def latent_stores(self) -> Sequence[LatentStore | None]:
+        """Return each layer's argument `cache` in a pass without a cache."""
+        return (None,) * len(self.layers)
 
     def make_layer(self, config: DeepseekV32Config, precision: Precision, layer: int) -> DecoderBlock:
         """Return the block with the number `layer`."""

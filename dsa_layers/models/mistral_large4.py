@@ -9,18 +9,18 @@ Source: `MistralLarge4` of transformers 5, and its conversion of published tenso
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
 
-from dsa_layers.batch.token_batch import TokenBatch, check_pass
-from dsa_layers.cache.kv_cache import LatentStore, PagedKVCache
+from dsa_layers.cache.kv_cache import LatentStore
 from dsa_layers.config.fields import Fields, computed, integer, integers, number, one_of, only
 from dsa_layers.config.model_config import THETA, RopeConfig, read_yarn
 from dsa_layers.layers.moe import MoE, SoftmaxRouter, SwiGLU
-from dsa_layers.layers.rope import LearnedRotaryEmbedding, make_rotary
+from dsa_layers.layers.rope import Angles, LearnedRotaryEmbedding, make_rotary
 from dsa_layers.models.deepseek_v32 import (
     FP8_BLOCKS,
     TINY_CHANGES,
@@ -132,18 +132,14 @@ class MistralLarge4Model(DeepseekV32Model):
     def make_layer(self, config: MistralLarge4Config, precision: Precision, layer: int) -> DecoderBlock:
         return decoder_block(config, precision, layer)
 
-    def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
-        check_pass(tokens, batch, cache)
-        angles = self.rotary(batch.positions)
-        # Rotation by these angles changes nothing.
-        unrotated = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+    def layer_angles(self, positions: torch.Tensor) -> Sequence[Angles]:
+        cos, sin = self.rotary(positions)
+        unrotated = torch.ones_like(cos), torch.zeros_like(sin)  # rotation by these angles changes nothing
+        return [(cos, sin) if has_rope else unrotated for has_rope in self._rope_layers]
+
+    def latent_stores(self) -> Sequence[LatentStore | None]:
         stores = {source: LatentStore() for layer, source in enumerate(self._sources) if source != layer}
-        x, selected = self.embed(tokens), None
-        for i, layer in enumerate(self.layers):
-            rope = angles if self._rope_layers[i] else unrotated
-            latents = stores.get(self._sources[i]) if cache is None else cache.layer(i)
-            x, selected = layer(x, *rope, batch, latents, selected)
-        return self.collapse(x)
+        return [stores.get(source) for source in self._sources]
 
 
 # (pattern, replacement) for `re.sub`, in this order, from published names and names of transformers 5 to the model's

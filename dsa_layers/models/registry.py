@@ -5,6 +5,7 @@ FAMILIES = {
     "axk2": "dsa_layers.models.axk2",
     "deepseek_v32": "dsa_layers.models.deepseek_v32",
     "deepseek_v4": "dsa_layers.models.deepseek_v4",
+    "dots3_note": "dsa_layers.models.dots3_note",
     "glm_moe_dsa": "dsa_layers.models.glm_moe_dsa",
     "hy_v4": "dsa_layers.models.hy_v4",
     "hy_v4_vl": "dsa_layers.models.hy_v4_vl",
@@ -13,6 +14,8 @@ FAMILIES = {
 # {model_type of a configuration whose object text_config describes the text model, or of this object: the text model's
 # family}
 TEXT_OF = {
+    "dots3_note": "dots3_note",
+    "dots3_note_text": "dots3_note",
     "hy_v4_vl": "hy_v4_vl",
     "hy_v4_vl_text": "hy_v4_vl",
     "mistral_large4": "mistral_large4",

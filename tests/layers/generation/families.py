@@ -1,4 +1,5 @@
-"""The families of models, as parameters of tests. The families that share most code with DeepSeek-V3.2 are slow."""
+"""The families of models, as parameters of tests. Tests of SLOW, families that share most code with one of the others,
+are marked slow."""
 
 import pytest
 
@@ -10,7 +11,7 @@ def has_drafter(name):
     return family(name).drafter is not None
 
 
-SLOW = "axk2", "glm_moe_dsa", "hy_v4_vl", "mistral_large4"
+SLOW = "axk2", "dots3_note", "glm_moe_dsa", "hy_v4_vl", "mistral_large4"
 
 
 def parameters(families):

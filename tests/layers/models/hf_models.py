@@ -110,6 +110,21 @@ def mistral_large4(directory: Path, **changes):
     return _draw_and_save("MistralLarge4", of_model, directory, kind="ForConditionalGeneration")
 
 
+def dots3_note(directory: Path, **changes):
+    """Save a random Dots3NoteForCausalLM in fp32 to `directory` and return it. Layers 1 and 3 have a window."""
+    fields = _NEWER | {
+        "num_hidden_layers": 5, "n_group": 1, "qk_nope_head_dim": 16, "v_head_dim": 24, "bos_token_id": 0,
+        "pad_token_id": None, "shared_experts_intermediate_size": 32, "head_dim": 32,
+        "layer_types": [
+            "indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention", "indexed_attention",
+        ],
+        "sliding_window": 11, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 48, "swa_head_dim": 40, "swa_qk_nope_head_dim": 24, "swa_v_head_dim": 20,
+        "swa_qk_rope_head_dim": 16,
+    }  # fmt: skip
+    return _draw_and_save("Dots3Note", fields | changes, directory, config="Dots3NoteTextConfig")
+
+
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
     """Save a random DeepseekV4ForCausalLM in fp32 to `directory` and return it. It has every kind of layer, and the
     first two layers choose experts by token id (tid2eid). original_format: save under the published tensor names."""
@@ -129,11 +144,11 @@ def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
     return _draw_and_save("DeepseekV4", fields | changes, directory, save_original_format=original_format)
 
 
-def _draw_and_save(family: str, fields: dict, directory: Path, kind: str = "ForCausalLM", **options):
+def _draw_and_save(family: str, fields: dict, directory: Path, kind="ForCausalLM", config=None, **options):
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**fields)
+    config = getattr(transformers, config or f"{family}Config")(**fields)
     model = getattr(transformers, f"{family}{kind}")(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "layernorm.weight", "softmax_scaling.bias")):

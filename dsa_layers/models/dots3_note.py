@@ -1,0 +1,274 @@
+"""dots3-note's text model: layers with an indexer, and layers with a sliding window and wider latents.
+
+By default, layers 0, 1, 5, 9, ... have an indexer. In both kinds of layers the norms of latents multiply by a further
+sqrt(hidden_size / rank), rope keys have a norm, and each head has a gate.
+Source: `Dots3Note` of transformers 5.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from dsa_layers.cache.windowed_kv_cache import WindowedKVCache
+from dsa_layers.config.fields import Declared, Fields, anything, computed, each_of, integer, number, only
+from dsa_layers.config.model_config import THETA, RopeConfig
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.rope import Angles, make_rotary
+from dsa_layers.layers.window_attention import WindowAttention
+from dsa_layers.models.deepseek_v32 import (
+    FP8_BLOCKS,
+    TINY_CHANGES,
+    DecoderBlock,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    DeepseekV32Model,
+    attention,
+    cache_layers,
+    mlp,
+    read_dense_layers,
+)
+from dsa_layers.models.family import Family, PublishedFormat, TinyFields
+from dsa_layers.models.precision import Precision
+
+_WINDOW, _FULL = "sliding_attention", "indexed_attention"  # layer_types of transformers 5
+_LISTED = _FULL, "full_attention", _WINDOW  # published files name layers with an indexer by the second
+
+
+@dataclass(frozen=True)
+class WindowConfig(Declared):
+    """The sizes of the layers with a window, the base of their rope, and the window in tokens."""
+
+    num_attention_heads: int = integer()
+    q_lora_rank: int = integer()
+    kv_lora_rank: int = integer()
+    qk_nope_head_dim: int = integer()
+    qk_rope_head_dim: int = integer()
+    v_head_dim: int = integer()
+    rope_theta: float = number()
+    window: int = integer()
+
+
+_SIZES = "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"
+
+
+def _read_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...]:
+    """Read which layers have a window."""
+    layers = known.num_hidden_layers
+    listed = fields.read("layer_types", each_of(*_LISTED, counts={layers: "num_hidden_layers"}))
+    if listed is None:
+        return tuple(i >= 2 and i % 4 != 1 for i in range(layers))
+    return tuple(kind == _WINDOW for kind in listed)
+
+
+def _read_rope(fields: Fields, known: SimpleNamespace, kind: str = _FULL, name: str = "rope_theta") -> RopeConfig:
+    """Read the rope of layers of a `kind`: the published field `name`, or transformers' object for the kind in
+    rope_parameters."""
+    nested = fields.object("rope_parameters")
+    if nested is None:
+        return RopeConfig(fields.read(name, THETA), None)
+    of_kind = nested.object(kind)
+    nested.require(of_kind is not None, kind, "an object")
+    of_kind.read("rope_type", only("default"))
+    of_kind.read("partial_rotary_factor", anything())  # rope channels / all channels of a head
+    theta = of_kind.read("rope_theta", THETA)
+    of_kind.reject_unread()
+    return RopeConfig(theta, None)
+
+
+def _read_window(fields: Fields, known: SimpleNamespace) -> WindowConfig | None:
+    """Read the sizes of the layers with a window: published files have fields with the prefix "swa_", files of
+    transformers 5 the object per_layer_config with the values that differ from those of the other layers."""
+    if not any(known.windowed):
+        return None
+    name = "sliding_window" if "sliding_window" in fields else "sliding_window_size"
+    found = {"window": fields.read(name, integer())}
+    found["rope_theta"] = _read_rope(fields, known, _WINDOW, "swa_rope_theta").theta
+    by_layer = fields.object("per_layer_config")
+    for size in _SIZES:
+        if by_layer is None:
+            found[size] = fields.read(f"swa_{size}", integer())
+            continue
+        values = {
+            _of_layer(by_layer, i, size, getattr(known, size)) for i, windowed in enumerate(known.windowed) if windowed
+        }
+        fields.require(len(values) == 1, "per_layer_config", f"one {size} for all layers with a window")
+        (found[size],) = values
+    found["qk_rope_head_dim"] = known.qk_rope_head_dim
+    if by_layer is None:
+        heads = found["num_attention_heads"]
+        fields.read("swa_num_key_value_heads", only(heads))
+        rope = fields.read("swa_qk_rope_head_dim", integer(default=None))
+        head = fields.read("swa_head_dim", integer())
+        found["qk_rope_head_dim"] = head - found["qk_nope_head_dim"] if rope is None else rope
+        fields.require(found["qk_rope_head_dim"] == known.qk_rope_head_dim, "swa_head_dim", "swa_qk_nope_head_dim and "
+                       f"{known.qk_rope_head_dim} channels with rope, as in the other layers")  # fmt: skip
+    return WindowConfig(**found)
+
+
+def _of_layer(by_layer: Fields, layer: int, size: str, default: int) -> int:
+    own = by_layer.object(str(layer))
+    return default if own is None else own.read(size, integer(default=default))
+
+
+@dataclass(frozen=True)
+class Dots3NoteConfig(DeepseekV32Config):
+    """The fields of DeepSeek-V3.2's configuration, for the layers with an indexer, and these:
+
+    windowed   for each layer, whether it has a window (layer_types)
+    of_window  the sizes of these layers; None if there are none
+    """
+
+    model_type: ClassVar[str] = "dots3_note"
+    ignores_head_dim: ClassVar[bool] = True
+    latent_norm_eps = property(lambda self: self.rms_norm_eps)
+    checked: ClassVar[dict[str, Any]] = DeepseekV32Config.checked | {
+        "apply_mla_qkv_lora_rescale": only(True),
+        "attention_gate_type": only("headwise"),
+        "swa_attention_gate_type": only("headwise"),
+        "use_dsa": only(True),
+        "use_sliding_window": only(True),
+    }
+
+    first_k_dense_replace: int = computed(read_dense_layers)
+    n_group: int = integer(default=1)
+    topk_group: int = integer(default=1)
+    rope: RopeConfig = computed(_read_rope)
+    indexer_rope_interleave: bool = only(True)
+    windowed: tuple[bool, ...] = computed(_read_layers)
+    indexer_types: tuple[str, ...] = computed(lambda fields, known: ("full",) * known.num_hidden_layers)
+    of_window: WindowConfig | None = computed(_read_window)
+
+    def check(self, fields: Fields) -> None:
+        inner = self.moe_intermediate_size
+        for name in ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"):
+            fields.read(name, only(inner))
+        super().check(fields)
+
+    def check_layer_types(self, fields: Fields) -> None:
+        """Do nothing: `_read_layers` checks layer_types."""
+
+
+_OPTIONS = {"gate": "heads", "scale_latents": True, "norm_rope_keys": True}
+
+
+def window_attention(config: Dots3NoteConfig, precision: Precision) -> WindowAttention:
+    """Return the attention of a layer with a window."""
+    sizes = config.of_window
+    return WindowAttention(
+        config.hidden_size,
+        sizes.num_attention_heads,
+        window=sizes.window,
+        q_lora_rank=sizes.q_lora_rank,
+        kv_lora_rank=sizes.kv_lora_rank,
+        nope_dim=sizes.qk_nope_head_dim,
+        rope_dim=sizes.qk_rope_head_dim,
+        v_dim=sizes.v_head_dim,
+        eps=config.latent_norm_eps,
+        **_OPTIONS,
+        **precision.projections(config),
+    )
+
+
+def decoder_block(config: Dots3NoteConfig, precision: Precision, *, windowed: bool, dense: bool) -> DecoderBlock:
+    """Return a layer of the model. windowed: whether it has a window; dense: see `mlp`."""
+    of_attention: DSAAttention
+    if windowed:
+        of_attention = window_attention(config, precision)
+    else:
+        of_attention = attention(config, precision, indexed=True, **_OPTIONS)
+    return DecoderBlock(config.hidden_size, of_attention, mlp(config, precision, dense=dense), eps=config.rms_norm_eps)
+
+
+class Dots3NoteModel(DeepseekV32Model):
+    """`DeepseekV32Model` with layers of two kinds, each with its own rope."""
+
+    def __init__(self, config: Dots3NoteConfig, precision: Precision) -> None:
+        super().__init__(config, precision)
+        self._windowed = config.windowed
+        self.window_rotary = None
+        if config.of_window is not None:
+            self.window_rotary = make_rotary(config.qk_rope_head_dim, RopeConfig(config.of_window.rope_theta, None))
+
+    def make_layer(self, config: Dots3NoteConfig, precision: Precision, layer: int) -> DecoderBlock:
+        dense = layer < config.first_k_dense_replace
+        return decoder_block(config, precision, windowed=config.windowed[layer], dense=dense)
+
+    def layer_angles(self, positions: torch.Tensor) -> Sequence[Angles]:
+        angles = self.rotary(positions)
+        of_window = angles if self.window_rotary is None else self.window_rotary(positions)
+        return [of_window if windowed else angles for windowed in self._windowed]
+
+
+class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
+    """dots3-note without its parts for images and audio and without its drafter. `forward` is that of
+    `DeepseekV32ForCausalLM`."""
+
+    body = Dots3NoteModel
+
+    def make_cache(
+        self,
+        num_pages: int,
+        page_size: int = DeepseekV32ForCausalLM.page_size,
+        device: torch.device | str = "cpu",
+        *,
+        state_slots: int = 64,
+    ) -> WindowedKVCache:
+        config, sizes = self.config, self.config.of_window
+        options = cache_layers(config, self.precision, config.indexer_types)
+        windows = [i for i, windowed in enumerate(config.windowed) if windowed]
+        del options["index_layers"]  # all layers without a window
+        return WindowedKVCache(
+            window_layers=windows,
+            window=1 if sizes is None else sizes.window,
+            window_dim=1 if sizes is None else sizes.kv_lora_rank + sizes.qk_rope_head_dim,
+            window_dtype=self.precision.dtype,
+            num_pages=num_pages,
+            page_size=page_size,
+            device=device,
+            state_slots=state_slots,
+            **options,
+        )
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        super().init_buffers(device)
+        if self.model.window_rotary is not None:
+            rope = RopeConfig(self.config.of_window.rope_theta, None)
+            rotary = make_rotary(self.config.qk_rope_head_dim, rope)
+            self.model.window_rotary.frequency_bits = rotary.frequency_bits.to(device)
+
+    def name_of(self, stored: str) -> str:
+        return stored.replace("model.language_model.", "model.", 1).replace(".g_proj.", ".gate_proj.")
+
+    def stored_name(self, name: str, mtp_layer: int = 0) -> str:
+        return name.replace(".self_attn.gate_proj.", ".self_attn.g_proj.")
+
+    def skips(self, name: str) -> bool:
+        drafter = f"model.layers.{self.config.num_hidden_layers}.", "model.mtp."
+        return name.startswith((*_OTHER_PARTS, *drafter))
+
+
+_OTHER_PARTS = "vision_encoder.", "audio_encoder.", "model.vision_tower.", "model.audio_tower."
+
+FAMILY = Family(
+    Dots3NoteConfig,
+    Dots3NoteForCausalLM,
+    PublishedFormat(norm_dtype="BF16"),
+    TinyFields(
+        "dots3_note_config.json",
+        {
+            **TINY_CHANGES,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 4,
+            "quantization_config": FP8_BLOCKS,
+            "sliding_window_size": 96,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 8,
+            "swa_q_lora_rank": 256,
+        },
+    ),
+)
