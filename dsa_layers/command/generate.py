@@ -114,8 +114,8 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 
 
 def events_of(generator: Generator, prompts: list, params: SamplingParams) -> Iterator[TokenEvent]:
-    """Yield the events of a generation. On a terminal, show a progress bar until the first event if that takes more
-    than a second."""
+    """Yield the events of a generation. On a terminal, show a progress bar before the first event, if a prefill pass
+    begins more than a second after the call."""
     with tqdm(desc="Prefill", unit=" tokens", leave=False, disable=None, delay=1) as bar:
 
         def on_prefill(done: int, total: int) -> None:
@@ -132,8 +132,8 @@ def _print(events: Iterator[TokenEvent], completions: list[Completion], prompts:
     """Add the events to the completions, and print them.
 
     As JSON, print a "token" event for each token, and a "completion" event when a sequence ends. As text, print prompts
-    and completions: a single sequence token by token; several sequences each when it ends, with the sequence's number
-    before each line: "[0] def f(x):".
+    and completions: a single sequence token by token; each of several sequences when it ends, with its number before
+    each line: "[0] def f(x):".
     """
     alone, n = len(completions) == 1, len(completions) // len(prompts)
     for event in events:

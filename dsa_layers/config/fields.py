@@ -123,9 +123,9 @@ class Fields:
             self.require(False, name, "null, because every field of this object changes what is computed")
 
     def warn_unread(self) -> None:
-        """Raise ConfigError for an unread field that changes results (_CHANGES_RESULTS, _PREFIXES). Ignore unread
-        fields that are null, neutral or in NO_INFLUENCE, and all others with one warning. This is for the top level of
-        config.json, to which tools add fields."""
+        """Raise ConfigError for an unread field that changes results (_CHANGES_RESULTS, _PREFIXES), unless its value is
+        null or neutral (_CHANGES_RESULTS). Issue one warning that lists all other unread fields, except those that are
+        null or in NO_INFLUENCE. This is for the top level of config.json, to which tools add fields."""
         unknown = []
         for name in self._unread():
             if name in _CHANGES_RESULTS or name.startswith(_PREFIXES):

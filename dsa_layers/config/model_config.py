@@ -178,8 +178,8 @@ class ModelConfig(Declared):
 
     @property
     def has_fp8_cache(self) -> bool:
-        """Whether FP8 caches support this model's sizes: their byte layouts are for fixed sizes."""
-        return True
+        """Whether FP8 caches, whose byte layouts have fixed sizes, support this model's sizes."""
+        raise NotImplementedError
 
     @property
     def use_ue8m0(self) -> bool:

@@ -1,8 +1,8 @@
 """Render chat templates in jinja2's sandbox: checkpoints' templates, and dsa's own if a release has no template.
 
 The sandbox denies a template access to files, modules and private attributes of Python objects. It limits neither time
-nor memory. The jinja2 environment has the options, filters and functions of transformers' environment, but not its tag
-`generation`.
+nor memory. As in transformers, templates have loop controls, the tag `generation`, the filter `tojson`, and the
+functions `raise_exception` and `strftime_now`.
 """
 
 import json
@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
+from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dsa_layers.errors import TokenizerError
@@ -55,11 +57,21 @@ def render(path: Path, source: str, variables: Mapping[str, Any], options: Mappi
     return text
 
 
+class _Generation(Extension):
+    """The tag `generation`, which marks the assistant's text for training. It renders its body."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
     """Return the compiled template and the names of the variables that it reads."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters |= {"tojson": _to_json, "from_json": _from_json}
     environment.globals |= {
@@ -74,9 +86,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, **options: Any) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """Return a value as JSON. Unlike jinja2's own filter `tojson`, do not escape <, >, & and ' for HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _from_json(text: str) -> Any:

@@ -161,7 +161,7 @@ class KeySelection(nn.Module):
         columns = most + ROW_PADDING if quantised else len(keys)
         fused = quantised and self._selects_fused(len(q), most)
         tokens = max(1, self.workspace // (FUSED_BYTES if fused else 4 * columns))
-        tokens = -(-len(q) // -(-len(q) // tokens))  # make chunks of nearly equal size
+        tokens = -(-len(q) // -(-len(q) // tokens))  # the smallest size that needs no more chunks
         found = []
         for first in range(0, len(q), tokens):
             part = slice(first, first + tokens)

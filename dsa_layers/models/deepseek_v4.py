@@ -157,6 +157,10 @@ class DeepseekV4Config(ModelConfig):
     compress_rope: RopeConfig = computed(partial(_read_rope, "compress", "compress_rope_theta"))
     quantization: QuantizationConfig | None = computed(_read_quantization)
 
+    @property
+    def has_fp8_cache(self) -> bool:
+        return self.head_dim == 512 and self.qk_rope_head_dim == 64
+
     def check(self, fields: Fields) -> None:
         rope, heads, experts = self.qk_rope_head_dim, self.num_attention_heads, self.n_routed_experts
         most = min(self.head_dim, self.index_head_dim)

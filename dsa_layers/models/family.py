@@ -113,25 +113,28 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
 def read_fields(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json that describe the text model.
 
-    If the file describes a model for text and images or audio, these are the fields of its object text_config, and the
-    file's own fields that every text model has, such as quantization_config. Issue a warning that names the parts that
-    are left out. Raise ConfigError if the file is missing or not a JSON object.
+    If model_type is in TEXT_OF, the file may describe a model for text and images or audio. The fields of the text
+    model are then at the top level, or in the object text_config, with the fields _OF_TEXT of the top level that
+    text_config lacks. The returned model_type is the family's. Issue a warning that names the parts that are left out.
+    Return the fields of other files unchanged. Raise ConfigError if the file is missing or not a JSON object.
     """
     fields = read_json_object(path, ConfigError, MAX_CONFIG_BYTES)
-    text, family_name = fields.get("text_config"), TEXT_OF.get(str(fields.get("model_type")))
+    family_name = TEXT_OF.get(str(fields.get("model_type")))
     if family_name is None:
         return fields
-    if not isinstance(text, dict):
-        return fields | {"model_type": family_name}
-    others = [name for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict)]
-    left_out = [name.removesuffix("_config") for name in others if name not in ("text_config", "quantization_config")]
-    warnings.warn(f"{path}: only the text model is used; left out: {', '.join(left_out) or 'nothing'}", stacklevel=2)
-    shared = {name: fields[name] for name in _OF_TEXT if fields.get(name) is not None}
-    own = {name: value for name, value in text.items() if value is not None}
-    return shared | own | {"model_type": family_name}
+    left_out = [name for name in ("vision_config", "audio_config") if name in fields]
+    if left_out:
+        named = ", ".join(name.removesuffix("_config") for name in left_out)
+        warnings.warn(f"{path}: only the text model is used; left out: {named}", stacklevel=2)
+    text = fields.get("text_config")
+    if isinstance(text, dict):
+        found = {name: value for name, value in fields.items() if name in _OF_TEXT}
+        found |= {name: value for name, value in text.items() if value is not None}
+    else:
+        found = {name: value for name, value in fields.items() if name not in left_out}
+    return found | {"model_type": family_name}
 
 
-# Fields of a configuration with a text_config that describe the text model, unless text_config has them
 _OF_TEXT = "bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype", "transformers_version"
 
 

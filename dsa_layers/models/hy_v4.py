@@ -54,7 +54,7 @@ class HYV4Config(DeepseekV32Config):
     swiglu_limit  limit of the routed experts' SwiGLU; None for no limit (0 or less in config.json)
     """
 
-    ignores_key_value_heads: ClassVar[bool] = True  # published files say 8
+    ignores_key_value_heads: ClassVar[bool] = True  # published files have 8, and 64 num_attention_heads
     model_type: ClassVar[str] = "hy_v4"
     checked: ClassVar[dict[str, Any]] = DeepseekV32Config.checked | {
         "learnable_sink_init": anything(),
@@ -92,7 +92,7 @@ def _parts(
 class HYV4DecoderBlock(DecoderBlock):
     """A block over residual streams, with the hyper-connections `attn_hc` and `ffn_hc` around its sublayers.
 
-    forward: see `DecoderBlock`, but x, as argument and as result, has the streams [T, n, hidden].
+    forward: see `DecoderBlock`. The argument x is the streams [T, n, hidden], and so is the first result.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Context parallelism in training: each rank computes some tokens of packed sequences and gathers their keys."""
+"""Context parallelism in training: each rank computes some tokens of packed sequences, and gathers from all ranks the
+keys that these tokens see."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -117,9 +117,9 @@ def started_ranks() -> int | None:
 def note_failure(problem: str) -> None:
     """Write the cause of this process's failure to torchrun's error file, if this process is a rank.
 
-    Call this function before the process ends: other ranks may fail after that, and `first_failed` compares the times.
-    After the call, this process ignores SIGTERM, which the launcher sends to all ranks as soon as one has ended: this
-    rank still has to print the cause. The launcher sends SIGKILL STOP_SECONDS later.
+    Call this function as soon as the failure is known: `first_failed` compares the times of the calls. After the call,
+    a rank ignores SIGTERM, because it still has to print the cause. The launcher sends SIGTERM to the other ranks when
+    a rank has failed, and SIGKILL STOP_SECONDS later.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -131,10 +131,10 @@ def first_failed(failures: dict[int, "ProcessFailure"]) -> int:
     """Return the rank that failed first, and so probably caused the other failures. `failures` are in the order in
     which the launcher found them.
 
-    The time of a failure is the time of `note_failure`. Without it, it is the time at which the launcher found the
-    failure, minus STOP_SECONDS if a signal killed the rank, which may take so long to end. Two kinds of ranks without
-    `note_failure` are chosen last: ranks that the launcher stopped by SIGTERM, and ranks that aborted, because gloo and
-    NCCL abort a process that has lost a connection.
+    A rank that called `note_failure` failed at the time of the call. Another rank failed when the launcher found its
+    failure, or STOP_SECONDS earlier if a signal killed the rank: a killed process can take so long to end. Two kinds of
+    ranks without `note_failure` are chosen last: ranks that SIGTERM ended, unless the launcher found them first, and
+    ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
     """
     found_first = next(iter(failures))
 

@@ -54,11 +54,12 @@ def test_a_chat_template_is_rendered_as_transformers_does(tmp_path):
         "<U>{{ m.content }}{% else %}\n"
         "<A>{{ m.content }}{{ eos_token }}{% break %}{% endif %}\n"
         "    {% endfor %}\n"
-        "{{ {'é': '<'} | tojson }}{{ strftime_now('%Y') }}{{ pad_token }}{% if add_generation_prompt %}<A>{% endif %}"
+        "{% generation %}{{ {'é': '<'} | tojson(false, none, [',', ':']) }}{% endgeneration %}"
+        "{{ strftime_now('%Y') }}{{ pad_token }}{% if add_generation_prompt %}<A>{% endif %}"
     )
     tokenizer = make(tmp_path, chat_template=template, pad_token=None)
     # transformers sets trim_blocks and lstrip_blocks: no line breaks after block tags, and no indents before them
-    expected = f"{BOS}<U>a < b & 'c'<A>oui, à 😀{EOS}" + '{"é": "<"}' + str(datetime.now().year)
+    expected = f"{BOS}<U>a < b & 'c'<A>oui, à 😀{EOS}" + '{"é":"<"}' + str(datetime.now().year)
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
     assert tokenizer.apply_chat_template(MESSAGES) == expected + "<A>"
     ids = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES))

@@ -47,7 +47,13 @@ FP8_SIZES = "hidden, inner: must be multiples of 128 for FP8 weights, got 128 an
         (indexer, {"rope_dims": "all"}, "rope_dims: must be 'first' or 'last', got 'all'"),
         (indexer, {"accumulators": torch.int8}, "accumulators: must be float32 or float16, got int8"),
         (indexer, {"dtype": torch.int8}, "dtype: must be float32, bfloat16 or float16, got int8"),
-        (attention, {"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
+        (attention, {"q_lora_rank": 1.5}, "q_lora_rank: must be an integer, got 1.5"),
+        (
+            attention,
+            {"q_lora_rank": None, "gate": "queries"},
+            "gate: must be None, 'x' or 'heads' with q_lora_rank=None",
+        ),
+        (attention, {"scale_latents": 2}, "scale_latents: must be True or False, got 2"),
         (attention, {"rope_dim": 63}, "rope_dim: must be even, got 63"),
         (attention, {"indexer": nn.Linear(8, 8)}, NO_INDEXER + "Linear"),
         (

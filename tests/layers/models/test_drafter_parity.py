@@ -31,7 +31,9 @@ def drafters(request, tiny_checkpoint, tmp_path_factory):
     if changes:
         directory = changed(directory, tmp_path_factory.mktemp("drafter"), **changes)
     model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
-    plain = {"deepseek_v4": PlainV4Drafter, "hy_v4": PlainHYV4Drafter}.get(model_type, PlainMLADrafter)
+    plain = {"deepseek_v4": PlainV4Drafter, "hy_v4": PlainHYV4Drafter, "hy_v4_vl": PlainHYV4Drafter}.get(
+        model_type, PlainMLADrafter
+    )
     return model, plain(directory)
 
 
