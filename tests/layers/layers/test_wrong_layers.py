@@ -51,7 +51,7 @@ FP8_SIZES = "hidden, inner: must be multiples of 128 for FP8 weights, got 128 an
         (
             attention,
             {"q_lora_rank": None, "gate": "queries"},
-            "gate: must be None, 'x' or 'heads' with q_lora_rank=None",
+            "gate: must be None, 'x' or 'heads' with q_lora_rank=None, got 'queries'",
         ),
         (attention, {"scale_latents": 2}, "scale_latents: must be True or False, got 2"),
         (attention, {"rope_dim": 63}, "rope_dim: must be even, got 63"),

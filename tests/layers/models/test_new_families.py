@@ -1,4 +1,4 @@
-"""Configurations of A.X-K2, Hy4 and Mistral Large 4: refused fields, a limit of zero, text parts, FP8 caches."""
+"""Configurations of newer families: refused fields, a limit of zero, text parts, FP8 caches."""
 
 import json
 from dataclasses import replace
@@ -10,6 +10,7 @@ from dsa_layers.models.family import VENDORED, family, published_config, read_co
 from dsa_layers.models.precision import Precision
 
 AXK2, HY4, MISTRAL = "axk2_light_config.json", "hy_v4_config.json", "mistral_large4_config.json"
+DOTS = "dots3_note_config.json"
 YARN = published_config(MISTRAL)["rope_parameters"]
 SHARED = "the last layer before it with latents of its own that others share, and with rope as it has"
 
@@ -35,6 +36,17 @@ SHARED = "the last layer before it with latents of its own that others share, an
         (MISTRAL, {"kv_source_layers": [0, 0, 1] + [0] * 69}, SHARED),
         (MISTRAL, {"kv_source_layers": [0, 1, 2, 2] + [0] * 68}, SHARED),
         (MISTRAL, {"kv_source_layers": [*range(71), 72]}, "integers from 0 to 71"),
+        (DOTS, {"layer_types": ["linear_attention"] * 46}, "'layer_types' is"),
+        (DOTS, {"sliding_window_size": 0}, "'sliding_window_size' is 0"),
+        (DOTS, {"attention_gate_type": "elementwise"}, "'attention_gate_type' is \"elementwise\""),
+        (DOTS, {"apply_mla_qkv_lora_rescale": False}, "'apply_mla_qkv_lora_rescale' is false"),
+        (
+            DOTS,
+            {"swa_head_dim": 320},
+            "'swa_head_dim' is 320; accepted: swa_qk_nope_head_dim and 64 channels with rope",
+        ),
+        (DOTS, {"moe_shared_expert_intermediate_size": 768}, "'moe_shared_expert_intermediate_size' is 768"),
+        (DOTS, {"swa_num_key_value_heads": 8}, "'swa_num_key_value_heads' is 8; accepted: 64"),
     ],
 )
 def test_a_wrong_field_is_refused_by_its_name(file, changes, told, tmp_path):
