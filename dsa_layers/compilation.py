@@ -21,7 +21,7 @@ from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse, prepare
 from dsa_layers.engine.split import split
 from dsa_layers.io.loading import unfilled_model
-from dsa_layers.layers.indexer import FUSED_TOKENS
+from dsa_layers.layers.key_selection import FUSED_TOKENS
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel

@@ -36,7 +36,7 @@ from dsa_bench.peers.package import Library
 from dsa_layers.batch.packing import GroupRows
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fused_moe import FusedMoE
-from dsa_layers.layers import indexer
+from dsa_layers.layers import key_selection
 from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
@@ -109,7 +109,7 @@ def replacement() -> Replaced:
             (paged_attention, "multi_head_is_faster", lambda *lengths: False),
         ]
     if {"fp8_mqa_logits", "topk_indices"} & found.ops.keys():
-        found.values.append((indexer, "FUSED_KEYS", _NEVER))
+        found.values.append((key_selection, "FUSED_KEYS", _NEVER))
     return found
 
 

@@ -20,7 +20,8 @@ from dsa_layers.engine.joint_linear import Cast, Layer, norm_and_cast
 from dsa_layers.engine.layer_pass import LayerPass, check_inference
 from dsa_layers.engine.paged_indexer import PagedIndexer
 from dsa_layers.engine.side_stream import SideStream, side_stream
-from dsa_layers.layers.attention import DSAAttention, causal_attention
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks

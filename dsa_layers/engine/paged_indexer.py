@@ -15,7 +15,8 @@ from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.layer_pass import Angles, EntryPass, LayerPass
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
-from dsa_layers.layers.indexer import Keys, KeySelection, LightningIndexer, quantized_keys
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.key_selection import Keys, KeySelection, quantized_keys
 from dsa_layers.layers.linear import FP32Linear
 
 

@@ -29,7 +29,7 @@ def accelerate(model: nn.Module, *, fp8_indexer: bool = False) -> nn.Module:
     fp8_indexer  False: index queries and keys have the model's dtype, as in transformers, and PyTorch computes the
                  scores. True: index queries and keys, which must have 128 channels, are Hadamard-transformed and
                  quantised to e4m3, as in the published models. A key takes 132 bytes in the cache. On Hopper, scores in
-                 prefill are accumulated in `SCORE_ACCUMULATORS` (`dsa_layers.layers.indexer`), as with `load_model`
+                 prefill are accumulated in `dsa_layers.layers.key_selection.SCORE_ACCUMULATORS`, as with `load_model`
 
     A second call may change fp8_indexer. Raise ValueError if the model has no layers of DeepseekV32, GlmMoeDsa or
     DeepseekV4, ImportError if transformers is not installed, and RuntimeError if its version is not tested (VERSION).

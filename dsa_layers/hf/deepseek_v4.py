@@ -16,7 +16,7 @@ from dsa_layers.hf.lengths import Pass
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
-from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
+from dsa_layers.layers.key_selection import SCORE_ACCUMULATORS, WORKSPACE
 from dsa_layers.layers.rope import RopeAngles
 
 # The number of tokens per page is the least common multiple of PAGE_SIZE and the compression rates: with the published

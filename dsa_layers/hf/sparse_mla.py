@@ -15,7 +15,7 @@ from dsa_layers.hf.lengths import Pass
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, RMSNormInPlace, alias
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE
+from dsa_layers.layers.key_selection import SCORE_ACCUMULATORS, WORKSPACE
 
 PAGE_SIZE = 64  # tokens per page; the kernel for index scores accepts pages of 32 or 64 FP8 keys
 

@@ -21,7 +21,7 @@ from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.directory import Checkpoint, checkpoint_directory
 from dsa_layers.io.tensors import SCALE_SUFFIX, Index, split_experts
 from dsa_layers.io.weights import load_weights
-from dsa_layers.layers.indexer import FP8_DIM
+from dsa_layers.layers.key_selection import FP8_DIM
 from dsa_layers.layers.linear import BLOCK
 from dsa_layers.models.family import family, read_config
 from dsa_layers.models.precision import Precision, check_device
@@ -66,8 +66,8 @@ def load_model(
                    for inference only. All ranks must call `load_model` together; if one rank fails, all ranks raise.
                    A rank reads only its parts of the split tensors. None: return the whole model
 
-    On Hopper, FP8 index scores of prompts are accumulated in `SCORE_ACCUMULATORS` (`dsa_layers.layers.indexer`), which
-    is fp16. The attribute `accumulators` of an indexer changes this dtype for one indexer.
+    On Hopper, FP8 index scores of prompts are accumulated in `dsa_layers.layers.key_selection.SCORE_ACCUMULATORS`,
+    which is fp16. The attribute `accumulators` of an indexer changes this dtype for one indexer.
     Parameters are ordinary tensors even if the caller is in inference mode.
     Raises ConfigError or CheckpointError for a checkpoint that cannot be used; these ValueErrors name the file, field
     or tensor. Raises ValueError or TypeError, which names the argument, for any other wrong argument. Raises

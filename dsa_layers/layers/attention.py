@@ -10,10 +10,12 @@ from dsa.runtime.checks import check_choice, check_flag, check_number, check_sam
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
 from dsa_layers.cache.kv_cache import LatentStore, read_latents
-from dsa_layers.layers.indexer import Angles, Indexer, LightningIndexer
+from dsa_layers.layers.causal_attention import causal_attention
+from dsa_layers.layers.indexer import Indexer, LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, check_rows, make_linear, weight_of
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.position_scaling import PositionScaling
+from dsa_layers.layers.rope import Angles
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 Gate = Literal["x", "heads", "queries"]
@@ -284,37 +286,3 @@ def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Mo
             raise ValueError(f"indexer: its {name} must be the layer's {size}, got {projection.weight.shape[1]}")
     if type(reader) is type(indexer.wk) is Linear:
         check_same_dtype(("layer", reader.weight), indexer=indexer.wk.weight)
-
-
-def causal_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    batch: TokenBatch,
-    softmax_scale: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head, over the keys s of token t's sequence up
-    to t. With sinks, fp32 [heads], the softmax of head h has one more logit, sinks[h], without a value.
-
-    q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
-    """
-    if sinks is None and q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
-        # In training, sequences of one length without earlier tokens need no mask: one call computes all of them.
-        by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
-        out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
-        return out.transpose(1, 2).flatten(0, 1)
-    out = []
-    for q_i, k_i, v_i in zip(q.split(batch.query_lens), k.split(batch.key_lens), v.split(batch.key_lens)):
-        new, total = len(q_i), len(k_i)
-        visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-        if sinks is None:
-            by_head = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
-            attended = nn.functional.scaled_dot_product_attention(*by_head, attn_mask=visible, scale=softmax_scale)
-            out.append(attended[0].transpose(0, 1))
-        else:
-            logits = softmax_scale * torch.einsum("thd,shd->hts", q_i.float(), k_i.float())
-            logits = logits.masked_fill(~visible, -torch.inf)
-            logits = torch.cat((logits, sinks[:, None, None].expand(-1, new, -1)), -1)
-            out.append(torch.einsum("hts,shv->thv", logits.softmax(-1)[..., :-1], v_i.float()).to(v.dtype))
-    return torch.cat(out) if out else v[:0]

@@ -9,9 +9,10 @@ from torch import nn
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
 from dsa_layers.cache.compressed_kv_cache import DRAFTS, CompressedLayerCache
-from dsa_layers.layers.indexer import SCORE_ACCUMULATORS, WORKSPACE, Angles, KeySelection
+from dsa_layers.layers.key_selection import SCORE_ACCUMULATORS, WORKSPACE, KeySelection
 from dsa_layers.layers.linear import FP32Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.rope import Angles
 
 
 class Compressor(nn.Module):

@@ -15,7 +15,7 @@ from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
 from dsa_layers import compilation
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.fuse import prepare
-from dsa_layers.layers.indexer import WORKSPACE
+from dsa_layers.layers.key_selection import WORKSPACE
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench.parallel_ranks import HostClock
 from tests.bench.peak_bytes import PeakBytes

@@ -20,7 +20,7 @@ from dsa_layers.engine.attention_form import HeadSizes
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_indexer import PagedSelection
-from dsa_layers.layers import indexer
+from dsa_layers.layers import key_selection
 from dsa_layers.layers.experts import Experts
 from tests.bench import peer_stubs
 from tests.bench.small_stacks import small_stack
@@ -32,7 +32,7 @@ NEWEST = ("vllm.third_party.deep_gemm", "flash_mla")
 def current():
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in peer_ops._GROUPS for name in ops))
     ops = {name: getattr(dsa, name) for name in names} | {"form": paged_attention.multi_head_is_faster}
-    return ops | {"Experts": Experts.forward, "many keys": indexer.FUSED_KEYS}
+    return ops | {"Experts": Experts.forward, "many keys": key_selection.FUSED_KEYS}
 
 
 def test_peers_replace_our_ops_within_the_block(peers):
@@ -70,10 +70,10 @@ def test_ops_without_a_peer_stay_ours(peers, installed, monkeypatch):
         (installed / "vllm" / file).unlink()
     for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
         monkeypatch.setitem(sys.modules, name, None)
-    fused, experts, arguments = indexer.FUSED_KEYS, fp4_experts(), of_experts(3)
+    fused, experts, arguments = key_selection.FUSED_KEYS, fp4_experts(), of_experts(3)
     expected = experts(*arguments)
     with peer_ops.peer_kernels() as replaced:
-        assert "sgl-flash-mla" in replaced.libraries and indexer.FUSED_KEYS == fused
+        assert "sgl-flash-mla" in replaced.libraries and key_selection.FUSED_KEYS == fused
         assert torch.equal(experts(*arguments), expected) and "FP4 experts" not in replaced.ops
 
 
@@ -128,14 +128,14 @@ def test_selections_of_packed_sequences(paged, most, either_build, either_top_k)
 def test_selections_from_many_keys_are_two_ops_of_the_peers(either_build, either_top_k, monkeypatch, recorded):
     """No peer fuses scores with selection, so `indexer_select` runs only without the peers."""
     keys, tokens = 60, 12
-    monkeypatch.setattr(indexer, "FUSED_KEYS", keys)
-    monkeypatch.setattr(indexer, "FUSED_TOKENS", tokens)
+    monkeypatch.setattr(key_selection, "FUSED_KEYS", keys)
+    monkeypatch.setattr(key_selection, "FUSED_TOKENS", tokens)
     fused = recorded(dsa, "indexer_select")
     q, kv, weights = fp8(tokens, 32, 32), (fp8(keys, 32), torch.rand(keys) + 0.5), torch.rand(tokens, 32)
     starts, lengths = torch.zeros(tokens, dtype=torch.int32), torch.arange(keys - tokens + 1, keys + 1).int()
 
     def selected():
-        selection = indexer.KeySelection(3, accumulators=torch.float16)
+        selection = key_selection.KeySelection(3, accumulators=torch.float16)
         return selection.select_packed(q, kv, weights, (starts, lengths, keys)).sort(1).values
 
     same_with_peers(selected)

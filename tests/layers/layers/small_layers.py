@@ -15,6 +15,7 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
@@ -32,6 +33,11 @@ def indexer(**options) -> LightningIndexer:
 
 def attention(indexer=None, **options) -> DSAAttention:
     return DSAAttention(HIDDEN, 2, indexer, **{"q_lora_rank": RANK} | options)
+
+
+def window_attention() -> WindowAttention:
+    options = {"gate": "heads", "scale_latents": True, "norm_rope_keys": True}
+    return WindowAttention(HIDDEN, 2, window=7, q_lora_rank=RANK, kv_lora_rank=96, **options)
 
 
 def swiglu(**options) -> SwiGLU:
@@ -140,5 +146,6 @@ CASES = {
     LightningIndexer: Case(indexer, lambda layer, x: layer.select(x, x[:, :RANK], ROPE, BATCH)),
     MoE: Case(moe, _call),
     SwiGLU: Case(swiglu, _call),
+    WindowAttention: Case(window_attention, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
 }
 INDEXERS = (CompressedIndexer, LightningIndexer)  # their results are indices

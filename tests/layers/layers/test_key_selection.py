@@ -7,8 +7,8 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY
-from dsa_layers.layers import indexer
-from dsa_layers.layers.indexer import FUSED_BYTES, ROW_PADDING, WORKSPACE, KeySelection
+from dsa_layers.layers import key_selection
+from dsa_layers.layers.key_selection import FUSED_BYTES, ROW_PADDING, WORKSPACE, KeySelection
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 
@@ -71,8 +71,8 @@ def test_scores_take_no_more_than_the_workspace(tokens, sizes, monkeypatch):
 @pytest.fixture
 def fused(monkeypatch):
     """Let small inputs use fused selection. Return a list that collects the number of tokens of each fused call."""
-    monkeypatch.setattr(indexer, "FUSED_KEYS", MOST)
-    monkeypatch.setattr(indexer, "FUSED_TOKENS", 10)
+    monkeypatch.setattr(key_selection, "FUSED_KEYS", MOST)
+    monkeypatch.setattr(key_selection, "FUSED_TOKENS", 10)
     return record(monkeypatch, "indexer_select", seen=lambda q, *_, **__: len(q))
 
 
@@ -81,7 +81,7 @@ def test_fused_selection_equals_that_from_scores_in_memory(workspace, sizes, pag
     q, keys, weights, *ranges = inputs(True)
     given, options = (q, keys, weights, 16, *ranges, MOST), {"accumulators": torch.float16, "paging": paging}
     with monkeypatch.context() as patch:
-        patch.setattr(indexer, "FUSED_KEYS", MOST + 1)
+        patch.setattr(key_selection, "FUSED_KEYS", MOST + 1)
         expected = select_packed(*given, **options)
     assert not fused
     assert torch.equal(select_packed(*given, workspace=workspace, **options), expected) and fused == sizes

@@ -4,7 +4,7 @@ import pytest
 
 import dsa
 from dsa_bench.e2e.stacks import stack
-from dsa_layers.layers import indexer
+from dsa_layers.layers import key_selection
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.needles import Haystack, planted
 
@@ -17,7 +17,7 @@ SELECT = {"V4-Flash": 2, "GLM-5.2": 1, "V3.2": 4}
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, fused, monkeypatch):
     for name_of_limit in ("FUSED_KEYS", "FUSED_TOKENS") if fused else ():
-        monkeypatch.setattr(indexer, name_of_limit, 1)
+        monkeypatch.setattr(key_selection, name_of_limit, 1)
     model = stack(name, "cpu", **SMALL, **FEWER[name])
     hay = Haystack(model, 8192 + 70, "cpu")
     with planted(SHARES) as finds:
