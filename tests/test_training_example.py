@@ -220,7 +220,7 @@ def test_losses_fall(out):
     assert [row["stage"] for row in rows] == ["dense"] * 12 + ["warmup"] * 4 + ["sparse"] * 4
     for column in ("language loss", "drafter's loss"):
         values = [float(row[column]) for row in rows]
-        assert values[11] < values[0] - 1, column
+        assert values[11] < values[0] - 0.5, column
     indexer = [float(row["indexer loss"]) for row in rows]
     assert not any(indexer[:12]) and sum(indexer[16:]) < sum(indexer[12:16])
 
