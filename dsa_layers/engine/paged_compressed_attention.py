@@ -178,7 +178,7 @@ class PagedCompressedAttention(CompressedAttention):
         """Return (entries, index_entries, index_weights) of `Projections`.
 
         indexes  whether to compute the products of the indexer's compressor
-        weighs   whether to compute the indexer's weights, if they are part of the same product
+        weighs   with `indexes`, whether to compute index_weights if one product computes them and all `Products`
         """
         if self.compressor is None:
             return None, None, None

@@ -82,7 +82,7 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
     drafter: whether the checkpoint contains the multi-token-prediction layers
     Raises ConfigError for fields that `load_model` would refuse.
     """
-    read_config(like)
+    mtp_layers = read_config(like).num_nextn_predict_layers
     fields = read_fields(like / "config.json")
     tiny = family(fields["model_type"]).tiny
     published = published_config(tiny.published) | tiny.changes
@@ -94,7 +94,7 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
         found["quantization_config"] = {name: value for name, value in quantization.items() if name != "expert_dtype"}
         if "expert_dtype" in published:
             found["expert_dtype"] = storage
-    if not drafter and "num_nextn_predict_layers" in found:
+    if not drafter and mtp_layers:
         found["num_nextn_predict_layers"] = 0
         if "compress_ratios" in found:  # the ratios of the multi-token-prediction layers are at the end
             found["compress_ratios"] = found["compress_ratios"][: found["num_hidden_layers"]]

@@ -125,9 +125,11 @@ def convert_checkpoint(
     checkpoint = Checkpoint(source)
     config = read_config(source)
     main = unfilled_model(config, Precision.of(config, kv_cache="model"))
-    has_drafter = any(map(main.skips, checkpoint.tensors))
+    has_drafter = any(main.skips(name) and not name.startswith(main.other_parts) for name in checkpoint.tensors)
     problems: list[str] = []
-    parts = parts_of_checkpoint(checkpoint.tensors, problems, lambda name: False, with_scale_suffix, split_experts)
+    parts = parts_of_checkpoint(
+        checkpoint.tensors, problems, lambda name: name.startswith(main.other_parts), with_scale_suffix, split_experts
+    )
     fields, config = stored_as(source, dtype, drafter=has_drafter)
     manifest = published_manifest(config, fp4_experts=dtype == "fp4")
     # Omit copies of the embedding and the head that the source lacks; `load_model` skips such copies.

@@ -271,7 +271,7 @@ def load_weights(
     steps = make_plan(wanted, parts, problems)
     raise_problems(checkpoint.directory, problems)
 
-    # Allocate the whole model first, so that a model that does not fit into the memory fails before the first read.
+    # Allocate the whole model first, so that a model that is too large for a GPU fails before the first read.
     loaded = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in state.items()}
     total = sum(part.info.size for step in steps for part in step.parts)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True) as bar:

@@ -113,7 +113,8 @@ class CompressedAttention(nn.Module):
     def _select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, entry_rope: Angles, batch: TokenBatch
     ) -> torch.Tensor:
-        """Return int32 [T, K]: for each token, the rows of its entries among all packed entries, padded with -1."""
+        """Return int32 [T, K]: for each token, the rows of the entries that it attends to, among all packed entries,
+        padded with -1."""
         entries = self.selectable(batch)
         if self.indexer is not None and entries.max_key_len > self.indexer.top_k:
             positions = self.indexer.select(x, qr, rope, batch, entry_rope=entry_rope)

@@ -292,6 +292,7 @@ class DeepseekV32ForCausalLM(nn.Module):
 
     page_size = 64  # tokens; the kernel for index scores accepts pages of 32 or 64 FP8 keys
     body: ClassVar[type[DeepseekV32Model]] = DeepseekV32Model
+    other_parts: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of other parts' tensors, as for images
     mtp_norm: ClassVar[str] = "shared_head.norm."  # the final norm in a multi-token-prediction layer
 
     def __init__(self, config: DeepseekV32Config, precision: Precision | None = None) -> None:
@@ -370,7 +371,10 @@ class DeepseekV32ForCausalLM(nn.Module):
         return self.mtp_prefix(mtp_layer) + name
 
     def skips(self, name: str) -> bool:
-        """Return whether a checkpoint tensor is in a multi-token-prediction layer and no drafter reads it."""
+        """Return whether a checkpoint's tensor is of a part that the model lacks: one of `other_parts`, or a
+        multi-token-prediction layer, or a part of such a layer, that no drafter reads."""
+        if name.startswith(self.other_parts):
+            return True
         layer, name = self._mtp_part(name)
         return layer is not None and (self.drafter is None or layer > 0 or name.startswith(tuple(_COPIES)))
 
@@ -433,12 +437,18 @@ class DeepseekV32Drafter(nn.Module):
         """Return (y, the block's `selected`). y: see the class. cache, selected: arguments of the block."""
         (target,) = self._target
         check_states(states, tokens, target.config.hidden_size)
-        cos, sin = target.model.rotary(batch.positions)
         # Position 0, too, uses the embedding of its next token. vLLM zeroes this embedding.
-        e = self.enorm(target.model.embed_tokens(tokens))
+        e = self.enorm(self.embed(tokens))
         x = self.eh_proj(torch.cat((e, self.hnorm(states)), -1))
-        x, selected = block(x, cos, sin, batch, cache, selected)
+        x, selected = block(x, *self.angles(batch.positions), batch, cache, selected)
         return self.norm(x), selected
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._target[0].model.embed_tokens(tokens)
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """Return the block's (cos, sin)."""
+        return self._target[0].model.rotary(positions)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self._target[0].logits(states)

@@ -292,6 +292,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     # Tokens per page. With 4 tokens per entry, a page has 64 entries; with 128 tokens per entry, it has 2.
     page_size = 256
+    other_parts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: DeepseekV4Config, precision: Precision | None = None) -> None:
         super().__init__()

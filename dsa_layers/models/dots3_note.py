@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from dsa_layers.cache.windowed_kv_cache import WindowedKVCache
 from dsa_layers.config.fields import Declared, Fields, anything, computed, each_of, integer, number, only
@@ -23,6 +24,7 @@ from dsa_layers.models.deepseek_v32 import (
     TINY_CHANGES,
     DecoderBlock,
     DeepseekV32Config,
+    DeepseekV32Drafter,
     DeepseekV32ForCausalLM,
     DeepseekV32Model,
     attention,
@@ -132,6 +134,7 @@ class Dots3NoteConfig(DeepseekV32Config):
         "use_sliding_window": only(True),
     }
 
+    num_nextn_predict_layers: int = integer(minimum=0, maximum=16, default=1)  # published files lack it and have one
     first_k_dense_replace: int = computed(read_dense_layers)
     n_group: int = integer(default=1)
     topk_group: int = integer(default=1)
@@ -202,11 +205,26 @@ class Dots3NoteModel(DeepseekV32Model):
         return [of_window if windowed else angles for windowed in self._windowed]
 
 
+def _cache(config: Dots3NoteConfig, precision: Precision, windowed: Sequence[bool], **options: Any) -> WindowedKVCache:
+    """Return a cache for layers with and without a window. options: further arguments of `WindowedKVCache`."""
+    sizes = config.of_window
+    layers = cache_layers(config, precision, ("full",) * len(windowed))
+    del layers["index_layers"]  # all layers without a window
+    return WindowedKVCache(
+        window_layers=[i for i, has_window in enumerate(windowed) if has_window],
+        window=1 if sizes is None else sizes.window,
+        window_dim=1 if sizes is None else sizes.kv_lora_rank + sizes.qk_rope_head_dim,
+        window_dtype=precision.dtype,
+        **layers,
+        **options,
+    )
+
+
 class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
-    """dots3-note without its parts for images and audio and without its drafter. `forward` is that of
-    `DeepseekV32ForCausalLM`."""
+    """dots3-note without its parts for images and audio. `forward` is that of `DeepseekV32ForCausalLM`."""
 
     body = Dots3NoteModel
+    other_parts = "vision_encoder.", "audio_encoder.", "model.vision_tower.", "model.audio_tower."
 
     def make_cache(
         self,
@@ -216,21 +234,8 @@ class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
         *,
         state_slots: int = 64,
     ) -> WindowedKVCache:
-        config, sizes = self.config, self.config.of_window
-        options = cache_layers(config, self.precision, config.indexer_types)
-        windows = [i for i, windowed in enumerate(config.windowed) if windowed]
-        del options["index_layers"]  # all layers without a window
-        return WindowedKVCache(
-            window_layers=windows,
-            window=1 if sizes is None else sizes.window,
-            window_dim=1 if sizes is None else sizes.kv_lora_rank + sizes.qk_rope_head_dim,
-            window_dtype=self.precision.dtype,
-            num_pages=num_pages,
-            page_size=page_size,
-            device=device,
-            state_slots=state_slots,
-            **options,
-        )
+        options = {"num_pages": num_pages, "page_size": page_size, "device": device, "state_slots": state_slots}
+        return _cache(self.config, self.precision, self.config.windowed, **options)
 
     def init_buffers(self, device: torch.device | str) -> None:
         super().init_buffers(device)
@@ -240,17 +245,59 @@ class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
             self.model.window_rotary.frequency_bits = rotary.frequency_bits.to(device)
 
     def name_of(self, stored: str) -> str:
-        return stored.replace("model.language_model.", "model.", 1).replace(".g_proj.", ".gate_proj.")
+        if stored == _MTP_EMBEDDING:
+            return "drafter.embed_tokens.weight"
+        return super().name_of(stored.replace("model.language_model.", "model.", 1).replace(".g_proj.", ".gate_proj."))
 
     def stored_name(self, name: str, mtp_layer: int = 0) -> str:
-        return name.replace(".self_attn.gate_proj.", ".self_attn.g_proj.")
+        if name == "drafter.embed_tokens.weight":
+            return _MTP_EMBEDDING
+        return super().stored_name(name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."), mtp_layer)
 
     def skips(self, name: str) -> bool:
-        drafter = f"model.layers.{self.config.num_hidden_layers}.", "model.mtp."
-        return name.startswith((*_OTHER_PARTS, *drafter))
+        return (self.drafter is None and name == _MTP_EMBEDDING) or super().skips(name)
 
 
-_OTHER_PARTS = "vision_encoder.", "audio_encoder.", "model.vision_tower.", "model.audio_tower."
+_MTP_EMBEDDING = "model.mtp.embed_tokens.weight"
+
+
+def _drafter_block(config: Dots3NoteConfig, precision: Precision, **_: bool) -> DecoderBlock:
+    return decoder_block(config, precision, windowed=True, dense=True)
+
+
+class Dots3NoteDrafter(DeepseekV32Drafter):
+    """`DeepseekV32Drafter` with an embedding of its own, and a block with a window and without experts.
+
+    Source: vLLM's and SGLang's code for dots3-note's drafter.
+    """
+
+    make_block = staticmethod(_drafter_block)
+
+    def __init__(self, target: Dots3NoteForCausalLM) -> None:
+        config, precision = target.config, target.precision
+        if config.of_window is None:
+            raise ValueError("drafter: needs the sizes of layers with a window, and layer_types names no such layer")
+        super().__init__(target)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(tokens)
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        return self._target[0].model.window_rotary(positions)
+
+    def make_cache(
+        self,
+        num_pages: int,
+        page_size: int = DeepseekV32ForCausalLM.page_size,
+        device: torch.device | str = "cpu",
+        *,
+        state_slots: int = 64,
+    ) -> WindowedKVCache:
+        options = {"num_pages": num_pages, "page_size": page_size, "device": device, "state_slots": state_slots}
+        (target,) = self._target
+        return _cache(target.config, target.precision, (True,), **options)
+
 
 FAMILY = Family(
     Dots3NoteConfig,
@@ -271,4 +318,5 @@ FAMILY = Family(
             "swa_q_lora_rank": 256,
         },
     ),
+    Dots3NoteDrafter,
 )

@@ -31,11 +31,10 @@ class HYV4VLConfig(hy_v4.HYV4Config):
 class HYV4VLForCausalLM(hy_v4.HYV4ForCausalLM):
     """The text model of Hy4 for text, images and videos. `forward` is that of `DeepseekV32ForCausalLM`."""
 
+    other_parts = "vit.", "model.vision_tower."
+
     def name_of(self, stored: str) -> str:
         return super().name_of(stored.replace("model.language_model.", "model.", 1))
-
-    def skips(self, name: str) -> bool:
-        return name.startswith(("vit.", "model.vision_tower.")) or super().skips(name)
 
 
 _TINY = hy_v4.FAMILY.tiny

@@ -78,7 +78,7 @@ def _read_sources(fields: Fields, known: SimpleNamespace) -> tuple[int, ...]:
 class MistralLarge4Config(DeepseekV32Config):
     """The fields of DeepSeek-V3.2's configuration without q_lora_rank, and these:
 
-    rope_layers              for each layer, whether it has rope (no_rope_layers)
+    rope_layers              for each layer, whether it has rope (1 in no_rope_layers)
     latent_sources           for each layer, the layer whose latents it attends to (kv_source_layers)
     final_logit_softcapping  c in the logits c * tanh(z / c)
     """
@@ -191,16 +191,6 @@ _PUBLISHED = (
     (r"\.softmax_scaling\.scale$", ".ssmax_scaling.s"),
     (r"\.softmax_scaling\.bias$", ".ssmax_scaling.b"),
 )
-# The parts for images, and the drafter, whose tensors are not known
-_OTHER_PARTS = (
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "vision_encoder.",
-    "pre_mm_projector_norm.",
-    "patch_merger.",
-    "vision_language_adapter.",
-    "mtp_dspark.",
-)
 
 
 class MistralLarge4ForCausalLM(DeepseekV32ForCausalLM):
@@ -208,6 +198,15 @@ class MistralLarge4ForCausalLM(DeepseekV32ForCausalLM):
     `DeepseekV32ForCausalLM`."""
 
     body = MistralLarge4Model
+    other_parts = (  # the parts for images, and the drafter, whose tensors are not known
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+        "vision_encoder.",
+        "pre_mm_projector_norm.",
+        "patch_merger.",
+        "vision_language_adapter.",
+        "mtp_dspark.",
+    )
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         limit = self.config.final_logit_softcapping
@@ -222,9 +221,6 @@ class MistralLarge4ForCausalLM(DeepseekV32ForCausalLM):
         for pattern, published in _PUBLISHED:
             name = re.sub(pattern, published, name)
         return name
-
-    def skips(self, name: str) -> bool:
-        return name.startswith(_OTHER_PARTS)
 
 
 FAMILY = Family(

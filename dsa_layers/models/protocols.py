@@ -79,6 +79,7 @@ class CheckpointModel(Model, Protocol):
                   tensor of an unsupported variant
     stored_name   method that returns the checkpoint's name for a tensor of the model: for a tensor of the drafter, the
                   name in the multi-token-prediction layer `mtp_layer`
+    other_parts   beginnings of the names of tensors of parts that the model never has, such as a part for images
     skips         method that returns whether the loader skips a tensor of the checkpoint: the model has no such part,
                   or the tensor is a copy of another one
     init_buffers  method that computes, on a device, the buffers that no checkpoint stores
@@ -92,6 +93,7 @@ class CheckpointModel(Model, Protocol):
     """
 
     drafter: Drafter | None
+    other_parts: tuple[str, ...]
 
     def name_of(self, stored: str) -> str: ...
 

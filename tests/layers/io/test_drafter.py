@@ -19,6 +19,7 @@ from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fie
 PREFIX = {
     "deepseek_v32": "model.layers.4.",
     "deepseek_v4": "mtp.0.",
+    "dots3_note": "model.layers.4.",
     "glm_moe_dsa": "model.layers.5.",
     "hy_v4": "model.mtp_layers.0.",
     "hy_v4_vl": "model.mtp_layers.0.",
@@ -74,7 +75,8 @@ def test_the_drafter_has_the_stored_values_and_the_model_s_embedding_and_head(di
             read.add(ours)
     of_drafter = [name for name in state if name.startswith("drafter.")]
     assert {"drafter.enorm.weight", "drafter.hnorm.weight", "drafter.norm.weight"} <= read
-    assert not [name for name in of_drafter if state[name].shape[0] == model.config.vocab_size]
+    own = {"drafter.embed_tokens.weight"} if model_type == "dots3_note" else set()
+    assert {name for name in of_drafter if "embed" in name or "head" in name} == own
 
 
 def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, model_type):
@@ -92,7 +94,8 @@ def test_quantised_drafters_differ_from_dequantised_ones_by_rounding(directory, 
     model = load(directory)
     states, expected = draft(model, states.bfloat16())
     cache, done = model.drafter.make_cache(2, 256, state_slots=1), 0
-    assert {tensor.dtype for tensor in cache.tensors() if tensor.numel()} == {torch.uint8}
+    stored = torch.bfloat16 if model_type == "dots3_note" else torch.uint8  # a window of 16-bit keys
+    assert {tensor.dtype for tensor in cache.tensors() if tensor.numel()} == {stored}
     for n in (120, 79, 1):
         rows = slice(done, done + n)
         paged = SequenceBatch.paged([n], [done + n], [[1]], 256, state_slots=[0])

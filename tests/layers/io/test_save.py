@@ -132,7 +132,7 @@ def test_experts_in_one_tensor_are_written_one_by_one(tiny_checkpoint, tmp_path)
 
 def test_a_checkpoint_without_multi_token_prediction_layers_is_converted(directory, tmp_path):
     last = f"model.layers.{fields_of(directory)['num_hidden_layers']}."
-    source = changed(directory, tmp_path / "source", dropper("mtp.", last, "model.mtp_layers."))
+    source = changed(directory, tmp_path / "source", dropper("mtp.", last, "model.mtp_layers.", "model.mtp."))
     convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
     assert not fields_of(tmp_path / "out").get("num_nextn_predict_layers")
     load_model(tmp_path / "out", progress=False)

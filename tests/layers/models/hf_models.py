@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 # index_n_heads: with few heads, all ReLUs of an index score could be 0, and top-k would depend on the order of ties.
-# rms_norm_eps is not 1e-6, the eps of the latents' norms, so a model that uses one eps for the other fails.
+# rms_norm_eps is not 1e-6, the eps of the latents' norms in some families, so a model with the wrong eps there fails.
 _MLA = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,

@@ -73,6 +73,16 @@ class PlainHYV4Drafter(PlainMLADrafter):
         super().__init__(directory, "model.mtp_layers.0.")
 
 
+class PlainDots3NoteDrafter(PlainMLADrafter):
+    def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        e = self.tensors["model.mtp.embed_tokens.weight"][tokens]
+        return torch.cat((self.norm(e, "enorm"), self.norm(states, "hnorm")), -1) @ self.weight("eh_proj.weight").T
+
+    def _run(self, block, x, selected=None):
+        batch = SequenceBatch.without_cache([len(x)])
+        return block(x, *self.model.model.window_rotary(batch.positions), batch, None, selected)
+
+
 class PlainV4Drafter(_Drafter):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "mtp.0.")

@@ -11,7 +11,12 @@ from dsa_layers.models.glm_moe_dsa import DraftedStates
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.io.stand_ins import changed
 from tests.layers.models.parity import poisoned_cache
-from tests.layers.models.plain_drafters import PlainHYV4Drafter, PlainMLADrafter, PlainV4Drafter
+from tests.layers.models.plain_drafters import (
+    PlainDots3NoteDrafter,
+    PlainHYV4Drafter,
+    PlainMLADrafter,
+    PlainV4Drafter,
+)
 from tests.reference.common import assert_refused
 
 TOLERANCE = 2e-5
@@ -19,6 +24,12 @@ PAGE = 128  # tokens per page
 # Every family that has a drafter, and GLM-5.2 with a drafter that selects keys in every step, as in GLM-5.
 CASES = [(model, {}) for model in FAMILIES if family(model).drafter is not None]
 CASES += [("glm_moe_dsa", {"index_share_for_mtp_iteration": False})]
+PLAIN = {
+    "deepseek_v4": PlainV4Drafter,
+    "dots3_note": PlainDots3NoteDrafter,
+    "hy_v4": PlainHYV4Drafter,
+    "hy_v4_vl": PlainHYV4Drafter,
+}
 TOKENS = torch.randint(0, 2048, (190,), generator=torch.Generator().manual_seed(1))
 LENGTHS = [160, 9]
 
@@ -31,10 +42,7 @@ def drafters(request, tiny_checkpoint, tmp_path_factory):
     if changes:
         directory = changed(directory, tmp_path_factory.mktemp("drafter"), **changes)
     model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
-    plain = {"deepseek_v4": PlainV4Drafter, "hy_v4": PlainHYV4Drafter, "hy_v4_vl": PlainHYV4Drafter}.get(
-        model_type, PlainMLADrafter
-    )
-    return model, plain(directory)
+    return model, PLAIN.get(model_type, PlainMLADrafter)(directory)
 
 
 def shares_picks(model):

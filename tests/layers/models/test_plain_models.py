@@ -10,7 +10,7 @@ from dsa_layers.engine.fuse import fused
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.parallel.processes import in_ranks
 
-LENS = [150, 90]  # more and fewer than the 128 keys that indexers select, except in V4
+LENS = [150, 90]  # more and fewer than the 128 keys that indexers select; V4's select 64 entries
 TOKENS = torch.tensor([2 + i * i % 2000 for i in range(sum(LENS))])
 
 
