@@ -18,6 +18,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.protocols import Model
 
 
@@ -83,14 +84,21 @@ class KeyCounts:
 def keys_read(model: nn.Module, length: int) -> KeyCounts:
     """Return the numbers of keys that the tokens of a sequence of `length` tokens read. No pass runs.
 
-    A token reads the keys that it sees, at most the `top_k` of the layer's indexer. In DeepSeek-V4 it reads its window
-    and at most `top_k` compressed entries, or all entries in a layer without an indexer.
+    A token reads the keys that it sees, at most the `top_k` of the layer's indexer, or the window of a layer that has
+    one. In DeepSeek-V4 it reads its window and at most `top_k` compressed entries, or all entries in a layer without an
+    indexer. The layers of a `drafter` do not count.
     Raises ValueError for a model without attention layers of `dsa_layers`.
     """
     visible = torch.arange(1, integer("length", length, at_least=1) + 1)
     read, dense, top_k = [], [], length
-    for layer in model.modules():
-        if isinstance(layer, DSAAttention):
+    for name, layer in model.named_modules():
+        if name.startswith("drafter."):
+            continue
+        if isinstance(layer, WindowAttention):
+            window = visible.clamp(max=layer.window)
+            read.append(window)
+            dense.append(window)
+        elif isinstance(layer, DSAAttention):
             if layer.indexer is not None:  # a layer without an indexer reads the same keys as the layer before it
                 top_k = layer.indexer.top_k
             read.append(visible.clamp(max=top_k))

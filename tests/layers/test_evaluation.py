@@ -149,6 +149,17 @@ def test_a_token_reads_as_many_keys_as_its_indexer_selects(tiny_checkpoint, fami
     assert counts.dense == counts.context == (length + 1) / 2
 
 
+def test_keys_of_layers_with_a_window_and_of_drafters(tiny_checkpoint):
+    counts = [
+        keys_read(load_model(tiny_checkpoint("dots3_note"), drafter=drafter, progress=False), 300)
+        for drafter in (False, True)
+    ]
+    window, selected, seen = (sum(min(i, most) for i in range(1, 301)) / 300 for most in (96, 128, 300))
+    assert counts[0] == counts[1]
+    assert counts[0].read == pytest.approx((window + selected) / 2)
+    assert counts[0].dense == pytest.approx((window + seen) / 2)
+
+
 def test_keys_of_deepseek_v4_are_the_window_s_tokens_and_selected_or_complete_entries(tiny_checkpoint):
     model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, progress=False)
     config, length = model.config, 280
