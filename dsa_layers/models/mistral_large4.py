@@ -8,8 +8,7 @@
 Source: `MistralLarge4` of transformers 5, and its conversion of published tensor names. No published file was seen.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -142,55 +141,44 @@ class MistralLarge4Model(DeepseekV32Model):
         return [stores.get(source) for source in self._sources]
 
 
-# (pattern, replacement) for `re.sub`, in this order, from published names and names of transformers 5 to the model's
-_RENAMES = (
-    (r"^model\.language_model\.", "model."),
-    (r"\.rotary_emb\.", ".rotary."),
-    (r"\.q_proj\.", ".q_b_proj."),
-    (r"^tok_embeddings\.", "model.embed_tokens."),
-    (r"^norm\.", "model.norm."),
-    (r"^output\.", "lm_head."),
-    (r"^lerope\.", "model.rotary."),
-    (r"^layers\.", "model.layers."),
-    (r"^model\.layers\.(\d+)\.(gate|experts|shared_experts)\.", r"model.layers.\1.mlp.\2."),
-    (r"\.feed_forward\.", ".mlp."),
-    (r"\.w1\.", ".gate_proj."),
-    (r"\.w2\.", ".down_proj."),
-    (r"\.w3\.", ".up_proj."),
-    (r"\.attention_norm\.", ".input_layernorm."),
-    (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.attention\.", ".self_attn."),
-    (r"\.wq\.", ".q_b_proj."),
-    (r"\.wkv_a_with_mqa\.", ".kv_a_proj_with_mqa."),
-    (r"\.wkv_b\.", ".kv_b_proj."),
-    (r"\.wo\.", ".o_proj."),
-    (r"\.kv_a_norm\.", ".kv_a_layernorm."),
-    (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"),
-    (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"),
+# (published, own): parts of tensors' names, each between dots
+_NAMES = (
+    ("tok_embeddings", "model.embed_tokens"),
+    ("norm", "model.norm"),
+    ("output", "lm_head"),
+    ("lerope", "model.rotary"),
+    ("layers", "model.layers"),
+    ("gate", "mlp.gate"),
+    ("experts", "mlp.experts"),
+    ("shared_experts", "mlp.shared_experts"),
+    ("feed_forward", "mlp"),
+    ("w1", "gate_proj"),
+    ("w2", "down_proj"),
+    ("w3", "up_proj"),
+    ("attention_norm", "input_layernorm"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("attention", "self_attn"),
+    ("wq", "q_b_proj"),
+    ("wkv_a_with_mqa", "kv_a_proj_with_mqa"),
+    ("wkv_b", "kv_b_proj"),
+    ("wo", "o_proj"),
+    ("kv_a_norm", "kv_a_layernorm"),
+    ("ssmax_scaling.s", "softmax_scaling.scale"),
+    ("ssmax_scaling.b", "softmax_scaling.bias"),
 )
-# Likewise from the model's names to published names
-_PUBLISHED = (
-    (r"^model\.embed_tokens\.", "tok_embeddings."),
-    (r"^model\.norm\.", "norm."),
-    (r"^lm_head\.", "output."),
-    (r"^model\.rotary\.", "lerope."),
-    (r"^model\.layers\.", "layers."),
-    (r"\.mlp\.(gate|experts|shared_experts)\.", r".\1."),
-    (r"\.mlp\.", ".feed_forward."),
-    (r"\.gate_proj\.", ".w1."),
-    (r"\.down_proj\.", ".w2."),
-    (r"\.up_proj\.", ".w3."),
-    (r"\.input_layernorm\.", ".attention_norm."),
-    (r"\.post_attention_layernorm\.", ".ffn_norm."),
-    (r"\.self_attn\.", ".attention."),
-    (r"\.q_b_proj\.", ".wq."),
-    (r"\.kv_a_proj_with_mqa\.", ".wkv_a_with_mqa."),
-    (r"\.kv_b_proj\.", ".wkv_b."),
-    (r"\.o_proj\.", ".wo."),
-    (r"\.kv_a_layernorm\.", ".kv_a_norm."),
-    (r"\.softmax_scaling\.scale$", ".ssmax_scaling.s"),
-    (r"\.softmax_scaling\.bias$", ".ssmax_scaling.b"),
+_OF_TRANSFORMERS = (
+    ("language_model", "model"),
+    ("model.model", "model"),
+    ("rotary_emb", "rotary"),
+    ("q_proj", "q_b_proj"),
 )
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    name = f".{name}."
+    for old, new in pairs:
+        name = name.replace(f".{old}.", f".{new}.")
+    return name[1:-1]
 
 
 class MistralLarge4ForCausalLM(DeepseekV32ForCausalLM):
@@ -213,14 +201,10 @@ class MistralLarge4ForCausalLM(DeepseekV32ForCausalLM):
         return (super().logits(states) / limit).tanh() * limit
 
     def name_of(self, stored: str) -> str:
-        for pattern, own in _RENAMES:
-            stored = re.sub(pattern, own, stored)
-        return stored
+        return _renamed(stored, _OF_TRANSFORMERS if stored.startswith("model.") else _NAMES)
 
     def stored_name(self, name: str, mtp_layer: int = 0) -> str:
-        for pattern, published in _PUBLISHED:
-            name = re.sub(pattern, published, name)
-        return name
+        return _renamed(name, ((own, published) for published, own in _NAMES))
 
 
 FAMILY = Family(
