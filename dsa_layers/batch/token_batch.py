@@ -128,6 +128,12 @@ def check_batch(batch: object, *, whole: bool = True) -> None:
         )
 
 
+def check_tokens(x: torch.Tensor, positions: torch.Tensor) -> None:
+    """Raise ValueError unless x has a row for each of the tokens, whose positions are `positions` [T]."""
+    if len(x) != len(positions):
+        raise ValueError(f"x: must have a row for each of the batch's {len(positions)} tokens, got {len(x)} rows")
+
+
 def check_no_cache(cache: object, batch: TokenBatch) -> None:
     """Raise ValueError unless `cache` is None and all keys of the pass are new. For layers that `dsa_layers.fuse` has
     not converted."""

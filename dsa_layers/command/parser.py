@@ -66,15 +66,15 @@ def _check(_: argparse.Namespace) -> int:
     return check()
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def _add_model_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     parser.set_defaults(gpus=1, draft=0, cache_tokens=None, json=False)  # for commands that lack these options
+    optional = {} if required else {"nargs": "?", "default": SHIPPED_MODEL}
     parser.add_argument(
         "checkpoint",
         type=path,
-        nargs="?",
-        default=SHIPPED_MODEL,
-        help="directory with config.json, safetensors and tokenizer.json, or a hub id, OWNER/NAME (default: the small "
-        "model of Python source that comes with dsa)",
+        help="directory with config.json, safetensors and tokenizer.json, or a hub id, OWNER/NAME"
+        + ("" if required else " (default: the small model of Python source that comes with dsa)"),
+        **optional,
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is a GPU, else cpu)")
     _add_precision_options(parser, dequantized="yes on a CPU, no on a GPU")
@@ -287,8 +287,9 @@ Exit codes: 0; 1 where a reply failed; 2 for a wrong call or input; 130 after Ct
 
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with a checkpoint on the terminal", epilog=_CHAT)
-    # No --gpus: Ctrl-C could end a reply after a different number of tokens on each rank.
-    _add_model_options(parser)
+    # No --gpus: Ctrl-C could end a reply after a different number of tokens on each rank. A checkpoint is required,
+    # because the small model has no chat format.
+    _add_model_options(parser, required=True)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message (default: none)")
     _add_generation_options(parser, max_tokens=4096, each="reply")
     _add_draft_option(

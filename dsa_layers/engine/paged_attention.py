@@ -11,7 +11,7 @@ from dsa.runtime import backends
 from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, redistribute
 from dsa_layers.batch.selected import CountedIn, Selected
-from dsa_layers.batch.token_batch import TokenBatch, check_pages
+from dsa_layers.batch.token_batch import TokenBatch, check_pages, check_tokens
 from dsa_layers.cache.kv_cache import LatentStore, LayerCache, read_latents
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.attention_form import Communication, HeadSizes, multi_head_is_faster, stored_up_projection
@@ -135,6 +135,7 @@ class PagedAttention(DSAAttention):
             check_pages(batch, cache.page_size)
         with torch.no_grad():
             step = AttentionPass(batch, (cos, sin), cache, placement_of(batch, self.ranks), store=store)
+            check_tokens(x, step.placement.local_cached(batch.positions))
             return self._pass(x, cast, step, selected)
 
     def _pass(

@@ -8,7 +8,7 @@ import torch
 import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.placement import WHOLE, redistribute
-from dsa_layers.batch.token_batch import TokenBatch, check_pages
+from dsa_layers.batch.token_batch import TokenBatch, check_pages, check_tokens
 from dsa_layers.batch.views import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.engine import joint_linear
@@ -100,6 +100,7 @@ class PagedCompressedAttention(CompressedAttention):
             if self.indexer is not None:
                 _check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
         step = EntryPass(batch, rope, cache, placement_of(batch, self.ranks), entry_angles=entry_rope)
+        check_tokens(x, step.placement.local_cached(batch.positions))
         with torch.no_grad():
             if self.part is not None and step.placement.sharded:
                 step.queries = step.placement

@@ -3,7 +3,7 @@
 import torch
 
 import dsa
-from dsa_layers.batch.token_batch import TokenBatch
+from dsa_layers.batch.token_batch import TokenBatch, check_tokens
 from dsa_layers.batch.views import WindowView
 from dsa_layers.cache.windowed_kv_cache import RingCache
 from dsa_layers.engine.joint_linear import Cast
@@ -38,6 +38,7 @@ class PagedWindowAttention(PagedAttention, WindowAttention):
         check_inference(x, batch, cache, RingCache)
         with torch.no_grad():
             step = AttentionPass(batch, (cos, sin), cache, placement_of(batch, self.ranks))
+            check_tokens(x, step.placement.local_cached(batch.positions))
             y = (self.part or self)._in_windows(x, cast, step)
             return step.placement.reduce(y), selected
 

@@ -8,7 +8,7 @@ from torch import nn
 import dsa
 from dsa.runtime.checks import check_choice, check_flag, check_number, check_same_dtype, integer
 from dsa_layers.batch import packing
-from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
+from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache, check_tokens
 from dsa_layers.cache.kv_cache import LatentStore, read_latents
 from dsa_layers.layers.causal_attention import causal_attention
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
@@ -29,7 +29,8 @@ class DSAAttention(nn.Module):
     c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
     With q_lora_rank=None, q = W_UQ x. With rope=False, queries and keys have zeros in the rope channels. With
-    `position_scaling`, q is scaled by a function of its position (`PositionScaling`).
+    `position_scaling`, q is scaled by a function of its position (`PositionScaling`). With `scale_latents`, the norm of
+    latents of rank r multiplies by a further sqrt(hidden / r). With `norm_rope_keys`, k_pe has an RMSNorm before rope.
     Attention to all keys computes k_h and v_h. Attention to selected keys reads only c and k_pe, one key for all heads:
     it multiplies the queries by W_UK and the outputs by W_UV (absorption).
     A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
@@ -49,8 +50,9 @@ class DSAAttention(nn.Module):
     softmax_scale: None for (nope_dim + rope_dim)^-0.5. eps: of both RMSNorms. fp8, dtype, use_ue8m0: see `make_linear`.
     Parameters have the checkpoint's names: q_a_proj (W_DQ), q_a_layernorm, q_b_proj (W_UQ; rows: head, then nope |
     rope), kv_a_proj_with_mqa (rows: W_DKV, then k_pe), kv_a_layernorm, kv_b_proj (rows: head, then W_UK | W_UV), o_proj
-    (W_O), indexer. With gate="x": gate_proj (W_G) [heads * v_dim, hidden], never in FP8. With gate="queries", the rows
-    of g_h follow the rope rows of each head in q_b_proj. With `sinks`: sinks, fp32 [heads]. With `position_scaling`:
+    (W_O), indexer. With gate="x" or "heads": gate_proj (W_G) [heads * v_dim or heads, hidden], never in FP8. With
+    gate="queries", the rows of g_h follow the rope rows of each head in q_b_proj. With `norm_rope_keys`:
+    k_rope_only_layernorm. With `sinks`: sinks, fp32 [heads]. With `position_scaling`:
     softmax_scaling.{scale,bias}. With rope=False, q_b_proj and kv_a_proj_with_mqa have no rope rows. With
     q_lora_rank=None there are no q_a_proj and q_a_layernorm, and with `shares_latents` no kv_a_proj_with_mqa and
     kv_a_layernorm.
@@ -140,6 +142,7 @@ class DSAAttention(nn.Module):
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.check_pass(x, batch)
+        check_tokens(x, batch.positions)
         check_no_cache(None if isinstance(cache, LatentStore) else cache, batch)
         rope = cos, sin
         q, qr, gate = self._queries(x, batch)
@@ -167,8 +170,8 @@ class DSAAttention(nn.Module):
         return batch
 
     def _queries(self, x: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return (q [T, heads, nope + rope] before rope, qr [T, q_lora_rank], g [T, heads, v_dim] or None). qr is x if
-        q_lora_rank is None."""
+        """Return (q [T, heads, nope + rope] before rope, qr [T, q_lora_rank], g [T, heads, v_dim or 1] or None). qr is
+        x if q_lora_rank is None."""
         qr = inputs = x
         if self.q_a_proj is not None:
             latent = self.q_a_proj(x)

@@ -5,7 +5,7 @@ from torch import nn
 
 import dsa
 from dsa_layers.batch import packing
-from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache
+from dsa_layers.batch.token_batch import TokenBatch, check_batch, check_no_cache, check_tokens
 from dsa_layers.batch.views import EntryView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
@@ -79,6 +79,7 @@ class CompressedAttention(nn.Module):
         cache: CompressedLayerCache | None = None,
     ) -> torch.Tensor:
         self.check_pass(x, batch)
+        check_tokens(x, batch.positions)
         check_no_cache(cache, batch)
         qr = self.q_norm(self.wq_a(x))
         q = dsa.rms_norm(self.wq_b(qr).unflatten(-1, (self.n_heads, self.dim)), None, self.eps)

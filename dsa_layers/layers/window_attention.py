@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from dsa.runtime.checks import integer
-from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
+from dsa_layers.batch.token_batch import TokenBatch, check_no_cache, check_tokens
 from dsa_layers.cache.windowed_kv_cache import RingCache
 from dsa_layers.layers.attention import DSAAttention
 
@@ -34,6 +34,7 @@ class WindowAttention(DSAAttention):
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.check_pass(x, batch)
+        check_tokens(x, batch.positions)
         check_no_cache(cache, batch)
         rope = cos, sin
         q, _, gate = self._queries(x, batch)

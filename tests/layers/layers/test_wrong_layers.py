@@ -1,6 +1,7 @@
 """Layers refuse wrong arguments of constructors and passes, before and after `fuse`. Messages name the argument."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
 from dsa_layers.engine.fuse import fuse
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter
+from dsa_layers.layers.window_attention import WindowAttention
 from tests.layers.layers.small_layers import (
+    CASES,
     HIDDEN,
     RANK,
     RATIO,
@@ -70,6 +75,16 @@ FP8_SIZES = "hidden, inner: must be multiples of 128 for FP8 weights, got 128 an
 )
 def test_wrong_options_are_refused(make, options, message):
     refused(lambda: make(**options), message)
+
+
+@pytest.mark.parametrize("kind", [DSAAttention, CompressedAttention, WindowAttention])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_and_tokens_of_other_numbers_are_refused(kind, fused):
+    case, x = CASES[kind], torch.randn(39, HIDDEN)
+    layer = fuse(case.make()) if fused else case.make()
+    for wrong in (x[:-1], torch.cat((x, x))):
+        told = f"x: must have a row for each of the batch's 39 tokens, got {len(wrong)} rows"
+        refused(partial(case.run, layer, wrong), told)
 
 
 def test_attention_has_an_indexer_of_its_dtype_or_none():
