@@ -13,6 +13,7 @@ from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
@@ -156,15 +157,17 @@ class IndexerStage:
 
 
 def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
-    """Return the layers with the attribute `indexer_stage`, the drafter's only if `drafter`. Raise ValueError if there
-    is no such layer, or if one has sinks or no indexer with `loss`."""
+    """Return the layers with the attribute `indexer_stage`, except those with a window, and the drafter's only if
+    `drafter`. Raise ValueError if there is no such layer, or if one has sinks or no indexer with `loss`."""
     drafters = [getattr(module, "drafter", None) for module in model.modules() if not drafter]
     left_out = {module for one in drafters if isinstance(one, nn.Module) for module in one.modules()}
     # getattr_static ignores wrappers, for example of activation checkpointing, that forward their layer's attributes.
     layers = [
         module
         for module in model.modules()
-        if module not in left_out and inspect.getattr_static(module, "indexer_stage", module) is not module
+        if module not in left_out
+        and not isinstance(module, WindowAttention)
+        and inspect.getattr_static(module, "indexer_stage", module) is not module
     ]
     if not layers:
         raise ValueError(

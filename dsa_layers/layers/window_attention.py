@@ -17,10 +17,14 @@ class WindowAttention(DSAAttention):
         -> (y [T, hidden], selected)
     batch: complete packed sequences. selected: passed on unchanged.
     This class supports gradients but no cache; `dsa_layers.fuse` converts it to `PagedWindowAttention`.
-    options: further arguments of `DSAAttention`; it lists the parameters. Errors are those of `DSAAttention`.
+    options: further arguments of `DSAAttention`, except sinks and shares_latents. `DSAAttention` lists the parameters,
+    and errors are as there.
     """
 
     def __init__(self, hidden: int, n_heads: int, *, window: int, **options: Any) -> None:
+        for name in ("sinks", "shares_latents"):
+            if options.get(name):
+                raise ValueError(f"{name}: must be False in a layer with a window, got {options[name]!r}")
         super().__init__(hidden, n_heads, None, **options)
         self.window = integer("window", window, at_least=1)
 

@@ -14,7 +14,18 @@ import torch
 from torch import nn
 
 from dsa_layers.cache.windowed_kv_cache import WindowedKVCache
-from dsa_layers.config.fields import Declared, Fields, anything, computed, each_of, integer, number, only
+from dsa_layers.config.fields import (
+    MAX_HEADS,
+    Declared,
+    Fields,
+    anything,
+    computed,
+    each_of,
+    integer,
+    number,
+    only,
+    refused,
+)
 from dsa_layers.config.model_config import THETA, RopeConfig
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.rope import Angles, make_rotary
@@ -43,7 +54,7 @@ _LISTED = _FULL, "full_attention", _WINDOW  # published files name layers with a
 class WindowConfig(Declared):
     """The sizes of the layers with a window, the base of their rope, and the window in tokens."""
 
-    num_attention_heads: int = integer()
+    num_attention_heads: int = integer(maximum=MAX_HEADS)
     q_lora_rank: int = integer()
     kv_lora_rank: int = integer()
     qk_nope_head_dim: int = integer()
@@ -77,6 +88,9 @@ def _read_rope(fields: Fields, known: SimpleNamespace, kind: str = _FULL, name: 
     of_kind.read("partial_rotary_factor", anything())  # rope channels / all channels of a head
     theta = of_kind.read("rope_theta", THETA)
     of_kind.reject_unread()
+    for other in (_FULL, _WINDOW):
+        nested.read(other, anything())  # of other calls of this function
+    nested.reject_unread()
     return RopeConfig(theta, None)
 
 
@@ -84,35 +98,51 @@ def _read_window(fields: Fields, known: SimpleNamespace) -> WindowConfig | None:
     """Read the sizes of the layers with a window: published files have fields with the prefix "swa_", files of
     transformers 5 the object per_layer_config with the values that differ from those of the other layers."""
     if not any(known.windowed):
+        fields.read("sliding_window", anything())
         return None
+    window = integer(maximum=2**16, default=None)
     name = "sliding_window" if "sliding_window" in fields else "sliding_window_size"
-    found = {"window": fields.read(name, integer())}
+    found = {"window": fields.read(name, integer(maximum=2**16))}
+    fields.require(fields.read("sliding_window_size", window) in (None, found["window"]), "sliding_window_size", "as "
+                   "field 'sliding_window' says")  # fmt: skip
     found["rope_theta"] = _read_rope(fields, known, _WINDOW, "swa_rope_theta").theta
     by_layer = fields.object("per_layer_config")
-    for size in _SIZES:
-        if by_layer is None:
-            found[size] = fields.read(f"swa_{size}", integer())
-            continue
-        values = {
-            _of_layer(by_layer, i, size, getattr(known, size)) for i, windowed in enumerate(known.windowed) if windowed
-        }
-        fields.require(len(values) == 1, "per_layer_config", f"one {size} for all layers with a window")
-        (found[size],) = values
     found["qk_rope_head_dim"] = known.qk_rope_head_dim
-    if by_layer is None:
+    if by_layer is not None:
+        for name in (*_SIZES, "head_dim", "num_key_value_heads", "qk_rope_head_dim"):
+            fields.read(f"swa_{name}", refused("per_layer_config has the sizes of layers with a window"))
+        layers = [_of_layer(by_layer, i, known) for i, windowed in enumerate(known.windowed) if windowed]
+        by_layer.reject_unread()
+        fields.require(
+            layers.count(layers[0]) == len(layers), "per_layer_config", "equal sizes of layers with a window"
+        )
+        found |= layers[0]
+    else:
+        found |= {size: fields.read(f"swa_{size}", integer()) for size in _SIZES}
         heads = found["num_attention_heads"]
         fields.read("swa_num_key_value_heads", only(heads))
         rope = fields.read("swa_qk_rope_head_dim", integer(default=None))
         head = fields.read("swa_head_dim", integer())
-        found["qk_rope_head_dim"] = head - found["qk_nope_head_dim"] if rope is None else rope
+        found["qk_rope_head_dim"] = head - found["qk_nope_head_dim"]
+        fields.require(rope in (None, found["qk_rope_head_dim"]), "swa_qk_rope_head_dim", "swa_head_dim - "
+                       "swa_qk_nope_head_dim")  # fmt: skip
         fields.require(found["qk_rope_head_dim"] == known.qk_rope_head_dim, "swa_head_dim", "swa_qk_nope_head_dim and "
                        f"{known.qk_rope_head_dim} channels with rope, as in the other layers")  # fmt: skip
     return WindowConfig(**found)
 
 
-def _of_layer(by_layer: Fields, layer: int, size: str, default: int) -> int:
+def _of_layer(by_layer: Fields, layer: int, known: SimpleNamespace) -> dict[str, int]:
+    """Read the sizes of a layer with a window from per_layer_config."""
+    sizes = {size: getattr(known, size) for size in _SIZES}
     own = by_layer.object(str(layer))
-    return default if own is None else own.read(size, integer(default=default))
+    if own is None:
+        return sizes
+    found = {size: own.read(size, integer(default=value)) for size, value in sizes.items()}
+    own.read("num_key_value_heads", only(found["num_attention_heads"]))
+    own.read("qk_rope_head_dim", only(known.qk_rope_head_dim))
+    own.read("head_dim", anything())
+    own.reject_unread()
+    return found
 
 
 @dataclass(frozen=True)

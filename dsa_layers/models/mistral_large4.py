@@ -41,7 +41,8 @@ def _read_rope(fields: Fields, known: SimpleNamespace) -> RopeConfig:
     fields.require(rope is not None, "rope_parameters", "an object")
     theta = rope.read("rope_theta", THETA)
     # With YaRN and no attention_factor, transformers would scale cos and sin.
-    rope.read("attention_factor", one_of(1.0))
+    yarn = rope.read("rope_type", one_of("default", "yarn")) == "yarn"
+    rope.read("attention_factor", one_of(1.0) if yarn else only(1.0))
     return RopeConfig(theta, read_yarn(rope, mscale=0.0, mscale_all_dim=0.0))
 
 

@@ -54,7 +54,7 @@ def test_a_chat_template_is_rendered_as_transformers_does(tmp_path):
         "<U>{{ m.content }}{% else %}\n"
         "<A>{{ m.content }}{{ eos_token }}{% break %}{% endif %}\n"
         "    {% endfor %}\n"
-        "{% generation %}{{ {'é': '<'} | tojson(false, none, [',', ':']) }}{% endgeneration %}"
+        "{% generation %}{% set y = 5 %}{{ {'é': '<'} | tojson(false, none, [',', ':']) }}{% endgeneration %}{{ y }}"
         "{{ strftime_now('%Y') }}{{ pad_token }}{% if add_generation_prompt %}<A>{% endif %}"
     )
     tokenizer = make(tmp_path, chat_template=template, pad_token=None)

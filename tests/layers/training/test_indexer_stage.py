@@ -58,6 +58,17 @@ def test_passes_are_those_of_inference(name, top_k):
     assert torch.allclose(model(tokens, batch), expected)
 
 
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_layers_with_a_window_have_no_loss(name, tiny_checkpoint):
+    options = {"trainable": True, "dequantize": True, "dtype": torch.float32, "progress": False}
+    model, tokens = load_model(tiny_checkpoint("dots3_note"), **options), torch.arange(200)
+    with IndexerStage(model, name) as stage:
+        model(tokens, SequenceBatch.without_cache([150, 50]))
+        stage.loss().backward()
+    learning = {name.split(".")[2] for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learning == {"0", "2"}
+
+
 def test_sequences_of_one_length_attend_densely_as_by_themselves():
     """With gradients, one attention call computes all sequences of this batch. Without gradients, each has a call."""
     model, (tokens, _) = Small(100), inputs()
