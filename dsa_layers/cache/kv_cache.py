@@ -169,10 +169,12 @@ class LatentStore:
     latents: torch.Tensor | None = None
 
 
-def read_latents(store: LatentStore | None) -> torch.Tensor:
-    """Return the latents in `store`. Raise ValueError if there are none."""
+def read_latents(store: LatentStore | None, *shape: int) -> torch.Tensor:
+    """Return the latents in `store`. Raise ValueError if there are none, or if they have not this shape."""
     if store is None or store.latents is None:
         raise ValueError("cache: a layer that shares latents needs a cache or a LatentStore with latents, got none")
+    if store.latents.shape != shape:
+        raise ValueError(f"cache: must have latents of shape {list(shape)}, got {list(store.latents.shape)}")
     return store.latents
 
 
@@ -211,6 +213,8 @@ class PagedKVCache(Cache):
             raise ValueError(f"latent_dim: must be 576 (512 and 64 rope) for the FP8 layout, got {latent_dim}")
         index_layers = range(num_layers) if index_layers is None else index_layers
         sources = range(num_layers) if sources is None else sources
+        if len(sources) != num_layers or not all(source in range(num_layers) for source in sources):
+            raise ValueError(f"sources: must be {num_layers} layers from 0 to {num_layers - 1}, got {shown(sources)}")
         rows = {layer: row for row, layer in enumerate(sorted(set(sources)))}
         self._latent_rows = [rows[source] for source in sources]
         self._index_rows = {layer: row for row, layer in enumerate(index_layers)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dsa.runtime.checks import integer, shown
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache, check_storage
 
@@ -46,6 +47,13 @@ class WindowedKVCache(PagedKVCache):
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
+        integer("window", window, at_least=1)
+        integer("window_dim", window_dim, at_least=1)
+        if sorted(set(window_layers) & {*range(num_layers)}) != [*window_layers]:
+            told = f"window_layers: must be different layers below {num_layers} in ascending order"
+            raise ValueError(f"{told}, got {shown(window_layers)}")
+        if not isinstance(window_dtype, torch.dtype):
+            raise TypeError(f"window_dtype: must be a torch.dtype, got {shown(window_dtype)}")
         others = [i for i in range(num_layers) if i not in set(window_layers)]
         super().__init__(len(others), state_slots=state_slots, device=device, **options)
         check_storage("window_dtype", window_dtype)

@@ -297,7 +297,9 @@ class PagedAttention(DSAAttention):
         """Return the result of `_store`; without a cache, all keys [T, latent + rope] after norm and rope. kv: `keys`
         of `Latents`."""
         if kv is None:
-            return None if step.cache is not None else read_latents(step.store)
+            if step.cache is not None:
+                return None
+            return read_latents(step.store, len(step.batch.positions), self.kv_lora_rank + self.rope_dim)
         if step.cache is not None:
             return self._store(kv, step)
         kv = self._norm_and_rotate(kv, step.angles)

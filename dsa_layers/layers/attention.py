@@ -148,7 +148,7 @@ class DSAAttention(nn.Module):
         q, qr, gate = self._queries(x, batch)
         q = self._rotate(q, rope)
         if self.kv_a_proj_with_mqa is None:
-            kv = read_latents(cache)
+            kv = read_latents(cache, len(x), self.kv_lora_rank + self.rope_dim)
         else:
             kv = self._norm_and_rotate(self._key_inputs(self.kv_a_proj_with_mqa(x)), rope)
             if cache is not None:

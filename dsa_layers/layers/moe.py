@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa.runtime.checks import integer
 from dsa_layers.layers.experts import Experts, gated
 from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
 
@@ -148,7 +149,7 @@ class SoftmaxRouter(nn.Module):
         self, hidden: int, n_experts: int, top_k: int, *, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.top_k, self.scale = top_k, scale
+        self.top_k, self.scale = integer("top_k", top_k, at_least=1, at_most=n_experts), scale
         self.weight = Linear(hidden, n_experts, dtype=dtype).weight
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

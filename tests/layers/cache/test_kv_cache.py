@@ -7,6 +7,7 @@ import torch
 
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.cache.kv_cache import OutOfPages, PageAllocator, PagedKVCache
+from dsa_layers.cache.windowed_kv_cache import WindowedKVCache
 
 
 def test_every_page_is_allocated_to_one_owner():
@@ -36,6 +37,11 @@ def paged(**changed):
     return PagedKVCache(**{"num_layers": 1, "num_pages": 2} | changed)
 
 
+def windowed(**changed):
+    options = {"window_layers": [1], "window": 4, "window_dim": 48, "window_dtype": torch.float32}
+    return WindowedKVCache(**{"num_layers": 3, "num_pages": 2} | options | changed)
+
+
 def compressed(**changed):
     options = {"layers": [], "num_pages": 2, "page_size": 256, "state_slots": 1, "window": 8, "dim": 512}
     return CompressedKVCache(**options | changed)
@@ -51,6 +57,11 @@ def compressed(**changed):
         (paged, {"latent": "int4"}, "latent: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
         (paged, {"index": torch.int8}, "index: must be 'fp8', torch.bfloat16, .*, got torch.int8"),
         (paged, {"latent": "fp8", "latent_dim": 48}, "latent_dim: must be 576"),
+        (paged, {"sources": [1]}, "sources: must be 1 layers from 0 to 0, got \\[1\\]"),
+        (windowed, {"window": 0}, "window: must be at least 1, got 0"),
+        (windowed, {"window_dim": "a"}, "window_dim: must be an integer, got 'a'"),
+        (windowed, {"window_layers": [1, 1]}, "window_layers: must be different layers below 3 in ascending order"),
+        (windowed, {"window_dtype": "fp8"}, "window_dtype: must be a torch.dtype, got 'fp8'"),
         (compressed, {"entries": "int4"}, "entries: must be 'fp8', torch.bfloat16, .*, got 'int4'"),
         (compressed, {"num_pages": 2**24}, SLOTS.format(8388608) + "256"),
     ],
