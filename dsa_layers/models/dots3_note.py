@@ -296,7 +296,7 @@ def _drafter_block(config: Dots3NoteConfig, precision: Precision, **_: bool) -> 
 
 
 class Dots3NoteDrafter(DeepseekV32Drafter):
-    """`DeepseekV32Drafter` with an embedding of its own, and a block with a window and without experts.
+    """`DeepseekV32Drafter` with its own embedding, and a block with a window and without experts.
 
     Source: vLLM's and SGLang's code for dots3-note's drafter.
     """

@@ -1,4 +1,4 @@
-"""`PagedWindowAttention` over prompts in chunks, beside the plain layer."""
+"""`PagedWindowAttention` over prompts in chunks gives the plain layer's results."""
 
 import pytest
 import torch

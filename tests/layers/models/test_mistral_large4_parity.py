@@ -18,6 +18,6 @@ class TestMistralLarge4(ParityTests):
 
 
 def test_logits_agree_with_default_layers(tmp_path):
-    """By default every fourth layer has no rope, and every layer has an indexer and latents of its own."""
+    """By default every fourth layer has no rope, and every layer has an indexer and own latents."""
     changes = {"indexer_types": None, "kv_source_layers": None, "no_rope_layers": None, "num_hidden_layers": 5}
     assert_parity(hf_models.mistral_large4, tmp_path, **changes, rms_norm_eps=1e-5, routed_scaling_factor=1.5)

@@ -12,7 +12,7 @@ from dsa_layers.models.precision import Precision
 AXK2, HY4, MISTRAL = "axk2_light_config.json", "hy_v4_config.json", "mistral_large4_config.json"
 DOTS = "dots3_note_config.json"
 YARN = published_config(MISTRAL)["rope_parameters"]
-SHARED = "the last layer before it with latents of its own that others share, and with rope as it has"
+SHARED = "the last layer before it whose own latents others share, and with rope as it has"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_wrong_field_is_refused_by_its_name(file, changes, told, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["mistral_large4", "hy_v4_vl"])
 def test_the_text_part_of_a_configuration(model_type, tmp_path):
-    """Fields beside text_config count unless text_config has them."""
+    """A field at the top level counts if text_config lacks it."""
     text = family(model_type).tiny.fields(quantized=False)
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     whole = {
