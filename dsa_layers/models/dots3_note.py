@@ -235,26 +235,12 @@ class Dots3NoteModel(DeepseekV32Model):
         return [of_window if windowed else angles for windowed in self._windowed]
 
 
-def _cache(config: Dots3NoteConfig, precision: Precision, windowed: Sequence[bool], **options: Any) -> WindowedKVCache:
-    """Return a cache for layers with and without a window. options: further arguments of `WindowedKVCache`."""
-    sizes = config.of_window
-    layers = cache_layers(config, precision, ("full",) * len(windowed))
-    del layers["index_layers"]  # all layers without a window
-    return WindowedKVCache(
-        window_layers=[i for i, has_window in enumerate(windowed) if has_window],
-        window=1 if sizes is None else sizes.window,
-        window_dim=1 if sizes is None else sizes.kv_lora_rank + sizes.qk_rope_head_dim,
-        window_dtype=precision.dtype,
-        **layers,
-        **options,
-    )
+class _WithRings:
+    """The method `make_cache` of the model and of its drafter."""
 
-
-class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
-    """dots3-note without its parts for images and audio. `forward` is that of `DeepseekV32ForCausalLM`."""
-
-    body = Dots3NoteModel
-    other_parts = "vision_encoder.", "audio_encoder.", "model.vision_tower.", "model.audio_tower."
+    def _layers(self) -> tuple[Dots3NoteConfig, Precision, Sequence[bool]]:
+        """Return (configuration, precision, whether each layer has a window)."""
+        raise NotImplementedError
 
     def make_cache(
         self,
@@ -264,8 +250,31 @@ class Dots3NoteForCausalLM(DeepseekV32ForCausalLM):
         *,
         state_slots: int = 64,
     ) -> WindowedKVCache:
-        options = {"num_pages": num_pages, "page_size": page_size, "device": device, "state_slots": state_slots}
-        return _cache(self.config, self.precision, self.config.windowed, **options)
+        config, precision, windowed = self._layers()
+        sizes = config.of_window
+        layers = cache_layers(config, precision, ("full",) * len(windowed))
+        del layers["index_layers"]  # all layers without a window
+        return WindowedKVCache(
+            window_layers=[i for i, has_window in enumerate(windowed) if has_window],
+            window=1 if sizes is None else sizes.window,
+            window_dim=1 if sizes is None else sizes.kv_lora_rank + sizes.qk_rope_head_dim,
+            window_dtype=precision.dtype,
+            num_pages=num_pages,
+            page_size=page_size,
+            device=device,
+            state_slots=state_slots,
+            **layers,
+        )
+
+
+class Dots3NoteForCausalLM(_WithRings, DeepseekV32ForCausalLM):
+    """dots3-note without its parts for images and audio. `forward` is that of `DeepseekV32ForCausalLM`."""
+
+    body = Dots3NoteModel
+    other_parts = "vision_encoder.", "audio_encoder.", "model.vision_tower.", "model.audio_tower."
+
+    def _layers(self) -> tuple[Dots3NoteConfig, Precision, Sequence[bool]]:
+        return self.config, self.precision, self.config.windowed
 
     def init_buffers(self, device: torch.device | str) -> None:
         super().init_buffers(device)
@@ -295,7 +304,7 @@ def _drafter_block(config: Dots3NoteConfig, precision: Precision, **_: bool) -> 
     return decoder_block(config, precision, windowed=True, dense=True)
 
 
-class Dots3NoteDrafter(DeepseekV32Drafter):
+class Dots3NoteDrafter(_WithRings, DeepseekV32Drafter):
     """`DeepseekV32Drafter` with its own embedding, and a block with a window and without experts.
 
     Source: vLLM's and SGLang's code for dots3-note's drafter.
@@ -316,17 +325,9 @@ class Dots3NoteDrafter(DeepseekV32Drafter):
     def angles(self, positions: torch.Tensor) -> Angles:
         return self._target[0].model.window_rotary(positions)
 
-    def make_cache(
-        self,
-        num_pages: int,
-        page_size: int = DeepseekV32ForCausalLM.page_size,
-        device: torch.device | str = "cpu",
-        *,
-        state_slots: int = 64,
-    ) -> WindowedKVCache:
-        options = {"num_pages": num_pages, "page_size": page_size, "device": device, "state_slots": state_slots}
+    def _layers(self) -> tuple[Dots3NoteConfig, Precision, Sequence[bool]]:
         (target,) = self._target
-        return _cache(target.config, target.precision, (True,), **options)
+        return target.config, target.precision, (True,)
 
 
 FAMILY = Family(
