@@ -8,6 +8,8 @@ import pytest
 
 from dsa_layers import Generator, SamplingParams
 from dsa_layers.command.main import main
+from dsa_layers.command.parser import make_parser
+from dsa_layers.models.registry import FAMILIES
 from tests.documents import python_blocks
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +21,8 @@ PAGES = [
 ]
 
 
+COMMANDS = (DOCS / "reference" / "cli.md").read_text()
+TINY_COMMANDS = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", COMMANDS, re.M)]
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
 
 
@@ -52,13 +56,19 @@ def test_the_three_examples():
     assert all(parameter.grad is not None for parameter in training["stage"].parameters())
 
 
+def test_every_family_has_its_commands_for_a_tiny_checkpoint():
+    assert [command[0] for command in TINY_COMMANDS] == ["tiny", "generate"] * len(FAMILIES)
+    parser = make_parser()
+    models = [parser.parse_args(command).model for command in TINY_COMMANDS if command[0] == "tiny"]
+    assert sorted(models) == sorted(FAMILIES)
+    written, read = ([command[1] for command in TINY_COMMANDS if command[0] == name] for name in ("tiny", "generate"))
+    assert written == read
+
+
 @pytest.mark.slow
 def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / "reference" / "cli.md").read_text()
-    commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", text, re.M)]
-    assert [command[0] for command in commands] == ["tiny", "generate"] * 7
-    for command in commands:
+    for command in TINY_COMMANDS:
         short = ["--max-tokens", "2", "--device", "cpu"] if command[0] == "generate" else []
         assert main(command + short) == 0, capsys.readouterr().err
 

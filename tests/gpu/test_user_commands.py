@@ -50,9 +50,7 @@ def test_the_shipped_model_with_sparse_and_dense_attention(tmp_path):
     assert rows[0]["read"] < start["index_topk"] < rows[-1]["read"] == (start["length"] + 1) / 2
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny-v32", "tiny-glm", "tiny-v4", "tiny-axk2", "tiny-hy4", "tiny-mistral", "tiny-dots"]
-)
+@pytest.mark.parametrize("name", re.findall(r"^dsa tiny \.([\w-]+)", COMMANDS, re.M))
 def test_the_tiny_families(name, tmp_path):
     lines = [line for line in re.findall(r"^dsa (?:tiny|generate) \..*", COMMANDS, re.M) if f" .{name} " in f"{line} "]
     assert [line.split()[1] for line in lines] == ["tiny", "generate"]

@@ -278,6 +278,15 @@ def test_the_functions_of_the_documentation():
         assert all(g is None or not g.any() for g in others)
 
 
+def test_the_documented_model_learns():
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
+    (code,) = re.findall(r"## In a model of your own\n.*?```python\n(.*?)```", text, re.S)
+    names = {}
+    exec(code, names)
+    assert names["losses"][-1] < names["losses"][0] / 2
+    assert all(p.grad is not None and p.grad.any() for p in names["model"].parameters())
+
+
 def test_the_example_of_the_docstring():
     example = re.search(r"\n\n((?: {8}.*\n|\n)+)", IndexerStage.__doc__)[1]
     names = {}
