@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_layers import tiny
-from dsa_layers.tiny import write_tiny_checkpoint
+from dsa_layers import tiny, write_tiny_checkpoint
 from tests.layers.generation.families import FAMILIES
 
 

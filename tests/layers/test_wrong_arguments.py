@@ -5,14 +5,11 @@ from functools import partial
 
 import pytest
 
-from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
+from dsa_layers import SHIPPED_MODEL, IndexerStage, Ranks, Tokenizer, load_model, write_tiny_checkpoint
 from dsa_layers.hf import accelerate
 from dsa_layers.layers import rope
 from dsa_layers.layers.rope import rope_frequencies
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
-from dsa_layers.training import IndexerStage
 
 
 def refused(message, call, *arguments, **options):

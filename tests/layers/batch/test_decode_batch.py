@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from dsa.testing import calc_diff
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import DecodeBatch, SequenceBatch, load_model
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.io.loading import load_model
 
 PAGE, SLOW = 64, pytest.mark.slow
 # Two sequences are longer than the 128 keys that V3.2 and GLM select. Pages are not in order.

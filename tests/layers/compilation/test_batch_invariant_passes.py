@@ -5,13 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.runtime.asked_variants import asked_variants
+from dsa_layers import Precision, Ranks
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation import META, without_memory
 from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.engine.split import split
-from dsa_layers.models.precision import Precision
-from dsa_layers.parallel.ranks import Ranks
 from tests.layers.compilation.configs import published
 
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")

@@ -5,11 +5,9 @@ import weakref
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import RotaryEmbedding, SequenceBatch, fuse, rope_frequencies
 from dsa_layers.engine import joint_linear
-from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import HIDDEN, RATIO, ROTARY

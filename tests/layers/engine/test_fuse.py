@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from dsa_layers import fuse
-from dsa_layers.engine.fuse import FUSED, fused
+from dsa_layers import DSAAttention, LightningIndexer, fuse, fused
+from dsa_layers.engine.fuse import FUSED
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock

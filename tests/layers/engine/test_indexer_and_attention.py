@@ -4,13 +4,10 @@ import pytest
 import torch
 
 import dsa
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import DSAAttention, LightningIndexer, SequenceBatch, fuse
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.indexer import LightningIndexer
 from tests.layers.layers.small_layers import ROTARY
 
 HIDDEN, RANK, HEADS, TOP_K, N = 128, 128, 4, 16, 50

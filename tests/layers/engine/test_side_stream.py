@@ -9,11 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.engine import fused_moe, paged_attention, paged_compressed_attention
 from dsa_layers.engine.side_stream import SideStream
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
 from tests.layers.layers.calls import record
 
 PROMPTS = [list(range(40, 180)), list(range(7, 60))]

@@ -5,12 +5,10 @@ import pytest
 import torch
 
 from dsa.runtime import backends
+from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.engine.fp32_product import has_any_rows, is_batch_invariant
 from dsa_layers.generation import engine_options
 from dsa_layers.generation.engine_options import check_invariant
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
 from tests.layers.command.calls import generate
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.remembering_model import RememberingModel, continued, engine_of

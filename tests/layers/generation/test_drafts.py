@@ -6,10 +6,7 @@ import functools
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
+from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
 from tests.layers.generation.families import DRAFTED
 from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import is_free

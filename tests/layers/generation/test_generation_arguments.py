@@ -4,11 +4,8 @@ import numpy
 import pytest
 import torch
 
+from dsa_layers import Generator, SamplingParams, Tokenizer, load_model
 from dsa_layers.cache.kv_cache import OutOfPages
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
-from dsa_layers.io.tokenizer import Tokenizer
 from tests.layers.generation.remembering_model import engine_of, is_free
 from tests.ops.test_torch_defaults import default_dtype
 

@@ -5,10 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
-from dsa_layers.io.tokenizer import Tokenizer
+from dsa_layers import Generator, SamplingParams, Tokenizer, load_model
 from tests.layers.generation.remembering_model import continued, engine_of, is_free
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]

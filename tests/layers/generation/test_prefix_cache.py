@@ -5,9 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dsa_layers import Generator, SamplingParams
 from dsa_layers.cache.kv_cache import OutOfPages
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.generation.remembering_model import VOCABULARY, continued, engine_of, is_free, next_draft
 
 PAGE = 4

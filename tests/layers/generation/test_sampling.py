@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.errors import ConfigError
-from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.requests import StopStrings
 from dsa_layers.generation.sampler import draw, draw_of_likeliest, logprobs_of, penalised, sample
-from dsa_layers.generation.sampling import SamplingParams, sampling_defaults
-from dsa_layers.io.loading import load_model
+from dsa_layers.generation.sampling import sampling_defaults
 from tests.layers.generation.guesses import Guesses, guess
 
 PROMPTS = [[5, 6, 7, 6], [9] * 12]

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.hf import accelerate
-from dsa_layers.io.loading import load_model
 from dsa_layers.layers.key_selection import SCORE_ACCUMULATORS
 from tests.layers.hf.pairs import pair
 from tests.layers.io.stand_ins import assert_same_tensors

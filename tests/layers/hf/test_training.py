@@ -7,10 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from dsa.testing import calc_diff
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import IndexerStage, SequenceBatch, load_model
 from dsa_layers.hf import accelerate
-from dsa_layers.io.loading import load_model
-from dsa_layers.training import IndexerStage
 from tests.layers.hf.pairs import KINDS, Adapter, assert_close_gradients, padded, pair
 
 

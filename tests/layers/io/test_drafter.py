@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from dsa.testing import calc_diff
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io import loading as loading_module
-from dsa_layers.io.loading import load_model
 from dsa_layers.models.family import family
 from dsa_layers.models.glm_moe_dsa import DraftedStates
 from tests.layers.generation.families import DRAFTED

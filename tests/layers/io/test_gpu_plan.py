@@ -7,17 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsa_layers import Generator, load_model, tiny
+from dsa_layers import Generator, Ranks, load_model, read_config, tiny, write_tiny_checkpoint
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import model
 from dsa_layers.command.main import main
 from dsa_layers.engine.split import copied
 from dsa_layers.io.gpu_plan import check_fits, plan, plans
 from dsa_layers.io.loading import precision_of
-from dsa_layers.models.family import VENDORED, family, read_config
+from dsa_layers.models.family import VENDORED, family
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.generation.families import has_drafter
 from tests.layers.parallel.ways import split_by
 

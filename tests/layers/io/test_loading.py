@@ -6,9 +6,8 @@ import sys
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.io import loading
-from dsa_layers.io.loading import load_model
 from tests.layers.generation.families import has_drafter
 
 NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid", "rotary.alpha")

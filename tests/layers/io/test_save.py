@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from dsa.reference import dequantize_fp4, quantize_fp4
+from dsa_layers import convert_checkpoint, load_model, read_config, save_model
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io import save as saving
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
-from dsa_layers.io.loading import load_model
-from dsa_layers.io.save import convert_checkpoint, save_model
-from dsa_layers.models.family import read_config
 from tests.layers.generation.families import has_drafter
 from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
 from tests.reference.common import assert_refused

@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io.loading import load_model
 from dsa_layers.io.tensors import split_experts
 from tests.layers.io.stand_ins import assert_same_tensors
 from tests.layers.models import hf_models

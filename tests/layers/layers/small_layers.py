@@ -6,15 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers import DSAAttention, LightningIndexer, RotaryEmbedding, SequenceBatch, rope_frequencies
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection
-from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock

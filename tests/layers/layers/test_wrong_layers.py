@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from dsa_layers import DSAAttention, LayerCache, SequenceBatch, fuse
 from dsa_layers.batch.selected import Selected
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
-from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
-from dsa_layers.engine.fuse import fuse
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear

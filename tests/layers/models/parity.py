@@ -9,10 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
+from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
 
 TOLERANCE = 2e-5
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.io.loading import load_model
-from dsa_layers.models.family import read_config
+from dsa_layers import SequenceBatch, load_model, read_config
 from tests.layers.io.stand_ins import read_tensors
 
 

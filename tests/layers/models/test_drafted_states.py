@@ -4,11 +4,9 @@ decode one or several tokens per sequence. These forms must return the slots of 
 import pytest
 import torch
 
-from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers import DecodeBatch, SequenceBatch, load_model
 from dsa_layers.batch.selected import Selected
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
-from dsa_layers.io.loading import load_model
 from dsa_layers.models.glm_moe_dsa import slots_of
 
 # Two sequences with more keys than the drafter selects (TOP_K). Page numbers do not ascend within a sequence.

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.io.loading import load_model
+from dsa_layers import DecodeBatch, SequenceBatch, load_model
 from dsa_layers.models.family import family
 from dsa_layers.models.glm_moe_dsa import DraftedStates
 from dsa_layers.models.registry import FAMILIES

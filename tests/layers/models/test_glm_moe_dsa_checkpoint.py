@@ -5,9 +5,8 @@ import torch
 
 from dsa import dequantize_per_block
 from dsa.testing import calc_diff
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io.loading import load_model
 from tests.layers.io.stand_ins import changed, dropper
 from tests.layers.models.parity import assert_same, paged_run
 

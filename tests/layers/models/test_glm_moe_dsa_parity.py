@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.io.loading import load_model
+from dsa_layers import SequenceBatch, load_model
 from tests.layers.models import hf_models
 from tests.layers.models.parity import ParityTests, assert_parity
 

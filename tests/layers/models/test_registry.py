@@ -2,9 +2,7 @@
 
 import pytest
 
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
+from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.models.family import family
 from dsa_layers.models.protocols import Model
 from dsa_layers.models.registry import FAMILIES

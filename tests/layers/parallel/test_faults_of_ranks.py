@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import dsa
-from dsa_layers import Generator, SamplingParams, load_model
+from dsa_layers import Generator, SamplingParams, load_model, write_tiny_checkpoint
 from dsa_layers.io import loading
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
 

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
+from dsa_layers import Ranks, SequenceBatch, fuse
 from dsa_layers.batch.placement import WHOLE, Placement
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import fused_moe
-from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import SHARDED_TOKENS, Replicated, Sharded, placement_of
-from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.ranks import ALONE
 from tests.layers.parallel.processes import in_ranks
 
 COUNTS = (1, 6, 7, 301)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from dsa_layers import load_model
+from dsa_layers import Ranks, load_model
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.engine.split import copied, make_parts
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
 from tests.layers.generation.families import has_drafter
 from tests.layers.parallel.ways import split_by
 

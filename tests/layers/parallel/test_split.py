@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dsa_layers import load_model, tiny
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import Generator, Ranks, SamplingParams, SequenceBatch, load_model, read_config, tiny
 from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.models.family import family, read_config
+from dsa_layers.models.family import family
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training import IndexerStage
 from tests.layers.generation.families import has_drafter

@@ -5,15 +5,9 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.engine.fuse import fused
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
-from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers import Generator, IndexerStage, LightningIndexer, SamplingParams, SequenceBatch, fused, load_model
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
-from dsa_layers.training import IndexerStage
 from tests.reference.common import assert_refused
 
 TOP_K = 6

@@ -10,13 +10,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from dsa_layers import load_model
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers import DSAAttention, IndexerStage, LightningIndexer, Ranks, SequenceBatch, load_model, next_tokens
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
-from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.training import IndexerStage, next_tokens
+from dsa_layers.parallel.ranks import ALONE
 from tests.reference.common import assert_refused
 
 
