@@ -11,7 +11,7 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation import META, without_memory
 from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.engine.split import split
-from tests.layers.compilation.configs import published
+from tests.layers.models.configs import published
 
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
 # PyTorch's products. A batch-invariant pass must not use them: their order of sums may depend on the number of rows.

@@ -14,7 +14,7 @@ from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.compilation import META, without_memory
 from dsa_layers.generation.steps import DraftInputs, DraftStep
 from dsa_layers.io.loading import precision_of
-from tests.layers.compilation.configs import published
+from tests.layers.models.configs import published
 
 # (sequences, tokens per sequence: 1 + drafts) of a pass.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]

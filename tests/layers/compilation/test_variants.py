@@ -14,8 +14,8 @@ from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation import decode, model_variants, prefill, without_memory
 from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.io.loading import precision_of
-from tests.layers.compilation.configs import published, tiny
 from tests.layers.layers.calls import record
+from tests.layers.models.configs import published, tiny
 from tests.layers.parallel.processes import in_ranks
 
 

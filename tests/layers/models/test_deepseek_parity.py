@@ -20,6 +20,7 @@ def test_deepseek_v32_agrees_without_groups_and_yarn(tmp_path):
 
 class TestDeepseekV4(ParityTests):
     build = staticmethod(hf_models.deepseek_v4)
+    indexed: ClassVar = {1, 3}
     page_size = 32
     lengths: ClassVar = [1, 3, 4, 5, 8, 15, 16, 17, 33, 70]
     chunks: ClassVar = [[1] * 70, [70], [5, 7, 13, 1, 1, 21, 22], [16] * 4 + [6], [3, 2, 12, 30, 1, 1, 1, 20]]
