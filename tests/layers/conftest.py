@@ -30,8 +30,7 @@ def no_gpu():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
-    """Return a function from (model, quantized=True) to the directory of a tiny checkpoint. Tests share the directory
-    and must not change it."""
+    """Return a function from (model, quantized=True) to a tiny checkpoint. Tests must not change its files."""
     made = {}
 
     def directory(model: str, quantized: bool = True) -> Path:
@@ -46,6 +45,11 @@ def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def checkpoint(tiny_checkpoint) -> Path:
     return tiny_checkpoint("deepseek_v32")
+
+
+@pytest.fixture(scope="session")
+def glm_checkpoint(tiny_checkpoint) -> Path:
+    return tiny_checkpoint("glm_moe_dsa")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

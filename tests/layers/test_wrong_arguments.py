@@ -24,10 +24,7 @@ def refused(message, call, *arguments, **options):
         ({"seed": -1}, "seed: must be at least 0, got -1"),
         ({"seed": 2**63}, f"seed: must be at most {2**63 - 1}, got {2**63}"),
         ({"quantized": 1}, "quantized: must be True or False, got 1"),
-        (
-            {"model": "llama"},
-            f"model: must be one of {', '.join(map(repr, FAMILIES))}, got 'llama'",
-        ),
+        ({"model": "llama"}, f"model: must be one of {', '.join(map(repr, FAMILIES))}, got 'llama'"),
     ],
 )
 def test_nothing_is_written_for_wrong_options(tmp_path, options, message):

@@ -10,8 +10,7 @@ from tests.layers.io.chat_examples import ASSISTANT, BOS, EOS, USER
 
 @pytest.fixture
 def chat(monkeypatch):
-    """Return a function that runs `dsa chat` with the options `given` and the input `lines`. Reading a line that is an
-    exception raises it: KeyboardInterrupt stands for Ctrl-C."""
+    """Return a function that runs `dsa chat` with input `lines`. Exceptions among them are raised (Ctrl-C)."""
 
     def call(checkpoint, lines, *given):
         waiting = iter(lines)
@@ -69,21 +68,16 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
     assert captured.out.strip()
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
-        (["--chat-option", "thinkin=true"], "thinkin: is no variable of the chat template; accepted: drop_thinking, "),
-    ],
-)
-def test_wrong_options_end_the_program_before_a_message_is_read(checkpoint, chat, error, options, problem):
-    assert chat(checkpoint, [AssertionError], *options) == 2
-    assert problem in error()
-
-
-def test_a_checkpoint_without_a_chat_format_is_refused(chat, error):
-    assert chat(SHIPPED_MODEL, [AssertionError]) == 2
-    assert "holds no chat_template" in error()
+def test_wrong_calls_end_the_program_before_a_message_is_read(checkpoint, chat, error):
+    special = f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"
+    misspelt = ["--chat-option", "thinkin=true"]
+    for directory, options, problem in (
+        (checkpoint, ["--stop", USER], special),
+        (checkpoint, misspelt, "thinkin: is no variable of the chat template; accepted: drop_thinking, "),
+        (SHIPPED_MODEL, [], "holds no chat_template"),
+    ):
+        assert chat(directory, [AssertionError], *options) == 2
+        assert problem in error()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Upper bounds of the number of launches in decoding and drafting passes: dsa's kernels and PyTorch's operators. A test
-that fails prints the launches."""
+"""Upper bounds of the launches of dsa's kernels and PyTorch's operators in decoding and drafting passes."""
 
 import functools
 from collections import Counter
@@ -7,13 +6,13 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.runtime import asked_variants
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.compilation import META, without_memory
 from dsa_layers.generation.steps import DraftInputs, DraftStep
 from dsa_layers.io.loading import precision_of
+from tests.layers.layers.calls import Operators
 from tests.layers.models.configs import published
 
 # (sequences, tokens per sequence: 1 + drafts) of a pass.
@@ -47,19 +46,17 @@ MOST_OF_DRAFTS = {
 }
 
 
-class Launches(TorchDispatchMode):
-    """Records the names of launches in order: PyTorch operators here, kernels and torch.mm in the fixture `launches`.
-    Views and allocations launch nothing."""
+class Launches(Operators):
+    """Records the names of launches: PyTorch operators here, kernels and torch.mm in the fixture `launches`."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.note)
         self.names = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def note(self, func, _):
         views = [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
-        if not all(views) and "empty" not in func.name():
+        if not all(views) and "empty" not in func.name():  # views and allocations launch nothing
             self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 class Twice(nn.Module):
@@ -131,8 +128,7 @@ def check(names, allowed, kind="pass"):
 @pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_a_pass(name, count, next_n, published_model, launches):
-    """A call of a compiled `Variant` counts as one launch. The first pass counts the launches of each layer (`Twice`),
-    and the second pass all others."""
+    """The first pass counts the launches of each layer (`Twice`), and the second pass all others."""
     model, cache, layers = published_model(name)
     inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
@@ -148,8 +144,7 @@ def test_launches_of_a_pass(name, count, next_n, published_model, launches):
 @pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_drafts(name, count, drafts, published_model, launches):
-    """Count the launches of `DraftStep` after a verifying pass: the drafter's pass over the verified tokens, and one
-    step for each draft after the first."""
+    """Count the drafter's pass over the verified tokens, and one step for each draft after the first."""
     model, cache, _ = published_model(name)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         inputs = inputs_of(cache, 1, 1)

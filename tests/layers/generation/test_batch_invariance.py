@@ -1,5 +1,4 @@
-"""Tests of batch_invariant=True: which models it accepts, and which sequences share a pass. Bits are compared in
-tests/gpu/test_generation.py."""
+"""Which models batch_invariant=True accepts, and which sequences share a pass. tests/gpu compares the bits."""
 
 import pytest
 import torch

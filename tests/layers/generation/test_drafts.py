@@ -1,5 +1,4 @@
-"""Tests of generation with drafts and with shared pages. Neither may change tokens. Drafts must equal those that the
-drafter computes for each sequence alone."""
+"""Drafts and shared pages change no token. Drafts are those that the drafter computes for each sequence alone."""
 
 import functools
 

@@ -15,15 +15,14 @@ def model(checkpoint):
     return load_model(checkpoint, dtype=torch.float32, dequantize=True, progress=False)
 
 
+TOO_LONG = r"prompts\[0\]: 300 prompt tokens and 250 new ones need 9 pages of 64 tokens with 0 drafts; "
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
         (["a", ""], {}, r"prompts\[1\]: is empty"),
-        (
-            [[1] * 300],
-            {},
-            r"prompts\[0\]: 300 prompt tokens and 250 new ones need 9 pages of 64 tokens with 0 drafts; ",
-        ),
+        ([[1] * 300], {}, TOO_LONG),
         (None, {}, "prompts: must be a text, or a list of texts or of lists of token ids, got None"),
         ([[1, [2]]], {}, r"prompts\[0\]\[1\]: must be an integer, got \[2\]"),
         ([torch.tensor([True])], {}, r"prompts\[0\]\[0\]: must be an integer, got True"),

@@ -107,8 +107,7 @@ def test_the_context_ends_generation(model, monkeypatch):
 
 
 def test_seeds(model, tokenizer):
-    """A prompt gets the same tokens from the same seed, alone and in a batch. If all prompts share one SamplingParams,
-    prompt i uses (seed + i) modulo 2^63."""
+    """If all prompts share one SamplingParams, prompt i uses (seed + i) modulo 2^63."""
     generator = Generator(model, tokenizer, cache_tokens=512)
     # top_k=8: with all 2048 candidates, rounding, which depends on the batch, could change a token.
     first, second, third = [SamplingParams(8, temperature=1.0, top_k=8, seed=s) for s in (2**63 - 2, 2**63 - 1, 0)]

@@ -54,8 +54,7 @@ def test_prompts_of_one_call():
 
 
 def test_states_are_kept_where_prompts_part():
-    """If a prompt waits while another computes their common pages, the state at the end of these pages is copied. If
-    the prompts come one after another, the second finds no copy there, and makes one for the third."""
+    """Prompts of one call copy the state after their common pages. Of later calls, the second makes the copy."""
     generator = make(stateful=True)
     common = text(24)
     prompts = [common + text(14, seed) for seed in range(1, 6)]

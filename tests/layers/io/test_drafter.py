@@ -11,9 +11,9 @@ from dsa_layers import SequenceBatch, load_model
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io import loading as loading_module
 from dsa_layers.models.family import family
-from dsa_layers.models.glm_moe_dsa import DraftedStates
 from tests.layers.generation.families import DRAFTED
 from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
+from tests.layers.models.plain_drafters import values
 
 PREFIX = {
     "deepseek_v32": "model.layers.4.",
@@ -41,10 +41,6 @@ def draft(model, states=None):
     """Return (states, the drafter's states for them). `model.states` computes `states` if they are not given."""
     states = model.states(TOKENS[:-1], BATCH) if states is None else states
     return states, values(model.drafter(TOKENS[1:], states, BATCH))
-
-
-def values(states):
-    return states.values if isinstance(states, DraftedStates) else states
 
 
 def test_the_drafter_is_loaded_only_if_it_is_asked_for(directory):

@@ -1,22 +1,22 @@
 """Memory plans (io/gpu_plan.py, printed by `dsa plan`): weights and caches per GPU have the size that a rank stores."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dsa_layers import Generator, Ranks, load_model, read_config, tiny, write_tiny_checkpoint
+from dsa_layers import Generator, Ranks, load_model, read_config
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import model
 from dsa_layers.command.main import main
 from dsa_layers.engine.split import copied
 from dsa_layers.io.gpu_plan import check_fits, plan, plans
 from dsa_layers.io.loading import precision_of
-from dsa_layers.models.family import VENDORED, family
+from dsa_layers.models.family import VENDORED
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.generation.families import has_drafter
+from tests.layers.io.stand_ins import write_changed_tiny
 from tests.layers.parallel.ways import split_by
 
 FLASH = VENDORED / "deepseek_v4_flash_config.json"
@@ -25,19 +25,14 @@ FLASH = VENDORED / "deepseek_v4_flash_config.json"
 @pytest.fixture(scope="module", params=FAMILIES)
 def directory(request, tmp_path_factory):
     """A tiny checkpoint that four ranks can split evenly."""
-    of_family = family(request.param)
     wider = {"moe_intermediate_size": 512, "num_attention_heads": 8}
     if request.param == "axk2":  # q_b_proj has 160 rows per head; a rank needs a multiple of 128 rows
         wider["num_attention_heads"] = 16
-    wider |= (
-        {"o_groups": 4} if request.param == "deepseek_v4" else {"num_key_value_heads": wider["num_attention_heads"]}
-    )
-    of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | wider))
-    directory = tmp_path_factory.mktemp(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "family", lambda model_type: of_family)
-        write_tiny_checkpoint(directory, model=request.param)
-    return directory
+    if request.param == "deepseek_v4":
+        wider["o_groups"] = 4
+    else:
+        wider["num_key_value_heads"] = wider["num_attention_heads"]
+    return write_changed_tiny(tmp_path_factory.mktemp(request.param), request.param, **wider)
 
 
 def held(tensors):

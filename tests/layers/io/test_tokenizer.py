@@ -184,13 +184,10 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
         Tokenizer(tmp_path).apply_chat_template([])
 
 
-def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path, capfd):
-    vocab = {"é": 0, "b": 1}
+def test_what_the_tokenizers_library_refuses_is_an_error(tmp_path, capfd):
+    vocab = {"é": 0, "b": 1}  # the library panics
     model = {"type": "BPE", "vocab": vocab, "merges": [["é", "b"]], "continuing_subword_prefix": "éé"}
     assert_refused(r"tokenizer\.json: not a tokenizer: ", small, tmp_path, {"model": model})
-
-
-def test_a_text_that_cannot_be_encoded_is_an_error(tmp_path):
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
     tokenizer = small(tmp_path, {"model": model})
     assert_refused(r"tokenizer\.json: cannot encode a text of 1 characters: ", tokenizer.encode, "b")

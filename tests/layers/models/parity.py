@@ -35,15 +35,6 @@ def paged_run(model, tokens, chunks, page_size=16):
     return torch.cat(out)
 
 
-def assert_parity(build, directory, **changes):
-    theirs = build(directory, **changes)
-    ours = load_model(directory, dtype=torch.float32, progress=False)
-    tokens = torch.randint(0, 256, (40,))
-    with torch.no_grad():
-        got = ours(tokens, SequenceBatch.without_cache([40]), all_tokens=True)
-        assert_same(got, theirs(tokens[None]).logits[0])
-
-
 def layers_with(part, model):
     """Return the numbers of the model's layers that have tensors of `part`."""
     return {int(re.search(r"layers\.(\d+)\.", name)[1]) for name in model.state_dict() if f".{part}." in name}

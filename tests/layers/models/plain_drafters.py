@@ -1,8 +1,5 @@
-"""Reference implementations of multi-token-prediction layers.
-
-The decoder block, without fused layers, and its rope angles are the model's. Everything around the block is written
-from the formulas, with the checkpoint's weights.
-"""
+"""Reference implementations of multi-token-prediction layers. The decoder block, without fused layers, and its rope
+angles are the model's. Everything around the block is written from the formulas, with the checkpoint's weights."""
 
 import copy
 from pathlib import Path
@@ -10,6 +7,7 @@ from pathlib import Path
 import torch
 
 from dsa_layers import SequenceBatch, load_model, read_config
+from dsa_layers.models.glm_moe_dsa import DraftedStates
 from tests.layers.io.stand_ins import read_tensors
 
 
@@ -31,22 +29,22 @@ class _Drafter:
 
 
 class PlainMLADrafter(_Drafter):
-    final_norm = "shared_head.norm"
+    final_norm, embedding = "shared_head.norm", "model.embed_tokens.weight"
 
     def __init__(self, directory: Path, prefix: str | None = None) -> None:
         super().__init__(directory, prefix or f"model.layers.{read_config(directory).num_hidden_layers}.")
 
     def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the block's inputs. For each row of `states`, `tokens` has the token at the next position."""
-        e = self.tensors["model.embed_tokens.weight"][tokens]
+        e = self.tensors[self.embedding][tokens]
         return torch.cat((self.norm(e, "enorm"), self.norm(states, "hnorm")), -1) @ self.weight("eh_proj.weight").T
 
     def states(self, joined: torch.Tensor) -> torch.Tensor:
         return self.norm(self._run(self.block, joined)[0], self.final_norm)
 
     def further(self, joined: torch.Tensor, row: torch.Tensor, position: int) -> torch.Tensor:
-        """Return the state of a later step at `position` with the block's input `row` [1, hidden]. joined: the block's
-        inputs in the first step. The later step attends to the keys that the last row of `joined` attends to."""
+        """Return the state at `position` of a later step with the block's input `row` [1, hidden]. The step attends to
+        the keys that the last row of `joined`, the first step's inputs, attends to."""
         _, selected = self._run(self.block, joined)
         keys = torch.arange(len(joined), dtype=torch.int32) if selected is None else selected[-1]
         block = copy.copy(self.block)
@@ -59,9 +57,12 @@ class PlainMLADrafter(_Drafter):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.tensors["lm_head.weight"].T
 
+    def rotary(self, positions):
+        return self.model.model.rotary(positions)
+
     def _run(self, block, x, selected=None):
         batch = SequenceBatch.without_cache([len(x)])
-        return block(x, *self.model.model.rotary(batch.positions), batch, None, selected)
+        return block(x, *self.rotary(batch.positions), batch, None, selected)
 
 
 class PlainHYV4Drafter(PlainMLADrafter):
@@ -72,13 +73,10 @@ class PlainHYV4Drafter(PlainMLADrafter):
 
 
 class PlainDots3NoteDrafter(PlainMLADrafter):
-    def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        e = self.tensors["model.mtp.embed_tokens.weight"][tokens]
-        return torch.cat((self.norm(e, "enorm"), self.norm(states, "hnorm")), -1) @ self.weight("eh_proj.weight").T
+    embedding = "model.mtp.embed_tokens.weight"
 
-    def _run(self, block, x, selected=None):
-        batch = SequenceBatch.without_cache([len(x)])
-        return block(x, *self.model.model.window_rotary(batch.positions), batch, None, selected)
+    def rotary(self, positions):
+        return self.model.model.window_rotary(positions)
 
 
 class PlainV4Drafter(_Drafter):
@@ -99,3 +97,20 @@ class PlainV4Drafter(_Drafter):
         mix = flat @ self.weight("hc_head_fn").T * unit * self.weight("hc_head_scale") + self.weight("hc_head_base")
         x = ((mix.sigmoid() + self.config.hc_eps)[..., None] * states).sum(1)
         return self.norm(x, "norm") @ self.tensors["head.weight"].T
+
+
+PLAIN = {
+    "deepseek_v4": PlainV4Drafter,
+    "dots3_note": PlainDots3NoteDrafter,
+    "hy_v4": PlainHYV4Drafter,
+    "hy_v4_vl": PlainHYV4Drafter,
+}
+
+
+def plain_drafter(model_type: str, directory: Path) -> _Drafter:
+    return PLAIN.get(model_type, PlainMLADrafter)(directory)
+
+
+def values(states: torch.Tensor | DraftedStates) -> torch.Tensor:
+    """Return the tensor of a drafter's states."""
+    return states.values if isinstance(states, DraftedStates) else states

@@ -43,9 +43,6 @@ def test_transformers_spelling_without_yarn_and_quantisation_is_read(tmp_path):
     config = read(tmp_path, NAME, **changes)
     assert config.rope == RopeConfig(5e5, None)
     assert (config.quantization, config.dtype, config.num_nextn_predict_layers) == (None, "float32", 0)
-
-
-def test_null_scaling_is_plain_rope(tmp_path):
     assert read(tmp_path, NAME, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
 
 

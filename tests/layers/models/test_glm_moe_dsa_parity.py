@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from dsa_layers import SequenceBatch, load_model
 from tests.layers.models import hf_models
-from tests.layers.models.parity import ParityTests, assert_parity
+from tests.layers.models.parity import ParityTests
 
 
 class TestEveryLayerHasAnIndexer(ParityTests):
@@ -41,11 +41,3 @@ class TestIndexShare(ParityTests):
             gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         for expected, got in zip(*gradients, strict=True):
             assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_logits_agree_with_groups_yarn_and_a_listed_schedule(tmp_path):
-    changes = {
-        "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 0, "rms_norm_eps": 1e-5,
-        "indexer_types": ["full", "shared", "shared", "full"], "rope_parameters": hf_models.YARN,
-    }  # fmt: skip
-    assert_parity(hf_models.glm_moe_dsa, tmp_path, **changes)

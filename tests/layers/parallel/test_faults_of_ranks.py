@@ -65,8 +65,7 @@ def problems_of_calls(ranks, directory):
 
 
 def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
-    """All ranks raise the same message, but rank 0 adds "(rank 1)" to an error that only rank 1 finds. Without a seed
-    all ranks sample the same tokens."""
+    """Rank 0 adds "(rank 1)" to an error that only rank 1 finds. Without a seed, ranks sample the same tokens."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     (tokens, first), (others, second) = in_ranks(2, problems_of_calls, checkpoint)
     assert tokens == others
@@ -87,8 +86,7 @@ def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
 
 
 def problems_of_loading(ranks, whole, broken, other):
-    """Return {fault: `load_model`'s error}. whole: a checkpoint. broken: `whole` without a tensor of rank 1.
-    other: a checkpoint that differs from `whole` only in values."""
+    """Return {fault: `load_model`'s error}. `broken` lacks a tensor of rank 1, and `other` has other values."""
 
     def load(*patches, directory=whole):
         return problem(lambda: load_model(directory, mesh=ranks, **OPTIONS), *patches)

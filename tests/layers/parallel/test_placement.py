@@ -55,8 +55,7 @@ def check_gathered_rows(rows, own, every):
 
 
 def sums(ranks, rows, own, every):
-    """Return this rank's rows of (the sum of the ranks' parts, computed in five ways; twice this sum plus a shared part
-    and a residual)."""
+    """Return this rank's rows of (the ranks' sum in five ways; twice the sum plus a shared part and a residual)."""
     count, whole_rows = len(every), Replicated(ranks)
     x = part(ranks.rank, count)
     total, doubled = rows.start_reduce(x), rows.start_reduce(2 * x)

@@ -9,13 +9,9 @@ from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.engine.split import copied, make_parts
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.generation.families import has_drafter
-from tests.layers.parallel.ways import split_by
+from tests.layers.parallel.ways import OPTIONS, split_by
 
 SECOND = Ranks(1, 2)
-OPTIONS = {
-    "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
-    "fp8": {"dtype": torch.bfloat16, "progress": False},
-}
 
 
 def layers_with_parts(model):
@@ -41,8 +37,7 @@ def second_half(shared_expert):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
-    """The parameters of a part are views of the layer's parameters. Exception: gate_proj and up_proj of an FP8 shared
-    expert are copies that are adjacent in memory, for one joint product."""
+    """A part has views of the layer's parameters, but adjacent copies of an FP8 shared expert's joint projections."""
     directory, options = tiny_checkpoint(model), OPTIONS[name] | {"drafter": has_drafter(model)}
     whole, split = load_model(directory, **options), load_model(directory, mesh=SECOND, **options)
     with split_by("heads"):
