@@ -128,7 +128,6 @@ def test_models_without_attention_or_indexers_are_refused():
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_token_reads_as_many_keys_as_its_indexer_selects(tiny_checkpoint, family):
-    """The counts of `keys_read`, which runs no pass, must be those of a pass."""
     model, length, seen = load_model(tiny_checkpoint(family), progress=False), 300, []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[1]))

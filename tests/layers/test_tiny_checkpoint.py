@@ -19,8 +19,6 @@ from tests.layers.io.stand_ins import read_tensors
 # 290 tokens: more than index_topk, and enough for two of DeepSeek-V4's entries of 128 tokens.
 PROMPT = [2 + i * i % 2000 for i in range(290)]
 QUESTION = [{"role": "user", "content": "Q"}]
-
-
 KERNEL_SIZES = {"kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim", "sliding_window"}
 KERNEL_SIZES |= {"index_n_heads", "index_head_dim"}
 

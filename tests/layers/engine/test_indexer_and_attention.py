@@ -20,10 +20,6 @@ def make_indexer(kind=PagedIndexer, **options):
     return indexer
 
 
-def make_attention(dtype=None):
-    return fuse(DSAAttention(HIDDEN, HEADS, make_indexer(LightningIndexer, dtype=dtype), q_lora_rank=RANK, dtype=dtype))
-
-
 def rotate(x, interleaved, first):
     """Apply rope at positions 0 to T - 1 to the first or last 64 of the 128 channels of x [T, ..., 128], in float64."""
     x = x.double()
@@ -117,7 +113,8 @@ def test_attention_over_pages_equals_plain_attention(length, pages):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("length", [10, N])
 def test_float_pages_change_no_bit(length, dtype, monkeypatch):
-    layer, lengths = make_attention(dtype), [length, 9]
+    indexer, lengths = make_indexer(LightningIndexer, dtype=dtype), [length, 9]
+    layer = fuse(DSAAttention(HIDDEN, HEADS, indexer, q_lora_rank=RANK, dtype=dtype))
     x, cache = torch.randn(sum(lengths), HIDDEN).to(dtype), PagedKVCache(1, 6, 16, latent=dtype).layer(0)
     cache.latent.fill_(torch.nan)
     cache.index.fill_(0xFF)

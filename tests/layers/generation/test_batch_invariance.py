@@ -7,7 +7,6 @@ from dsa.runtime import backends
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.engine.fp32_product import has_any_rows, is_batch_invariant
 from dsa_layers.generation import engine_options
-from dsa_layers.generation.engine_options import check_invariant
 from tests.layers.command.calls import generate
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.remembering_model import RememberingModel, continued, engine_of
@@ -22,10 +21,10 @@ def kernels(monkeypatch):
 def test_models_without_gates_are_accepted(family, tiny_checkpoint, kernels):
     model = load_model(tiny_checkpoint(family), progress=False)
     if family not in ("axk2", "dots3_note", "hy_v4", "hy_v4_vl", "mistral_large4"):
-        check_invariant(model)
+        engine_options.check_invariant(model)
         return
     with pytest.raises(ValueError, match="batch_invariant: takes attention without a gate"):
-        check_invariant(model)
+        engine_options.check_invariant(model)
 
 
 @pytest.mark.parametrize("options", [{"dequantize": True}, {"dtype": torch.float32}])
@@ -39,15 +38,15 @@ def test_models_with_other_passes_and_a_prefix_cache_are_refused(checkpoint, ker
     attention = model.model.layers[1].self_attn
     attention.compile()
     with pytest.raises(ValueError, match=r"takes a model that is not compiled, got model\.layers\.1\."):
-        check_invariant(model)
+        engine_options.check_invariant(model)
     attention._compiled_call_impl = None
     attention.nope_dim = 64
     with pytest.raises(
         ValueError, match=r"got gate=None, nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"
     ):
-        check_invariant(model)
+        engine_options.check_invariant(model)
     with pytest.raises(ValueError, match=r"^batch_invariant: takes a model with FP8 weights.*, got None$"):
-        check_invariant(RememberingModel())
+        engine_options.check_invariant(RememberingModel())
     monkeypatch.setattr(engine_options, "check_invariant", lambda _: None)
     with pytest.raises(ValueError, match=r"^prefix_cache: must be False with batch_invariant=True, got True$"):
         Generator(RememberingModel(), batch_invariant=True, prefix_cache=True)

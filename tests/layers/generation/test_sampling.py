@@ -193,14 +193,6 @@ def test_wrong_parameters(params, message):
         SamplingParams(**params)
 
 
-class Letters:
-    def push(self, token):
-        return token
-
-    def flush(self):
-        return ""
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "shown", "stopped"),
     [
@@ -211,7 +203,7 @@ class Letters:
     ],
 )
 def test_text_in_which_a_stop_string_may_begin_is_held_back(text, stop, shown, stopped):
-    watch = StopStrings(Letters(), stop)
+    watch = StopStrings(SimpleNamespace(push=lambda token: token, flush=lambda: ""), stop)
     got = [watch.push(letter, last=i == len(text) - 1) for i, letter in enumerate(text)]
     assert [t for t, _ in got] == shown and got[-1][1] == stopped
 

@@ -141,8 +141,6 @@ def test_a_mix_in_compiled_layers(models, tokens):
 PAGES = [[0, 3, 7, 1], [2], [4, 5, 6]]
 PAGED = SequenceBatch.paged([30, 5, 3], [50, 9, 33], PAGES, 16)
 OTHER_PAGES = SequenceBatch.paged([30, 5, 3], [50, 9, 33], [[8, 2, 4, 0], [5], [7, 1, 3]], 16)
-
-
 FORMS = ["positions", "rows", "slots"]
 
 

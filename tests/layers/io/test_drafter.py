@@ -13,16 +13,8 @@ from dsa_layers.io import loading as loading_module
 from dsa_layers.models.family import family
 from tests.layers.generation.families import DRAFTED
 from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
-from tests.layers.models.plain_drafters import values
+from tests.layers.models.plain_drafters import drafter_prefix, values
 
-PREFIX = {
-    "deepseek_v32": "model.layers.4.",
-    "deepseek_v4": "mtp.0.",
-    "dots3_note": "model.layers.4.",
-    "glm_moe_dsa": "model.layers.5.",
-    "hy_v4": "model.mtp_layers.0.",
-    "hy_v4_vl": "model.mtp_layers.0.",
-}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
 
@@ -60,7 +52,7 @@ def test_the_drafter_has_the_stored_values_and_the_model_s_embedding_and_head(di
     assert len(copies) == (2 if model_type == "deepseek_v32" else 0)
     state, read = model.state_dict(), set()
     for name, tensor in stored.items():
-        if not name.startswith(PREFIX[model_type]):
+        if not name.startswith(drafter_prefix(directory)):
             continue
         ours = model.name_of(name)
         if name in copies:
@@ -109,8 +101,8 @@ def with_layers(directory, layers):
     return found
 
 
-def test_the_first_of_several_layers_is_loaded(directory, model_type, tmp_path):
-    first = PREFIX[model_type]
+def test_the_first_of_several_layers_is_loaded(directory, tmp_path):
+    first = drafter_prefix(directory)
     second = re.sub(r"\d", lambda digit: str(int(digit[0]) + 1), first)
 
     def repeat(tensors):
@@ -124,13 +116,13 @@ def test_the_first_of_several_layers_is_loaded(directory, model_type, tmp_path):
     assert_same_tensors(got.state_dict(), load(directory).state_dict())
 
 
-def test_a_checkpoint_without_the_layer_has_no_drafter(directory, model_type, tmp_path):
+def test_a_checkpoint_without_the_layer_has_no_drafter(directory, tmp_path):
     told = r"^drafter: config\.json must have num_nextn_predict_layers of at least 1, got 0"
     for fields, error, message in (
         (with_layers(directory, 0), ValueError, told),
         ({}, CheckpointError, r"drafter\..*: missing; expected"),
     ):
-        changed(directory, tmp_path, dropper(PREFIX[model_type]), **fields)
+        changed(directory, tmp_path, dropper(drafter_prefix(directory)), **fields)
         with pytest.raises(error, match=message):
             load(tmp_path)
         assert load_model(tmp_path, progress=False).drafter is None

@@ -137,14 +137,11 @@ def rows_of(name, shape):
     return {f"{base}.top{suffix}": (slice(0, middle),), f"{base}.bottom{suffix}": (slice(middle, None),)}
 
 
-def test_parts_of_a_tensor_are_loaded_by_their_names(tmp_path):
+def test_parts_of_a_tensor_are_loaded_by_their_names_and_joined(tmp_path):
     values = torch.arange(24).view(4, 6).float()
     save_file({"a": values}, tmp_path / SINGLE_NAME)
     model = loaded({"a.top": ((2, 6), F32), "a.bottom": ((2, 6), BF16)}, tmp_path, parts_of=rows_of)
     assert torch.equal(model.a.top, values[:2]) and torch.equal(model.a.bottom, values[2:].bfloat16())
-
-
-def test_a_tensor_is_made_of_several(tmp_path):
     top, bottom = torch.ones(2, 6).bfloat16(), torch.full((2, 6), 2.0)
     save_file({"a.top": top, "a.bottom": bottom}, tmp_path / SINGLE_NAME)
     model = loaded({"a": ((4, 6), F32)}, tmp_path, parts_of=rows_of)

@@ -22,8 +22,6 @@ YARN = {
 }  # fmt: skip
 # Changes for `glm_moe_dsa`: layers 2 and 3 attend to the keys that layer 1 selects, layer 5 to those that 4 selects.
 SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
-
-
 _HY_V4 = _NEWER | {
     "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
     "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},

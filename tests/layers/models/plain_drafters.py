@@ -11,13 +11,21 @@ from dsa_layers.models.glm_moe_dsa import DraftedStates
 from tests.layers.io.stand_ins import read_tensors
 
 
-class _Drafter:
-    """Common parts of all drafters. prefix: the beginning of the stored names of the drafter's tensors."""
+def drafter_prefix(directory: Path) -> str:
+    """Return the beginning of the stored names of the drafter's tensors."""
+    config = read_config(directory)
+    own = {"deepseek_v4": "mtp.0.", "hy_v4": "model.mtp_layers.0.", "hy_v4_vl": "model.mtp_layers.0."}
+    return own.get(config.model_type, f"model.layers.{config.num_hidden_layers}.")
 
-    def __init__(self, directory: Path, prefix: str) -> None:
+
+class _Drafter:
+    """Common parts of all drafters."""
+
+    def __init__(self, directory: Path) -> None:
         # Layers of trainable models are not fused.
         self.model = load_model(directory, dtype=torch.float32, trainable=True, drafter=True, progress=False)
-        self.config, self.block, self.prefix = self.model.config, self.model.drafter.block, prefix
+        self.config, self.block = self.model.config, self.model.drafter.block
+        self.prefix = drafter_prefix(directory)
         self.tensors = {name: tensor.float() for name, tensor in read_tensors(directory).items()}
 
     def weight(self, name: str) -> torch.Tensor:
@@ -30,9 +38,6 @@ class _Drafter:
 
 class PlainMLADrafter(_Drafter):
     final_norm, embedding = "shared_head.norm", "model.embed_tokens.weight"
-
-    def __init__(self, directory: Path, prefix: str | None = None) -> None:
-        super().__init__(directory, prefix or f"model.layers.{read_config(directory).num_hidden_layers}.")
 
     def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the block's inputs. For each row of `states`, `tokens` has the token at the next position."""
@@ -68,9 +73,6 @@ class PlainMLADrafter(_Drafter):
 class PlainHYV4Drafter(PlainMLADrafter):
     final_norm = "final_layernorm"
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, "model.mtp_layers.0.")
-
 
 class PlainDots3NoteDrafter(PlainMLADrafter):
     embedding = "model.mtp.embed_tokens.weight"
@@ -80,9 +82,6 @@ class PlainDots3NoteDrafter(PlainMLADrafter):
 
 
 class PlainV4Drafter(_Drafter):
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, "mtp.0.")
-
     def join(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         e = self.norm(self.tensors["embed.weight"][tokens], "enorm") @ self.weight("e_proj.weight").T
         return torch.stack([e + self.norm(x, "hnorm") @ self.weight("h_proj.weight").T for x in states.unbind(1)], 1)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,15 +20,6 @@ SAME = "must be the same on all ranks, got"
 DIGESTS = r"one(s)? of digest \w{12} on rank 0 and one(s)? of digest \w{12} on rank 1"
 
 
-class Ends:
-    """A stand-in for a tokenizer, with the end-of-sequence token `token`."""
-
-    encode = stream = None
-
-    def __init__(self, token):
-        self.eos_token_id = token
-
-
 def problem(call, *patches):
     """Return the message of the ValueError that `call` raises. patches: tuples of arguments of `mock.patch.object`."""
     with contextlib.ExitStack() as stack:
@@ -41,6 +33,7 @@ def problem(call, *patches):
 def problems_of_calls(ranks, directory):
     """Return (tokens sampled without a seed, the error messages of calls that are wrong or differ on one rank)."""
     rank, model = ranks.rank, load_model(directory, mesh=ranks, **OPTIONS)
+    tokenizer = SimpleNamespace(encode=None, stream=None, eos_token_id=7 + rank)
     generator = Generator(model, None, cache_tokens=2048)
     (sampled,) = generator.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=1.0))
     found = [
@@ -53,7 +46,7 @@ def problems_of_calls(ranks, directory):
             lambda: load_model(directory, mesh=ranks, **OPTIONS | {"dtype": (torch.float32, torch.bfloat16)[rank]}),
             lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=100 + rank),
             lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - rank),
-            lambda: Generator(model, Ends(7 + rank), cache_tokens=2048),
+            lambda: Generator(model, tokenizer, cache_tokens=2048),
         )
     ]
     with mock.patch.dict(os.environ, {"DSA_BACKEND": ("cute", "reference")[rank]}):

@@ -6,7 +6,6 @@ import torch
 from dsa_layers import Ranks, SequenceBatch, fuse
 from dsa_layers.batch.placement import WHOLE, Placement
 from dsa_layers.engine import fused_moe
-from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import SHARDED_TOKENS, Replicated, Sharded, placement_of
@@ -154,7 +153,7 @@ def test_ranks_compute_while_rows_are_on_their_way(monkeypatch):
         monkeypatch.setattr(owner, name, lambda *given, **options: events.append(name) or function(*given, **options))
 
     note(fused_moe, "choose")
-    note(FusedSwiGLU, "product")
+    note(fused_moe.FusedSwiGLU, "product")
     moe = fuse(MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True))
     x = torch.randn(10, 256).bfloat16()
     moe(x, cast=moe.shared_experts.gate_proj.cast(x), placement=Noting(events))

@@ -65,7 +65,6 @@ def test_it_selects_with_a_cache(model):
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_any_scores_and_lightning_scores_have_one_loss(stage):
-    """`kl` of the matrix of lightning scores equals `lightning_kl`."""
     torch.manual_seed(3)
     batch = SequenceBatch.without_cache([13, 8, 1])
     tokens, heads = 22, 3

@@ -40,7 +40,6 @@ class Small(nn.Module):
 
 @pytest.fixture(params=STAGES)
 def name(request):
-    """The name of a stage."""
     return request.param
 
 
@@ -142,8 +141,7 @@ def test_a_drafter_is_left_out_unless_asked_for(name):
     assert all(p.grad is not None for p in stage.parameters())
 
 
-def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
-    """Without drafter=True, the drafter refuses a rank's share of the tokens."""
+def test_a_drafter_that_is_left_out_refuses_a_share(checkpoint):
     model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, drafter=True, progress=False)
     tokens = torch.arange(31)
     for drafter in (False, True):
@@ -295,13 +293,8 @@ def test_a_sequence_s_last_token_has_no_target():
     assert_refused("count: must be at least 1, got 0", share.mean, torch.ones(7), count=0)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "batch", "message"),
-    [
-        (TOKENS.int(), BATCH, "tokens: dtype must be int64, got int32"),
-        (TOKENS[1:], BATCH, r"tokens: shape must be \[7\], got \[6\] \(sizes as of batch\)"),
-        (TOKENS, [3, 1, 3], "batch: must be a SequenceBatch, got list"),
-    ],
-)
-def test_a_batch_of_other_tokens_is_refused(tokens, batch, message):
-    assert_refused(message, next_tokens, tokens, batch)
+def test_a_batch_of_other_tokens_is_refused():
+    told = r"tokens: shape must be \[7\], got \[6\] \(sizes as of batch\)"
+    assert_refused(told, next_tokens, TOKENS[1:], BATCH)
+    assert_refused("tokens: dtype must be int64, got int32", next_tokens, TOKENS.int(), BATCH)
+    assert_refused("batch: must be a SequenceBatch, got list", next_tokens, TOKENS, [3, 1, 3])
