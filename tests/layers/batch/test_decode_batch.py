@@ -37,15 +37,11 @@ COUNT = 8  # decoded tokens at the end of each sequence
 TOKENS = [torch.randint(2, 2000, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("glm_moe_dsa", "fp8"),
-        ("deepseek_v4", "model"),
-        *(pytest.param(case, marks=SLOW) for case in (("deepseek_v32", "model"), ("deepseek_v4", "fp8"))),
-    ],
-    ids=str,
-)
+MODELS = [("glm_moe_dsa", "fp8"), ("deepseek_v4", "model")]
+MODELS += [pytest.param(case, marks=SLOW) for case in (("deepseek_v32", "model"), ("deepseek_v4", "fp8"))]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def model(request, tiny_checkpoint):
     """An fp32 model with cached latents in FP8 (kv_cache "fp8") or in fp32 (kv_cache "model")."""
     name, kv_cache = request.param

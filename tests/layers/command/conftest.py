@@ -11,7 +11,7 @@ from dsa_layers import Generator
 
 @pytest.fixture
 def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """Return a function that checks that standard output is empty, and returns the only line of standard error."""
+    """Return a function that requires an empty standard output, and returns the only line of standard error."""
 
     def line() -> str:
         captured = capsys.readouterr()

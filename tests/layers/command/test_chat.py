@@ -6,6 +6,7 @@ from dsa_layers import SHIPPED_MODEL, Generator, TokenEvent
 from dsa_layers.command.generate import assistant_message
 from dsa_layers.command.main import main
 from tests.layers.io.chat_examples import ASSISTANT, BOS, EOS, USER
+from tests.layers.layers.calls import record
 
 
 @pytest.fixture
@@ -35,8 +36,7 @@ def reply(*pieces):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek_v32", "deepseek_v4"])
 def test_tiny_checkpoints_reply_and_reuse_the_conversation(tiny_checkpoint, chat, monkeypatch, capsys, model):
-    generators, stream = [], Generator.stream
-    monkeypatch.setattr(Generator, "stream", lambda self, *a, **b: generators.append(self) or stream(self, *a, **b))
+    generators = record(monkeypatch, "stream", seen=lambda self, *_, **__: self, owner=Generator)
     assert chat(tiny_checkpoint(model), ["indexer " * 300, "again"], "--chat-option", "thinking=true") == 0
     assert generators[1].throughput.reused_tokens >= 256
     assert capsys.readouterr().out.startswith("<think>")

@@ -35,9 +35,8 @@ def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
         with operators, batch_invariant("decoding" if invariant else None):
             model.logits(model.states(inputs.tokens, inputs.batch(), cache))
     functions = {variant.function for variant in found}
-    attention = {
-        (v.function, v.arguments) for v in found if v.function.startswith(("compile_sparse_mla", "compile_mla"))
-    }
+    of_attention = "compile_sparse_mla", "compile_mla"
+    attention = {(v.function, v.arguments) for v in found if v.function.startswith(of_attention)}
     return functions, attention, PRODUCTS & {*called}
 
 

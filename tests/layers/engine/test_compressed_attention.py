@@ -47,9 +47,7 @@ def products(monkeypatch):
         (40, 6, [4 * DIM + 512]),  # with 6 more fp32 columns, rows would not begin at multiples of 16 bytes
     ],
 )
-def test_products_of_both_compressors_are_one_and_freed_before_attention(
-    length, heads, expected, products, monkeypatch
-):
+def test_both_compressors_have_one_product_that_attention_frees(length, heads, expected, products, monkeypatch):
     layer, prefill, alive = fuse(small_layers.indexed_attention(heads)), PagedCompressedAttention._prefill, []
 
     def attended(*arguments):

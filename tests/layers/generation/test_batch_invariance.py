@@ -10,6 +10,7 @@ from dsa_layers.generation import engine_options
 from tests.layers.command.calls import generate
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.remembering_model import RememberingModel, continued, engine_of
+from tests.layers.layers.calls import record
 
 
 @pytest.fixture
@@ -41,9 +42,8 @@ def test_models_with_other_passes_and_a_prefix_cache_are_refused(checkpoint, ker
         engine_options.check_invariant(model)
     attention._compiled_call_impl = None
     attention.nope_dim = 64
-    with pytest.raises(
-        ValueError, match=r"got gate=None, nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"
-    ):
+    told = r"got gate=None, nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"
+    with pytest.raises(ValueError, match=told):
         engine_options.check_invariant(model)
     with pytest.raises(ValueError, match=r"^batch_invariant: takes a model with FP8 weights.*, got None$"):
         engine_options.check_invariant(RememberingModel())
@@ -55,16 +55,13 @@ def test_models_with_other_passes_and_a_prefix_cache_are_refused(checkpoint, ker
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_pass_has_one_prompt_or_all_sequences_whose_prompts_are_done(drafts, monkeypatch):
     monkeypatch.setattr(engine_options, "check_invariant", lambda _: None)
-    told = []
+
+    def flags(*_):
+        return is_batch_invariant(), has_any_rows()  # (True, False) for a prompt, all True in decoding
+
+    told = record(monkeypatch, "states", seen=flags, owner=RememberingModel)
     generator = engine_of(Generator, cache_tokens=400, max_sequences=64, draft_tokens=drafts, batch_invariant=True)
     model = generator.model
-    states = RememberingModel.states
-
-    def noted(self, *args):
-        told.append((is_batch_invariant(), has_any_rows()))  # (True, False) for a prompt, all True in decoding
-        return states(self, *args)
-
-    monkeypatch.setattr(RememberingModel, "states", noted)
     prompts = [[1], [2, 3], [i % 7 for i in range(12)], [4, 4]]
     got = generator.generate(prompts, SamplingParams(max_tokens=9))
     for prompt, completion in zip(prompts, got):

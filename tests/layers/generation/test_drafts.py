@@ -83,11 +83,6 @@ def drafted(model, tokens, drafts):
     return found
 
 
-def page_size(model):
-    """Return a small page size. V4 needs a multiple of 128, because an entry compresses up to 128 tokens."""
-    return 128 if model.config.model_type == "deepseek_v4" else 16
-
-
 def calls(size):
     """Return the prompts of two calls. All begin with the same `size` tokens, and some with the same 2 * size."""
     first, second = TEXT[: 2 * size + 9], [*TEXT[: size + 1], *TEXT[300 : 300 + size // 2]]
@@ -97,7 +92,8 @@ def calls(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [2, 0])
 def test_tokens_and_drafts_of_shared_pages(model, drafts, monkeypatch):
-    size, seen = page_size(model), guess(monkeypatch)
+    # V4 needs a multiple of 128, because an entry compresses up to 128 tokens.
+    size, seen = 128 if model.config.model_type == "deepseek_v4" else 16, guess(monkeypatch)
     pages = 6  # so few that, with drafts, a sequence evicts a page of an earlier prompt
     options = {"page_size": size, "prefill_chunk": size + 7, "draft_tokens": drafts}
     shared = Generator(model, cache_tokens=pages * size, prefix_cache=True, **options)

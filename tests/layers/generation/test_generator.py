@@ -140,9 +140,8 @@ def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
     assert all(one.error is None and one.finish_reason != "error" and one.tokens for one in expected)
     for i in (1, 3):
         assert (first[i].tokens, first[i].text, first[i].finish_reason) == ([], "", "error")
-        assert first[i].error.startswith(
-            f"prompts[{i}]: its logits after {len(prompts[i])} tokens hold NaN or infinity"
-        )
+        told = f"prompts[{i}]: its logits after {len(prompts[i])} tokens hold NaN or infinity"
+        assert first[i].error.startswith(told)
     assert is_free(generator)
 
 

@@ -55,8 +55,7 @@ def test_chunks_over_a_cache_have_the_same_logits(models, chunks, config):
 
 @torch.no_grad()
 def test_the_form_of_attention_that_a_gpu_takes_has_the_same_logits(models, tokens, monkeypatch):
-    """All but the 1-token chunk use the multi-head form (engine/attention_form.py). A bit per query and key marks the
-    selected keys. The first chunk has no bits, because its 6 tokens attend to all keys."""
+    """All but the 1-token chunk use the multi-head form. The first has no bits: its 6 tokens attend to all keys."""
     if models.ours.config.model_type == "deepseek_v4":
         return  # V4's attention has no multi-head form
     selected = record(monkeypatch, "mha_varlen_fwd", seen=lambda *_, selected, **__: selected)

@@ -121,8 +121,7 @@ def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, fi
 
 
 def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, multi_head):
-    """Each layer runs first without gradients, here in the multi-head form, and again with gradients in the backward
-    pass. In the second run, layers without an indexer read the selection of the first run."""
+    """In the backward pass, layers run again, and those without an indexer read the selection of the first run."""
     ours, theirs = copies(models, "")
     for model in (ours, theirs):
         checkpoint(model, LAYERS, use_reentrant=True)

@@ -46,14 +46,19 @@ def like(tensors):
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def loaded(tensors, directory, **options):
+def loaded(tensors, directory, stored=None, **options):
+    """Load `directory`, after writing the tensors `stored` to it if they are given, into a stand-in."""
+    if stored is not None:
+        save_file(stored, directory / SINGLE_NAME)
     model = stand_in(tensors)
     load_weights(model, directory, progress=False, **options)
     return model
 
 
-def failure(tensors, directory, **options):
-    """Load `directory` into a stand-in, which must fail and leave it on the meta device. Return the error message."""
+def failure(tensors, directory, stored=None, **options):
+    """Load as `loaded` does, which must fail and leave the stand-in on the meta device. Return the error message."""
+    if stored is not None:
+        save_file(stored, directory / SINGLE_NAME)
     model = stand_in(tensors)
     with pytest.raises(CheckpointError) as error:
         load_weights(model, directory, progress=False, **options)

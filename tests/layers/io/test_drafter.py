@@ -118,10 +118,8 @@ def test_the_first_of_several_layers_is_loaded(directory, tmp_path):
 
 def test_a_checkpoint_without_the_layer_has_no_drafter(directory, tmp_path):
     told = r"^drafter: config\.json must have num_nextn_predict_layers of at least 1, got 0"
-    for fields, error, message in (
-        (with_layers(directory, 0), ValueError, told),
-        ({}, CheckpointError, r"drafter\..*: missing; expected"),
-    ):
+    missing = r"drafter\..*: missing; expected"
+    for fields, error, message in ((with_layers(directory, 0), ValueError, told), ({}, CheckpointError, missing)):
         changed(directory, tmp_path, dropper(drafter_prefix(directory)), **fields)
         with pytest.raises(error, match=message):
             load(tmp_path)

@@ -25,13 +25,10 @@ FLASH = VENDORED / "deepseek_v4_flash_config.json"
 @pytest.fixture(scope="module", params=FAMILIES)
 def directory(request, tmp_path_factory):
     """A tiny checkpoint that four ranks can split evenly."""
-    wider = {"moe_intermediate_size": 512, "num_attention_heads": 8}
-    if request.param == "axk2":  # q_b_proj has 160 rows per head; a rank needs a multiple of 128 rows
-        wider["num_attention_heads"] = 16
-    if request.param == "deepseek_v4":
-        wider["o_groups"] = 4
-    else:
-        wider["num_key_value_heads"] = wider["num_attention_heads"]
+    # The q_b_proj of A.X-K2 has 160 rows per head; a rank needs a multiple of 128 rows.
+    heads = 16 if request.param == "axk2" else 8
+    wider = {"moe_intermediate_size": 512, "num_attention_heads": heads}
+    wider |= {"o_groups": 4} if request.param == "deepseek_v4" else {"num_key_value_heads": heads}
     return write_changed_tiny(tmp_path_factory.mktemp(request.param), request.param, **wider)
 
 

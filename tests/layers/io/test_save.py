@@ -30,8 +30,7 @@ def described(directory):
 
 
 def assert_same_model(a, b, **options):
-    a, b = (load_model(path, **FLOAT, **options).state_dict() for path in (a, b))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_tensors(*(load_model(path, **FLOAT, **options).state_dict() for path in (a, b)))
 
 
 @pytest.mark.parametrize("drafter", [False, True])

@@ -14,6 +14,7 @@ from dsa_layers import tiny
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
 from tests.layers.io.chat_examples import BOS, EOS
 from tests.layers.io.stand_ins import LFS_POINTER
+from tests.layers.layers.calls import record
 from tests.reference.common import assert_refused
 
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
@@ -154,9 +155,8 @@ def test_text_is_returned_when_its_characters_are_complete(tmp_path):
 
 
 def test_the_work_per_token_does_not_grow_with_the_text(tmp_path, monkeypatch):
-    tokenizer, longest = word_level(tmp_path, decoders.ByteLevel()), []
-    decode = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: longest.append(len(ids)) or decode(self, ids))
+    tokenizer = word_level(tmp_path, decoders.ByteLevel())
+    longest = record(monkeypatch, "decode", seen=lambda self, ids: len(ids), owner=Tokenizer)
     pieces(tokenizer, [TOKENS.index(token) for token in ["ðŁ", "Ķ", "¥", "a"] * 100])
     assert max(longest) <= 6
 

@@ -93,10 +93,8 @@ def test_quantised_selection_needs_128_channels():
 
 PAGE = 32
 BEFORE_FUSE = "cache: must be None before dsa_layers.fuse, which prepares "
-NO_GRADIENTS = (
-    "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under torch.no_grad(), got "
-    "requires_grad=True"
-)
+NO_GRADIENTS = "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
+NO_GRADIENTS += "torch.no_grad(), got requires_grad=True"
 
 
 def pages(index=PAGE, page_size=PAGE):

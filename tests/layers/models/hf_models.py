@@ -22,6 +22,7 @@ YARN = {
 }  # fmt: skip
 # Changes for `glm_moe_dsa`: layers 2 and 3 attend to the keys that layer 1 selects, layer 5 to those that 4 selects.
 SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _HY_V4 = _NEWER | {
     "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
     "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -76,10 +77,9 @@ def hy_v4(directory: Path, **changes):
 
 def hy_v4_vl(directory: Path, **changes):
     """The model rotates channels 2i and 2i + 1, as published weights need."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {name: value for name, value in (_HY_V4 | changes).items() if name != "attn_implementation"}
     rope = text["rope_parameters"] | {"mrope_section": [4, 2, 2]}
-    of_model = {"text_config": text | {"rope_parameters": rope}, "vision_config": vision}
+    of_model = {"text_config": text | {"rope_parameters": rope}, "vision_config": _VISION}
     of_model["attn_implementation"] = "eager"
     return _draw_and_save("HYV4VL", of_model, directory, kind="ForConditionalGeneration")
 
@@ -96,10 +96,7 @@ def mistral_large4(directory: Path, **changes):
             "attention_factor": 1.0,
         },
     }  # fmt: skip
-    vision = {
-        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
-    }  # fmt: skip
+    vision = _VISION | {"model_type": "pixtral", "image_size": 32, "patch_size": 16}
     of_model = {"text_config": fields | changes, "vision_config": vision, "attn_implementation": "eager"}
     return _draw_and_save("MistralLarge4", of_model, directory, kind="ForConditionalGeneration")
 

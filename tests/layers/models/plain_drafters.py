@@ -106,10 +106,6 @@ PLAIN = {
 }
 
 
-def plain_drafter(model_type: str, directory: Path) -> _Drafter:
-    return PLAIN.get(model_type, PlainMLADrafter)(directory)
-
-
 def values(states: torch.Tensor | DraftedStates) -> torch.Tensor:
     """Return the tensor of a drafter's states."""
     return states.values if isinstance(states, DraftedStates) else states

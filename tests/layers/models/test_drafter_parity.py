@@ -8,7 +8,7 @@ from dsa_layers.models.registry import FAMILIES
 from tests.layers.generation.families import has_drafter
 from tests.layers.io.stand_ins import changed
 from tests.layers.models.parity import poisoned_cache
-from tests.layers.models.plain_drafters import plain_drafter, values
+from tests.layers.models.plain_drafters import PLAIN, PlainMLADrafter, values
 from tests.reference.common import assert_refused
 
 TOLERANCE = 2e-5
@@ -28,7 +28,7 @@ def drafters(request, tiny_checkpoint, tmp_path_factory):
     if changes:
         directory = changed(directory, tmp_path_factory.mktemp("drafter"), **changes)
     model = load_model(directory, dtype=torch.float32, drafter=True, progress=False)
-    return model, plain_drafter(model_type, directory)
+    return model, PLAIN.get(model_type, PlainMLADrafter)(directory)
 
 
 def shares_picks(model):

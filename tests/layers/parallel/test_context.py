@@ -167,7 +167,6 @@ def test_wrong_uses_of_a_share_are_refused():
     ]:
         with pytest.raises(ValueError, match=f"^{message}$"):
             call(x)
-    with pytest.raises(
-        ValueError, match=r"^batch: a rank's share of tokens is for layers whose indexers are trained now"
-    ):
+    told = r"^batch: a rank's share of tokens is for layers whose indexers are trained now"
+    with pytest.raises(ValueError, match=told):
         model(torch.arange(15), share)

@@ -130,15 +130,16 @@ def test_a_one_dimensional_mesh_splits_a_model(checkpoints):
     for found in in_ranks(2, of_mesh, directory):
         for logits in found:
             assert (logits - whole).abs().max() <= 2e-5 * whole.abs().max()
+
+
+def test_wrong_meshes_and_training_of_a_part_are_refused(checkpoints):
+    directory = checkpoints["deepseek_v32", False]
     with pytest.raises(TypeError, match=r"^mesh: must be a DeviceMesh, Ranks or None, got int"):
         load_model(directory, mesh=2, **OPTIONS)
     told = r"^trainable: a part of a model takes no gradient; accepted on one rank, got 2"
     with pytest.raises(ValueError, match=told):
         load_model(directory, mesh=Ranks(0, 2), trainable=True, **OPTIONS)
-
-
-def test_training_a_part_of_a_model_is_refused(checkpoints):
-    model = load_model(checkpoints["deepseek_v32", False], mesh=Ranks(0, 2), **OPTIONS)
+    model = load_model(directory, mesh=Ranks(0, 2), **OPTIONS)
     with pytest.raises(ValueError, match=r"^mesh: a part of a model trains no indexer"):
         IndexerStage(model, "warmup")
     model.model.embed_tokens.requires_grad_(True)

@@ -89,10 +89,8 @@ def test_any_scores_and_lightning_scores_have_one_loss(stage):
     for a, b in zip(*(torch.autograd.grad(kl.sum(), learned, retain_graph=True) for kl in (got, expected))):
         assert torch.allclose(a, b, atol=1e-5)
     for kl in (got, expected):
-        assert all(
-            g is None or not g.any()
-            for g in torch.autograd.grad(kl.sum(), inputs, allow_unused=True, retain_graph=True)
-        )
+        of_inputs = torch.autograd.grad(kl.sum(), inputs, allow_unused=True, retain_graph=True)
+        assert all(g is None or not g.any() for g in of_inputs)
 
 
 def test_scores_of_another_shape():
