@@ -77,7 +77,7 @@ def filled(model):
 
 @torch.inference_mode()
 def step(model, cache, done, new):
-    """Return the logits [3, n, vocabulary] of `new` [3, n]. done: cached tokens of each sequence's last COUNT."""
+    """Return the logits [3, n, vocabulary] of `new` [3, n], after done[i] of sequence i's last COUNT tokens."""
     table, slots = batches(1)[0].block_table, torch.arange(3, dtype=torch.int32)
     next_n = new.shape[1]
     lens = torch.tensor([n - COUNT + before + next_n for n, before in zip(LENGTHS, done)], dtype=torch.int32)
@@ -93,7 +93,7 @@ def assert_same(model, got, expected):
 
 
 def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
-    """In each pass, a random number of three drafts per sequence are wrong. In V4, they also reach rings and states."""
+    """Each pass writes a random number of wrong drafts per sequence to pages and, in V4, to rings and states."""
     cache, done, drafts = filled(model), [0] * 3, 3
     generator = torch.Generator().manual_seed(drafts)
     while min(done) < COUNT:

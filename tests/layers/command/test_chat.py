@@ -11,7 +11,7 @@ from tests.layers.layers.calls import record
 
 @pytest.fixture
 def chat(monkeypatch):
-    """Return a function that runs `dsa chat` with input `lines`. Exceptions among them are raised (Ctrl-C)."""
+    """Return a function that runs `dsa chat` with the input `lines`. Lines may be exceptions, such as Ctrl-C's."""
 
     def call(checkpoint, lines, *given):
         waiting = iter(lines)

@@ -118,7 +118,7 @@ SUMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
 def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
-    """Chunks of at least 256 tokens are sharded. On a CPU, sums over ranks request no kernels: SUMS lists them."""
+    """Chunks of at least 256 tokens are sharded. Sums over ranks request no kernels on a CPU, so SUMS lists them."""
     expected, alone = variants_of(model_type, drafts=2, gpus=2), variants_of(model_type, drafts=2)
     of_ranks = in_ranks(2, generated, tiny_checkpoint(model_type), 2, 400, [[500], [3, 300, 40]])
     assert all(len(asked) > 20 and asked <= expected for asked in of_ranks)

@@ -15,7 +15,7 @@ from tests.layers.io.stand_ins import assert_same_tensors
 from tests.layers.layers import small_layers
 from tests.layers.layers.small_layers import BATCH, CASES, HIDDEN, INDEXERS, ROPE, rows
 
-WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model; models/test_deepseek_parity.py tests it
+WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model; models/test_parity.py tests it
 
 
 def assert_agree(got, expected):

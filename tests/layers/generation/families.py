@@ -1,4 +1,4 @@
-"""The families of models, as parameters of tests. Families in SLOW share most code with one of the others."""
+"""The families of models, as parameters of tests. Families in SLOW share most code with others: slow tests."""
 
 import pytest
 

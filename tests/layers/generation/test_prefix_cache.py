@@ -54,7 +54,7 @@ def test_prompts_of_one_call():
 
 
 def test_states_are_kept_where_prompts_part():
-    """Prompts of one call copy the state after their common pages. Of later calls, the second makes the copy."""
+    """Prompts of one call copy the state after their common pages. In later calls, the second prompt does."""
     generator = make(stateful=True)
     common = text(24)
     prompts = [common + text(14, seed) for seed in range(1, 6)]

@@ -25,7 +25,7 @@ def powers(exponents):
 
 
 def stand_in(tensors, buffers=()):
-    """Return modules with parameters, and `buffers`, on the meta device. tensors: {name: (shape, dtype)}."""
+    """Return modules on the meta device. tensors: {name: (shape, dtype)}; those named in `buffers` are buffers."""
     root = torch.nn.Module()
     for name, (shape, dtype) in tensors.items():
         *path, leaf = name.split(".")
@@ -47,7 +47,7 @@ def like(tensors):
 
 
 def loaded(tensors, directory, stored=None, **options):
-    """Load `directory`, after writing the tensors `stored` to it if they are given, into a stand-in."""
+    """Load `directory` into a stand-in and return it. stored: tensors to write to `directory` before."""
     if stored is not None:
         save_file(stored, directory / SINGLE_NAME)
     model = stand_in(tensors)
@@ -56,7 +56,7 @@ def loaded(tensors, directory, stored=None, **options):
 
 
 def failure(tensors, directory, stored=None, **options):
-    """Load as `loaded` does, which must fail and leave the stand-in on the meta device. Return the error message."""
+    """Load as `loaded` does. This must fail and leave the stand-in on the meta device. Return the error message."""
     if stored is not None:
         save_file(stored, directory / SINGLE_NAME)
     model = stand_in(tensors)

@@ -99,7 +99,7 @@ V4_FILE = "vllm/tokenizers/deepseek_v4_encoding.py"
 
 
 def encoder(path, thinking, drop, **options):
-    """Return `encode_messages` of SGLang's or vLLM's file `path` with options (docs/reference/engines.md)."""
+    """Return `encode_messages` of SGLang's or vLLM's file `path`, or skip the test (docs/reference/engines.md)."""
     folders = [*os.environ.get("DSA_SGLANG_FILES", "").split(os.pathsep), *sys.path]
     file = next((file for folder in folders if (file := Path(folder, path)).is_file()), None)
     if file is None:

@@ -111,7 +111,7 @@ def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
 
 @pytest.mark.slow
 def test_ranks_exchange_only_keys(of_both):
-    """Attention gathers latents and index keys in bf16, and products of V4's compressors in fp32, once per pass."""
+    """Attention gathers once per layer: latents and index keys in bf16, and products of V4's compressors in fp32."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
         "deepseek_v32": [latent + index] * 2,
