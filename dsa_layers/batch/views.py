@@ -238,8 +238,9 @@ class WindowView:
 
 @dataclass(frozen=True)
 class StateView:
-    """The rows of a tensor with states per sequence, which has `kept` rows per state slot. After n tokens of a sequence,
-    its state is in row state_slot * kept + n mod kept. So a sequence can continue after any of its last `kept` tokens.
+    """The rows of a tensor with states per sequence, which has `kept` rows per state slot. After n tokens of a
+    sequence, its state is in row state_slot * kept + n mod kept. So a sequence can continue after any of its last
+    `kept` tokens.
 
     batch: the `TokenBatch` of the tokens
     """

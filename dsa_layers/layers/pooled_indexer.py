@@ -1,5 +1,7 @@
 """GLM-5.3's lightning indexer, which selects pools of consecutive tokens."""
 
+from typing import Any, ClassVar
+
 import torch
 from torch import nn
 
@@ -14,8 +16,8 @@ from dsa_layers.layers.rope import Angles
 
 
 class PooledIndexer(KeySelection):
-    """I[t, p] = sum_h w[t, h] relu(q[t, h] . K[p]). Token t attends to the top_k / pool pools p with the largest I among
-    the pools that are complete at t, and to all tokens after these pools up to t.
+    """I[t, p] = sum_h w[t, h] relu(q[t, h] . K[p]). Token t attends to the top_k / pool pools p with the largest I
+    among the pools that are complete at t, and to the tokens after the last complete pool up to t.
 
     Pool p has the tokens pool * p to pool * p + pool - 1 of a sequence.
     q = wq_b(qr) per head
@@ -34,7 +36,7 @@ class PooledIndexer(KeySelection):
     Source: `Glm5NextTextIndexer` of transformers 5.
     """
 
-    rope = {"interleaved": True, "dims": "first"}
+    rope: ClassVar[dict[str, Any]] = {"interleaved": True, "dims": "first"}
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ def tokens_of_pools(pools: torch.Tensor, visible: torch.Tensor, pool: int) -> to
     """Return int32 [T, P * pool + pool - 1]: the tokens of the selected pools, then those after the last complete pool;
     ascending, padded with -1.
 
-    pools    int32 [T, P]: the selected pools, ascending, padded with -1. If a token sees at most P pools, it selects all
+    pools    int32 [T, P]: the selected pools, ascending, padded with -1; all complete pools if there are at most P
     visible  int32 [T]: the number of tokens that each token sees
     """
     of_pools = (pools[..., None] * pool + torch.arange(pool, dtype=torch.int32, device=pools.device)).flatten(1)
