@@ -1,5 +1,6 @@
 """`KimiDeltaAttention` for inference, with states per sequence, on one or several ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,11 +9,11 @@ import dsa
 from dsa_layers.batch.token_batch import TokenBatch, check_tokens
 from dsa_layers.batch.views import StateView
 from dsa_layers.cache.delta_kv_cache import DeltaCache
-from dsa_layers.engine import joint_linear
+from dsa_layers.engine import delta_kernels, joint_linear
 from dsa_layers.engine.joint_linear import Cast
 from dsa_layers.engine.layer_pass import check_inference
-from dsa_layers.layers.delta_rule import delta_rule
 from dsa_layers.layers.kimi_delta_attention import DeltaInputs, KimiDeltaAttention
+from dsa_layers.layers.linear import HALVES
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
@@ -62,29 +63,43 @@ class PagedDeltaAttention(KimiDeltaAttention):
         windows = batch.windows(self.conv_width, cache.inputs.shape[1])
         before = dsa.read_kv_cache(cache.inputs, windows.before_slots, dtype=inputs.mixed.dtype)
         dsa.write_kv_cache(inputs.mixed, cache.inputs, windows.slots)
-        q, k, v = self._queries_keys_values(inputs, before, batch)
+        qkv = self._convolve(inputs, before, batch.query_lens)
         states = cache.states.flatten(0, 1)
         state = states[view.before].masked_fill_(view.begins[:, None, None, None], 0)
-        if not batch.is_decode:
-            out, last = delta_rule(q, k, v, inputs.decay, inputs.beta, batch.query_lens, state)
-            states[view.after[0]] = last
-            return out
-        return self._token_by_token((q, k, v, inputs.decay, inputs.beta), state, states, view)
+        if batch.is_decode and batch.next_n > 1:
+            return self._token_by_token(qkv, inputs, state, states, view)
+        out, states[view.after[0]] = self._recur(qkv, inputs, batch.query_lens, state)
+        return out
+
+    def _convolve(self, inputs: DeltaInputs, before: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
+        if self._has_kernels(inputs.mixed) and max(lens, default=1) > 1:
+            made = delta_kernels.convolve(inputs.mixed, before, self.conv_weight(), lens)
+            return made.unflatten(-1, (3, self.n_heads, self.dim))
+        return super()._convolve(inputs, before, lens)
+
+    def _recur(
+        self, qkv: torch.Tensor, inputs: DeltaInputs, lens: Sequence[int], states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._has_kernels(qkv):
+            return delta_kernels.delta_rule(qkv, inputs.decay, inputs.beta, lens, states, self.lower_bound)
+        return super()._recur(qkv, inputs, lens, states)
+
+    def _has_kernels(self, x: torch.Tensor) -> bool:
+        return x.is_cuda and x.dtype in HALVES and delta_kernels.installed()
 
     def _without_cache(self, inputs: DeltaInputs, batch: TokenBatch) -> torch.Tensor:
         before = inputs.mixed.new_zeros(len(batch.query_lens), self.conv_width - 1, inputs.mixed.shape[1])
-        q, k, v = self._queries_keys_values(inputs, before, batch)
-        return delta_rule(q, k, v, inputs.decay, inputs.beta, batch.query_lens)[0]
+        return self._recur(self._convolve(inputs, before, batch.query_lens), inputs, batch.query_lens, None)[0]
 
     def _token_by_token(
-        self, inputs: tuple[torch.Tensor, ...], state: torch.Tensor, states: torch.Tensor, view: StateView
+        self, qkv: torch.Tensor, inputs: DeltaInputs, state: torch.Tensor, states: torch.Tensor, view: StateView
     ) -> torch.Tensor:
         """Return o of a decoding pass, and keep the state after each token, because a sequence may continue after any
-        of them. inputs: the first arguments of `delta_rule`. state [B, ...]: before the pass. states: the cache's."""
-        sequences, out = len(state), []
-        steps = zip(*(x.unflatten(0, (sequences, -1)).unbind(1) for x in inputs))
-        for step, rows in zip(steps, view.after):
-            made, state = delta_rule(*step, (1,) * sequences, state)
+        of them. state [B, ...]: before the pass. states: the cache's."""
+        out, tokens = [], len(view.after)
+        for i, rows in enumerate(view.after):
+            of_token = DeltaInputs(*(x[i::tokens] for x in inputs))
+            made, state = self._recur(qkv[i::tokens], of_token, (1,) * len(state), state)
             states[rows] = state
             out.append(made)
         return torch.stack(out, 1).flatten(0, 1)

@@ -1,5 +1,6 @@
 """Kimi delta attention: a linear attention whose state decays per channel."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class KimiDeltaAttention(nn.Module):
         check_no_cache(cache, batch)
         inputs = self._project(x)
         before = inputs.mixed.new_zeros(len(batch.query_lens), self.conv_width - 1, inputs.mixed.shape[1])
-        out, _ = delta_rule(*self._queries_keys_values(inputs, before, batch), *inputs[1:3], batch.query_lens)
+        out, _ = self._recur(self._convolve(inputs, before, batch.query_lens), inputs, batch.query_lens, None)
         return self._output(out, inputs.gate, x.dtype), selected
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
@@ -127,14 +128,25 @@ class KimiDeltaAttention(nn.Module):
         beta = self.b_proj(x).float().sigmoid()
         return DeltaInputs(mixed, decay, beta, self.g_b_proj(g).unflatten(-1, (self.n_heads, self.dim)))
 
-    def _queries_keys_values(
-        self, inputs: DeltaInputs, before: torch.Tensor, batch: TokenBatch
-    ) -> tuple[torch.Tensor, ...]:
-        """Return q, k and v, [T, heads, dim] each. before [B, conv_width - 1, 3 heads * dim]: the rows of `mixed` of
-        the last tokens before each sequence's new tokens; 0 before a sequence's first token."""
-        made = convolve(inputs.mixed, before, self.conv_weight(), batch.query_lens)
-        q, k, v = made.unflatten(-1, (3, self.n_heads, self.dim)).unbind(-3)
-        return l2_norm(q) * self.dim**-0.5, l2_norm(k), v
+    def _convolve(self, inputs: DeltaInputs, before: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
+        """Return q, k and v before q and k are normalised, [T, 3, heads, dim].
+
+        before [B, conv_width - 1, 3 heads * dim]: the rows of `mixed` of the last tokens before each sequence's new
+        tokens; 0 before its first token. lens: the new tokens of each sequence.
+        """
+        made = convolve(inputs.mixed, before, self.conv_weight(), lens)
+        return made.unflatten(-1, (3, self.n_heads, self.dim))
+
+    def _recur(
+        self, qkv: torch.Tensor, inputs: DeltaInputs, lens: Sequence[int], states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (o, states after each sequence's new tokens), both fp32: the result of `delta_rule`.
+
+        qkv: the result of `_convolve`. lens, states: see `delta_rule`.
+        """
+        q, k, v = qkv.unbind(1)
+        q = l2_norm(q) * self.dim**-0.5
+        return delta_rule(q, l2_norm(k), v, inputs.decay, inputs.beta, lens, states)
 
     def conv_weight(self) -> torch.Tensor:
         """fp32 [3 heads * dim, 1, conv_width]."""
@@ -145,13 +157,13 @@ class KimiDeltaAttention(nn.Module):
         return self.o_proj((self.o_norm(out) * gate.float().sigmoid()).to(dtype).flatten(1))
 
 
-def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
+def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
     """Return the `ShortConvolution` of packed sequences, [T, channels] in x's dtype, computed in fp32.
 
     x [T, channels]; before [B, width - 1, channels]: the rows before each sequence; weight fp32 [channels, 1, width].
     """
     alike = len(set(lens)) == 1
-    sequences = [x.unflatten(0, (len(lens), -1))] if alike else [part[None] for part in x.split(lens)]
+    sequences = [x.unflatten(0, (len(lens), -1))] if alike else [part[None] for part in x.split([*lens])]
     earlier = [before] if alike else before.split(1)
     found = []
     for rows, first in zip(sequences, earlier):
