@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_layers import tiny
-from dsa_layers.tiny import write_tiny_checkpoint
+from dsa_layers import tiny, write_tiny_checkpoint
 from tests.layers.generation.families import FAMILIES
 
 
@@ -31,8 +30,7 @@ def no_gpu():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
-    """Return a function from (model, quantized=True) to the directory of a tiny checkpoint. Tests share the directory
-    and must not change it."""
+    """Return a function from (model, quantized=True) to a tiny checkpoint. Tests must not change its files."""
     made = {}
 
     def directory(model: str, quantized: bool = True) -> Path:
@@ -47,6 +45,11 @@ def tiny_checkpoint(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def checkpoint(tiny_checkpoint) -> Path:
     return tiny_checkpoint("deepseek_v32")
+
+
+@pytest.fixture(scope="session")
+def glm_checkpoint(tiny_checkpoint) -> Path:
+    return tiny_checkpoint("glm_moe_dsa")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

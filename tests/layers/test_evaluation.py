@@ -101,11 +101,13 @@ class Other(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, checkpoint_wrapper, partial(torch.compile, backend="eager")])
-def test_contexts_change_attention_of_another_class_and_in_wrappers(wrap):
+def test_contexts_change_attention_of_another_class_in_wrappers_and_restore_it(wrap):
     attention, tokens, batch = Other(), torch.arange(4), SequenceBatch.without_cache([4])
     layer = attention if wrap is nn.Sequential else wrap(attention)
     model = nn.Sequential(layer)
     with latest_keys(model):
+        with latest_keys(model):
+            assert layer(tokens, batch).tolist() == LATEST
         assert layer(tokens, batch).tolist() == LATEST
     assert layer(tokens, batch).tolist() == [[0, 0]] * 4
     with all_keys(model, 4):
@@ -113,23 +115,11 @@ def test_contexts_change_attention_of_another_class_and_in_wrappers(wrap):
     assert attention.indexer.top_k == 2
 
 
-def test_nested_contexts_restore_what_was_there_before():
-    model, tokens, batch = nn.Sequential(Other()), torch.arange(4), SequenceBatch.without_cache([4])
-    with latest_keys(model):
-        with latest_keys(model):
-            assert model[0](tokens, batch).tolist() == LATEST
-        assert model[0](tokens, batch).tolist() == LATEST
-    assert model[0](tokens, batch).tolist() == [[0, 0]] * 4
-
-
-@pytest.mark.parametrize("context", [latest_keys, partial(all_keys, longest=4)])
-def test_a_model_without_indexers_is_refused(context):
+def test_models_without_attention_or_indexers_are_refused():
     message = "model: must have attention layers with an `indexer`, got Linear without such a layer"
-    with pytest.raises(ValueError, match=message), context(nn.Linear(2, 2)):
-        pass
-
-
-def test_keys_of_a_model_without_attention_are_refused():
+    for context in (latest_keys, partial(all_keys, longest=4)):
+        with pytest.raises(ValueError, match=message), context(nn.Linear(2, 2)):
+            pass
     with pytest.raises(ValueError, match="model: must have attention layers of dsa_layers, got Linear without one"):
         keys_read(nn.Linear(2, 2), 4)
     with pytest.raises(ValueError, match="length: must be at least 1, got 0"):
@@ -138,7 +128,6 @@ def test_keys_of_a_model_without_attention_are_refused():
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_token_reads_as_many_keys_as_its_indexer_selects(tiny_checkpoint, family):
-    """The counts of `keys_read`, which runs no pass, must be those of a pass."""
     model, length, seen = load_model(tiny_checkpoint(family), progress=False), 300, []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda layer, args, out: seen.append(out[1]))

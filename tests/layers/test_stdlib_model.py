@@ -11,15 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa_layers import SHIPPED_MODEL
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, SequenceBatch, Tokenizer, load_model, read_config
 from dsa_layers.command.main import main
 from dsa_layers.command.parser import HELD_OUT_TEXT
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
-from dsa_layers.io.tokenizer import Tokenizer
-from dsa_layers.models.family import read_config
 
 ROOT = Path(__file__).parent.parent.parent
 METRICS = json.loads((SHIPPED_MODEL / "metrics.json").read_text(encoding="utf-8"))

@@ -7,24 +7,18 @@ import torch
 
 from dsa import dequantize_per_block
 from dsa.reference import dequantize_fp4
+from dsa_layers import Generator, SamplingParams, Tokenizer, load_model, read_config, write_tiny_checkpoint
 from dsa_layers.command import main as cli
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.chat_template import FORMATS
 from dsa_layers.io.directory import INDEX_NAME, Checkpoint
-from dsa_layers.io.loading import load_model
 from dsa_layers.io.published import published_manifest
-from dsa_layers.io.tokenizer import Tokenizer
-from dsa_layers.models.family import family, read_config
+from dsa_layers.models.family import family
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import read_tensors
 
 # 290 tokens: more than index_topk, and enough for two of DeepSeek-V4's entries of 128 tokens.
 PROMPT = [2 + i * i % 2000 for i in range(290)]
 QUESTION = [{"role": "user", "content": "Q"}]
-
-
 KERNEL_SIZES = {"kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim", "sliding_window"}
 KERNEL_SIZES |= {"index_n_heads", "index_head_dim"}
 

@@ -5,14 +5,11 @@ from functools import partial
 
 import pytest
 
-from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
+from dsa_layers import SHIPPED_MODEL, IndexerStage, Ranks, Tokenizer, load_model, write_tiny_checkpoint
 from dsa_layers.hf import accelerate
 from dsa_layers.layers import rope
 from dsa_layers.layers.rope import rope_frequencies
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
-from dsa_layers.training import IndexerStage
 
 
 def refused(message, call, *arguments, **options):
@@ -27,10 +24,7 @@ def refused(message, call, *arguments, **options):
         ({"seed": -1}, "seed: must be at least 0, got -1"),
         ({"seed": 2**63}, f"seed: must be at most {2**63 - 1}, got {2**63}"),
         ({"quantized": 1}, "quantized: must be True or False, got 1"),
-        (
-            {"model": "llama"},
-            f"model: must be one of {', '.join(map(repr, FAMILIES))}, got 'llama'",
-        ),
+        ({"model": "llama"}, f"model: must be one of {', '.join(map(repr, FAMILIES))}, got 'llama'"),
     ],
 )
 def test_nothing_is_written_for_wrong_options(tmp_path, options, message):

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from dsa.testing import calc_diff
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import DecodeBatch, SequenceBatch, load_model
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.io.loading import load_model
 
 PAGE, SLOW = 64, pytest.mark.slow
 # Two sequences are longer than the 128 keys that V3.2 and GLM select. Pages are not in order.
@@ -39,15 +37,11 @@ COUNT = 8  # decoded tokens at the end of each sequence
 TOKENS = [torch.randint(2, 2000, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("glm_moe_dsa", "fp8"),
-        ("deepseek_v4", "model"),
-        *(pytest.param(case, marks=SLOW) for case in (("deepseek_v32", "model"), ("deepseek_v4", "fp8"))),
-    ],
-    ids=str,
-)
+MODELS = [("glm_moe_dsa", "fp8"), ("deepseek_v4", "model")]
+MODELS += [pytest.param(case, marks=SLOW) for case in (("deepseek_v32", "model"), ("deepseek_v4", "fp8"))]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def model(request, tiny_checkpoint):
     """An fp32 model with cached latents in FP8 (kv_cache "fp8") or in fp32 (kv_cache "model")."""
     name, kv_cache = request.param
@@ -83,8 +77,7 @@ def filled(model):
 
 @torch.inference_mode()
 def step(model, cache, done, new):
-    """Return the logits [3, n, vocabulary] of a pass over the tokens `new` [3, n]. Before the pass, the cache has the
-    first done[i] of sequence i's last COUNT tokens."""
+    """Return the logits [3, n, vocabulary] of `new` [3, n], after done[i] of sequence i's last COUNT tokens."""
     table, slots = batches(1)[0].block_table, torch.arange(3, dtype=torch.int32)
     next_n = new.shape[1]
     lens = torch.tensor([n - COUNT + before + next_n for n, before in zip(LENGTHS, done)], dtype=torch.int32)
@@ -100,8 +93,7 @@ def assert_same(model, got, expected):
 
 
 def test_rejected_drafts_leave_nothing_in_the_cache(model, one_by_one):
-    """Each pass has one right token and three drafts per sequence; a random number of the drafts are wrong. Passes
-    write wrong drafts to pages and, in V4, to rings and states. Later logits must still agree with `one_by_one`."""
+    """Each pass writes a random number of wrong drafts per sequence to pages and, in V4, to rings and states."""
     cache, done, drafts = filled(model), [0] * 3, 3
     generator = torch.Generator().manual_seed(drafts)
     while min(done) < COUNT:

@@ -35,8 +35,7 @@ def test_selected_positions_become_rows_and_slots():
 
 
 def test_windows_are_what_is_computed_by_hand():
-    """Windows and rings have 3 tokens. In the second batch, the first sequence has five new tokens, and its ring keeps
-    the last three. The second sequence has no earlier tokens."""
+    """Windows and rings have 3 tokens. A ring keeps the last three of the second batch's five new tokens."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4, state_slots=[6, 1])
     windows = batch.windows(3, 3)
     assert windows.slots.tolist() == [18, 19, 4]  # positions 3, 4 and 1
@@ -58,8 +57,7 @@ def test_windows_need_state_slots():
 
 
 def test_entries_are_what_is_computed_by_hand():
-    """An entry has 2 tokens. The first sequence has new tokens at positions 3 and 4; the one at position 3 completes
-    its second entry. The second sequence has a new token at position 1, which completes its first entry."""
+    """An entry has 2 tokens. Position 3 of the first sequence and position 1 of the second complete entries."""
     batch = SequenceBatch.paged([2, 1], [5, 2], [[7, 2], [4]], page_size=4)
     entries = batch.entries(2)
     assert entries.page_size == 2 and entries.key_lens == (2, 1) and entries.key_lens_tensor.tolist() == [2, 1]

@@ -24,15 +24,13 @@ def decoding(**changed):
 
 
 SIZES = "block_table: shape must be [{}, max_pages], got {} (sizes as of {})"
+KEY_LENS = "key_lens[1]: must be between query_lens[1]=3 and the 192 tokens of its pages, got 2"
 WRONG = [
     (sequences, {"query_lens": 5}, "query_lens: must be a list of integers, got 5"),
     (sequences, {"query_lens": (2, 0)}, "query_lens: every sequence needs at least one new token, got [2, 0]"),
     (sequences, {"query_lens": (2,)}, "query_lens, key_lens: must have one entry a sequence, got 1 and 2"),
     (sequences, {"key_lens": torch.tensor([3])}, "key_lens: must be a list of integers, got tensor([3])"),
-    (
-        *(sequences, {"key_lens": (190, 2)}),
-        "key_lens[1]: must be between query_lens[1]=3 and the 192 tokens of its pages, got 2",
-    ),
+    (sequences, {"key_lens": (190, 2)}, KEY_LENS),
     (sequences, {"block_table": None, "key_lens": (3, 2)}, "key_lens[1]: must be at least query_lens[1]=3, got 2"),
     (sequences, {"device": "gpu"}, "device: must be a torch.device or its name, got 'gpu'"),
     (sequences, {"device": "meta"}, "block_table: must be on the batch's device meta, got cpu"),

@@ -11,7 +11,7 @@ from dsa_layers import Generator
 
 @pytest.fixture
 def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """Return a function that checks that standard output is empty, and returns the only line of standard error."""
+    """Return a function that requires an empty standard output, and returns the only line of standard error."""
 
     def line() -> str:
         captured = capsys.readouterr()
@@ -24,9 +24,8 @@ def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
-    """Return a function of lists of events, `runs`, that replaces `Generator.stream`. Call i of `stream` yields the
-    events of runs[i], or raises those that are exceptions. Further calls yield nothing. The function returns a list
-    that collects the (prompts, params) of the calls."""
+    """Return a function that replaces `Generator.stream`, and returns the growing list of (prompts, params) of its
+    calls. Call i yields the events of runs[i], or raises those that are exceptions. Further calls yield nothing."""
     calls = []
 
     def install(*runs: list) -> list:

@@ -6,12 +6,12 @@ from dsa_layers import SHIPPED_MODEL, Generator, TokenEvent
 from dsa_layers.command.generate import assistant_message
 from dsa_layers.command.main import main
 from tests.layers.io.chat_examples import ASSISTANT, BOS, EOS, USER
+from tests.layers.layers.calls import record
 
 
 @pytest.fixture
 def chat(monkeypatch):
-    """Return a function that runs `dsa chat` with the options `given` and the input `lines`. Reading a line that is an
-    exception raises it: KeyboardInterrupt stands for Ctrl-C."""
+    """Return a function that runs `dsa chat` with the input `lines`. Lines may be exceptions, such as Ctrl-C's."""
 
     def call(checkpoint, lines, *given):
         waiting = iter(lines)
@@ -36,8 +36,7 @@ def reply(*pieces):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek_v32", "deepseek_v4"])
 def test_tiny_checkpoints_reply_and_reuse_the_conversation(tiny_checkpoint, chat, monkeypatch, capsys, model):
-    generators, stream = [], Generator.stream
-    monkeypatch.setattr(Generator, "stream", lambda self, *a, **b: generators.append(self) or stream(self, *a, **b))
+    generators = record(monkeypatch, "stream", seen=lambda self, *_, **__: self, owner=Generator)
     assert chat(tiny_checkpoint(model), ["indexer " * 300, "again"], "--chat-option", "thinking=true") == 0
     assert generators[1].throughput.reused_tokens >= 256
     assert capsys.readouterr().out.startswith("<think>")
@@ -69,21 +68,16 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
     assert captured.out.strip()
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--stop", USER], f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"),
-        (["--chat-option", "thinkin=true"], "thinkin: is no variable of the chat template; accepted: drop_thinking, "),
-    ],
-)
-def test_wrong_options_end_the_program_before_a_message_is_read(checkpoint, chat, error, options, problem):
-    assert chat(checkpoint, [AssertionError], *options) == 2
-    assert problem in error()
-
-
-def test_a_checkpoint_without_a_chat_format_is_refused(chat, error):
-    assert chat(SHIPPED_MODEL, [AssertionError]) == 2
-    assert "holds no chat_template" in error()
+def test_wrong_calls_end_the_program_before_a_message_is_read(checkpoint, chat, error):
+    special = f"dsa chat: --stop: must not be a special token, which no text shows, got '{USER}'"
+    misspelt = ["--chat-option", "thinkin=true"]
+    for directory, options, problem in (
+        (checkpoint, ["--stop", USER], special),
+        (checkpoint, misspelt, "thinkin: is no variable of the chat template; accepted: drop_thinking, "),
+        (SHIPPED_MODEL, [], "holds no chat_template"),
+    ):
+        assert chat(directory, [AssertionError], *options) == 2
+        assert problem in error()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Make the command compile one kernel instead of all of the model's. Return a list that collects the
-    (configuration, precision, drafts, GPUs) for which the command requests kernels."""
+    """Make the command compile one kernel. Return the growing list of (configuration, precision, drafts, GPUs)."""
     found = []
 
     def model_variants(config, precision, *, drafts, gpus):
@@ -82,9 +81,6 @@ def test_wrong_calls_are_named_before_any_work(asked, checkpoint, tmp_path, monk
 
 def test_models_that_lack_a_drafter_or_do_not_come_apart_are_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(fields_of(checkpoint) | {"num_nextn_predict_layers": 0}))
-    for option, n, problem in (
-        ("--draft", "1", "config.json must have"),
-        ("--gpus", "3", "3 do not evenly share"),
-    ):
+    for option, n, problem in (("--draft", "1", "config.json must have"), ("--gpus", "3", "3 do not evenly share")):
         assert main(["compile", "--model", str(tmp_path), "--out", str(tmp_path / "new"), option, n]) == 2
         assert f"\ndsa compile: {option}: {problem}" in capsys.readouterr().err

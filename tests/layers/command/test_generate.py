@@ -17,8 +17,7 @@ SPEED = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ token
 
 
 def texts(checkpoint, *prompts, draft_tokens=0):
-    """Return the texts that the library generates for these prompts in one call. Other batches or numbers of drafts
-    round differently, so their texts may differ."""
+    """Return the library's texts for these prompts in one call. Other batches may round differently."""
     model = load_model(checkpoint, dequantize=True, drafter=draft_tokens > 0, progress=False)
     generator = Generator(model, Tokenizer(checkpoint), cache_tokens=1024, draft_tokens=draft_tokens)
     return [one.text for one in generator.generate(list(prompts), SamplingParams(max_tokens=TOKENS))]

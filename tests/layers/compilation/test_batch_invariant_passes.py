@@ -2,17 +2,16 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.runtime.asked_variants import asked_variants
+from dsa_layers import Precision, Ranks
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation import META, without_memory
 from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.engine.split import split
-from dsa_layers.models.precision import Precision
-from dsa_layers.parallel.ranks import Ranks
-from tests.layers.compilation.configs import published
+from tests.layers.layers.calls import Operators, record
+from tests.layers.models.configs import published
 
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
 # PyTorch's products. A batch-invariant pass must not use them: their order of sums may depend on the number of rows.
@@ -21,36 +20,24 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm", 
 OF_FEW_ROWS = {"compile_route_to_experts", "compile_route_by_table", "compile_sparse_mla_combine"}
 
 
-class Products(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found |= {func.name().removeprefix("aten::").partition(".")[0]} & PRODUCTS
-        return func(*args, **(kwargs or {}))
-
-
 def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
-    """Run a decoding pass on the meta device: `count` sequences of up to `tokens` tokens, with `drafts` drafts each.
-    Return three sets: the compile functions of all kernels that the pass requests; (function, arguments) of attention's
-    kernels; the PyTorch products (PRODUCTS) that the pass calls. ranks: if above 1, run rank 0's part of the model."""
+    """Decode `count` sequences of up to `tokens` tokens on the meta device, with rank 0's part of the model. Return the
+    sets of requested kernels' functions, of attention's (function, arguments), and of called PRODUCTS."""
     model, cache = without_memory(config, Precision.of(config, kv_cache=kv_cache))
     if ranks > 1:
         split(model, Ranks(0, ranks), blocks=True)
     inputs = DecodeInputs(count, -(-tokens // cache.page_size), cache.page_size, META, 1 + drafts)
     with asked_variants("sm_90") as found, pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        product, products = torch.mm, Products()
-        patch.setattr(torch, "mm", lambda *args, **options: (products.found.add("mm"), product(*args, **options))[1])
+        called = record(patch, "mm", owner=torch)
         for said in ("sum", "join_columns"):
             patch.setattr(Ranks, said, lambda self, x: x)
-        with products, batch_invariant("decoding" if invariant else None):
+        operators = Operators(lambda func, _: called.append(func.name().removeprefix("aten::").partition(".")[0]))
+        with operators, batch_invariant("decoding" if invariant else None):
             model.logits(model.states(inputs.tokens, inputs.batch(), cache))
     functions = {variant.function for variant in found}
-    attention = {
-        (v.function, v.arguments) for v in found if v.function.startswith(("compile_sparse_mla", "compile_mla"))
-    }
-    return functions, attention, products.found
+    of_attention = "compile_sparse_mla", "compile_mla"
+    attention = {(v.function, v.arguments) for v in found if v.function.startswith(of_attention)}
+    return functions, attention, PRODUCTS & {*called}
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Upper bounds of the number of launches in decoding and drafting passes: dsa's kernels and PyTorch's operators. A test
-that fails prints the launches."""
+"""Upper bounds of the launches of dsa's kernels and PyTorch's operators in decoding and drafting passes."""
 
 import functools
 from collections import Counter
@@ -7,14 +6,14 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.runtime import asked_variants
 from dsa_layers.batch.decode_batch import DecodeInputs
 from dsa_layers.compilation import META, without_memory
 from dsa_layers.generation.steps import DraftInputs, DraftStep
 from dsa_layers.io.loading import precision_of
-from tests.layers.compilation.configs import published
+from tests.layers.layers.calls import Operators
+from tests.layers.models.configs import published
 
 # (sequences, tokens per sequence: 1 + drafts) of a pass.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
@@ -47,21 +46,6 @@ MOST_OF_DRAFTS = {
 }
 
 
-class Launches(TorchDispatchMode):
-    """Records the names of launches in order: PyTorch operators here, kernels and torch.mm in the fixture `launches`.
-    Views and allocations launch nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        views = [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
-        if not all(views) and "empty" not in func.name():
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 class Twice(nn.Module):
     """Runs a layer twice. `found` gets the launches of the second run. `launches` keeps only the launches that the
     first run has in addition, because it also computes tensors that all layers of the pass share."""
@@ -71,31 +55,39 @@ class Twice(nn.Module):
         self.layer, self.launches, self.found = layer, launches, []
 
     def forward(self, *args, **kwargs):
-        start = len(self.launches.names)
+        start = len(self.launches)
         self.layer(*args, **kwargs)
-        before = len(self.launches.names)
+        before = len(self.launches)
         result = self.layer(*args, **kwargs)
-        self.found = self.launches.names[before:]
-        first = Counter(self.launches.names[start:before])
-        del self.launches.names[start:]
-        self.launches.names += (first - Counter(self.found)).elements()
+        self.found = self.launches[before:]
+        first = Counter(self.launches[start:before])
+        del self.launches[start:]
+        self.launches += (first - Counter(self.found)).elements()
         return result
 
 
 @pytest.fixture
 def launches(monkeypatch):
+    """Return the growing list of the names of launches: kernels, and PyTorch's operators."""
+    names = []
+
+    def note(func, _):
+        views = [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
+        if not all(views) and "empty" not in func.name():  # views and allocations launch nothing
+            names.append(func.name())
+
     def launch(variant, *arguments):
-        found.names.append(variant.function.removeprefix("compile_"))
+        names.append(variant.function.removeprefix("compile_"))
 
     def product(*args, **kwargs):
-        found.names.append("mm")
+        names.append("mm")
         return asked_variants._product(*args, **kwargs)
 
     monkeypatch.setattr(asked_variants, "launch", launch)
     as_on_gpu = [(owner, name, product if name == "mm" else value) for owner, name, value in asked_variants._AS_ON_GPU]
     monkeypatch.setattr(asked_variants, "_AS_ON_GPU", as_on_gpu)
-    with Launches() as found:
-        yield found
+    with Operators(note):
+        yield names
 
 
 @functools.cache
@@ -131,25 +123,23 @@ def check(names, allowed, kind="pass"):
 @pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_a_pass(name, count, next_n, published_model, launches):
-    """A call of a compiled `Variant` counts as one launch. The first pass counts the launches of each layer (`Twice`),
-    and the second pass all others."""
+    """The first pass counts the launches of each layer (`Twice`), and the second pass all others."""
     model, cache, layers = published_model(name)
     inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         model(inputs.tokens, inputs.batch(), cache)
         found = [layer.found for layer in layers if layer.found]
-        launches.names.clear()
+        launches.clear()
         model(inputs.tokens, inputs.batch(), cache)
     for (kind, most), names in zip(MOST[name].items(), found, strict=True):
         check(names, most[TOKENS.index(count * next_n)], kind)
-    check(launches.names, MOST_BESIDE[name][next_n > 1])
+    check(launches, MOST_BESIDE[name][next_n > 1])
 
 
 @pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
 @pytest.mark.parametrize("name", MOST)
 def test_launches_of_drafts(name, count, drafts, published_model, launches):
-    """Count the launches of `DraftStep` after a verifying pass: the drafter's pass over the verified tokens, and one
-    step for each draft after the first."""
+    """Count the drafter's pass over the verified tokens, and one step for each draft after the first."""
     model, cache, _ = published_model(name)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         inputs = inputs_of(cache, 1, 1)
@@ -157,6 +147,6 @@ def test_launches_of_drafts(name, count, drafts, published_model, launches):
         step = DraftStep(model.drafter, cache, drafts, None, META, capture=False)
         inputs = DraftInputs(count, 8192 // cache.page_size, cache.page_size, META, drafts, row)
         step._run(inputs)
-        launches.names.clear()
+        launches.clear()
         step._run(inputs)
-    check(launches.names, MOST_OF_DRAFTS[name][drafts - 1][DRAFTING.index(count)])
+    check(launches, MOST_OF_DRAFTS[name][drafts - 1][DRAFTING.index(count)])

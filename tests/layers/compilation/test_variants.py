@@ -14,8 +14,8 @@ from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation import decode, model_variants, prefill, without_memory
 from dsa_layers.engine.fp32_product import batch_invariant
 from dsa_layers.io.loading import precision_of
-from tests.layers.compilation.configs import published, tiny
 from tests.layers.layers.calls import record
+from tests.layers.models.configs import published, tiny
 from tests.layers.parallel.processes import in_ranks
 
 
@@ -80,8 +80,7 @@ class Zeroed(TorchFunctionMode):
 
 
 def generated(ranks, directory, drafts, chunk, calls):
-    """Return the kernels that a generator requests on a CPU, where kernels do nothing. ranks: None for one process.
-    drafts: draft tokens per pass. chunk: tokens per prefill chunk. calls: the prompts' lengths in each call."""
+    """Return the kernels that a generator requests. ranks: None for one process. calls: lengths of prompts per call."""
     model = load_model(directory, mesh=ranks, drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=16384, prefill_chunk=chunk, draft_tokens=drafts)
     draw = random.Random(1)  # the same prompts on all ranks
@@ -119,8 +118,7 @@ SUMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
 def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
-    """Chunks of at least 256 tokens are sharded over the ranks; shorter chunks are not. On a CPU, sums over ranks
-    request no kernels, so the listed sums are compared with SUMS."""
+    """Chunks of at least 256 tokens are sharded. Sums over ranks request no kernels on a CPU, so SUMS lists them."""
     expected, alone = variants_of(model_type, drafts=2, gpus=2), variants_of(model_type, drafts=2)
     of_ranks = in_ranks(2, generated, tiny_checkpoint(model_type), 2, 400, [[500], [3, 300, 40]])
     assert all(len(asked) > 20 and asked <= expected for asked in of_ranks)

@@ -64,9 +64,8 @@ def test_both_forms_give_the_same_result(pages, monkeypatch):
 
 @torch.no_grad()
 def test_passes_without_a_kernel_take_pytorchs_attention(monkeypatch):
-    """No pass may call `dsa.mha_varlen_fwd`, which has no kernel on a CPU."""
     monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
-    monkeypatch.setattr(dsa, "mha_varlen_fwd", None)
+    monkeypatch.setattr(dsa, "mha_varlen_fwd", None)  # it has no kernel on a CPU
     layer = PagedAttention(128, 4, PagedIndexer(128, 128, n_heads=64, top_k=4, quantize=False), q_lora_rank=128)
     for lengths in ([9, 5], [3, 4]):
         batch = SequenceBatch.without_cache(lengths)

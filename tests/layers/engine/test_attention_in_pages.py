@@ -1,5 +1,4 @@
-"""Tests of sparse prefills over pages. If all latents in the model's dtype would take more than a limit of bytes,
-attention reads FP8 pages instead of latents that were converted from them."""
+"""Sparse prefills read FP8 pages if all latents in the model's dtype would take more than a limit of bytes."""
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 
 def logits(model, monkeypatch, most):
-    """Run two chunks of two prompts. Return (logits of the second chunks, number of conversions of latent pages, number
-    of calls of `flash_mla_with_kvcache`, which reads FP8 pages). most: the limit on the bytes of converted latents."""
+    """Return (logits of two prompts' second chunks, number of conversions of latent pages, calls of the op that reads
+    FP8 pages). most: the limit on the bytes of converted latents."""
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(paged_attention, "most_read", lambda heads: most)
         of_latents = record(patch, "read_kv_cache", seen=lambda pages, *_, **__: pages.shape[-1] >= 576)

@@ -5,11 +5,9 @@ import weakref
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import RotaryEmbedding, SequenceBatch, fuse, rope_frequencies
 from dsa_layers.engine import joint_linear
-from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import HIDDEN, RATIO, ROTARY
@@ -49,9 +47,7 @@ def products(monkeypatch):
         (40, 6, [4 * DIM + 512]),  # with 6 more fp32 columns, rows would not begin at multiples of 16 bytes
     ],
 )
-def test_products_of_both_compressors_are_one_and_freed_before_attention(
-    length, heads, expected, products, monkeypatch
-):
+def test_both_compressors_have_one_product_that_attention_frees(length, heads, expected, products, monkeypatch):
     layer, prefill, alive = fuse(small_layers.indexed_attention(heads)), PagedCompressedAttention._prefill, []
 
     def attended(*arguments):

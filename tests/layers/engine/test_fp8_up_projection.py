@@ -4,14 +4,11 @@ import pytest
 import torch
 
 import dsa
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import DSAAttention, LightningIndexer, SequenceBatch, fuse
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.engine import attention_form
 from dsa_layers.engine.attention_form import MOST_TOKENS, stored_up_projection
-from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.split import rank_part
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.indexer import LightningIndexer
 from tests.layers.layers.calls import record
 from tests.layers.layers.small_layers import ROTARY
 

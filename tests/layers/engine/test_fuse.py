@@ -4,19 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from dsa_layers import fuse
-from dsa_layers.engine.fuse import FUSED, fused
+from dsa_layers import DSAAttention, LightningIndexer, fuse, fused
+from dsa_layers.engine.fuse import FUSED
 from dsa_layers.engine.paged_attention import PagedAttention
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
-from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from tests.layers.io.stand_ins import assert_same_tensors
 from tests.layers.layers import small_layers
 from tests.layers.layers.small_layers import BATCH, CASES, HIDDEN, INDEXERS, ROPE, rows
 
-WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model; models/test_deepseek_parity.py tests it
+WITHOUT_CASE = {DeepseekV4ForCausalLM}  # a whole model; models/test_parity.py tests it
 
 
 def assert_agree(got, expected):
@@ -38,8 +37,7 @@ def test_plain_and_fused_layers_agree_in_fp32(kind):
         assert torch.equal(case.run(layer, x), expected)
     else:
         assert_agree(case.run(layer, x), expected)
-    assert layer.state_dict().keys() == state.keys()
-    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+    assert_same_tensors(layer.state_dict(), state)
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
@@ -76,10 +74,10 @@ def other_mixture(**options):
     return MoE(HIDDEN, 64, OtherRouter(HIDDEN, 6, 2), **options)
 
 
-def other_compressed_indexer():
-    layer = small_layers.compressed_indexer()
-    layer.compressor.__class__ = type("OtherCompressor", (type(layer.compressor),), {})
-    return layer
+def other_compressed_attention():
+    indexer = small_layers.compressed_indexer()
+    indexer.compressor.__class__ = type("OtherCompressor", (type(indexer.compressor),), {})
+    return small_layers.compressed_attention(small_layers.compressor(512), indexer)
 
 
 def hyper_block_of(ffn):
@@ -94,11 +92,7 @@ FOREIGN = {
     "router": (DecoderBlock, lambda: small_layers.decoder_block(other_mixture), "mlp"),
     "lightning indexer": (DSAAttention, lambda: small_layers.attention(OTHER_INDEXER), "indexer"),
     "module in a hyper block": (HyperDecoderBlock, lambda: hyper_block_of(Doubled()), ""),
-    "compressor": (
-        CompressedAttention,
-        lambda: small_layers.compressed_attention(small_layers.compressor(512), other_compressed_indexer()),
-        "indexer",
-    ),
+    "compressor": (CompressedAttention, other_compressed_attention, "indexer"),
 }
 
 

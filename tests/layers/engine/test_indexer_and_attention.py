@@ -4,13 +4,10 @@ import pytest
 import torch
 
 import dsa
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import DSAAttention, LightningIndexer, SequenceBatch, fuse
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_indexer import PagedIndexer
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.indexer import LightningIndexer
 from tests.layers.layers.small_layers import ROTARY
 
 HIDDEN, RANK, HEADS, TOP_K, N = 128, 128, 4, 16, 50
@@ -21,10 +18,6 @@ def make_indexer(kind=PagedIndexer, **options):
     torch.nn.init.normal_(indexer.k_norm.weight, 1, 0.2)
     torch.nn.init.normal_(indexer.k_norm.bias, std=0.2)
     return indexer
-
-
-def make_attention(dtype=None):
-    return fuse(DSAAttention(HIDDEN, HEADS, make_indexer(LightningIndexer, dtype=dtype), q_lora_rank=RANK, dtype=dtype))
 
 
 def rotate(x, interleaved, first):
@@ -120,7 +113,8 @@ def test_attention_over_pages_equals_plain_attention(length, pages):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("length", [10, N])
 def test_float_pages_change_no_bit(length, dtype, monkeypatch):
-    layer, lengths = make_attention(dtype), [length, 9]
+    indexer, lengths = make_indexer(LightningIndexer, dtype=dtype), [length, 9]
+    layer = fuse(DSAAttention(HIDDEN, HEADS, indexer, q_lora_rank=RANK, dtype=dtype))
     x, cache = torch.randn(sum(lengths), HIDDEN).to(dtype), PagedKVCache(1, 6, 16, latent=dtype).layer(0)
     cache.latent.fill_(torch.nan)
     cache.index.fill_(0xFF)

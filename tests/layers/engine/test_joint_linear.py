@@ -12,6 +12,7 @@ from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.fuse import fuse
 from dsa_layers.engine.joint_linear import join, multiply
 from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, Linear
+from tests.layers.io.stand_ins import assert_same_tensors
 from tests.layers.layers import small_layers
 from tests.layers.layers.calls import record
 
@@ -48,10 +49,6 @@ def check(layers, x, products, joined):
     assert columns == ([sum(rows)] if joined else rows) and len(casts) == 1
 
 
-def same(state, other):
-    return state.keys() == other.keys() and all(torch.equal(state[k].float(), other[k].float()) for k in state)
-
-
 def test_one_product_has_the_bits_of_the_layers(products):
     model = Several(256, 128, 72)
     before, parameters = copy.deepcopy(model.state_dict()), [*model.parameters()]
@@ -61,7 +58,7 @@ def test_one_product_has_the_bits_of_the_layers(products):
         check(model.layers, x, products, joined=True)
     check(model.layers[1:], X, products, joined=True)
     check([model.layers[0], model.layers[2]], X, products, joined=False)  # layer 1 lies between them
-    assert same(model.state_dict(), before)
+    assert_same_tensors(model.state_dict(), before)
     assert all(a is b and not a.requires_grad for a, b in zip(model.parameters(), parameters, strict=True))
     places = [parameter.data_ptr() for parameter in parameters]
     join(model)  # must not move the weights, because CUDA graphs may hold their addresses
@@ -93,7 +90,7 @@ def test_a_copy_and_a_file_have_the_layers_apart(products, tmp_path):
     check(model.layers, X, products, joined=True)
     assert model.layers[0].weight.float().abs().sum() > 0
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    assert same(load_file(tmp_path / "model.safetensors"), model.state_dict())
+    assert_same_tensors(load_file(tmp_path / "model.safetensors"), model.state_dict())
 
 
 class Another(BlockFP8Linear):

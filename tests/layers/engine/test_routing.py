@@ -52,10 +52,9 @@ CASES = {
 @pytest.mark.parametrize(("make", "x", "ops"), CASES.values(), ids=CASES)
 @torch.no_grad()
 def test_routing_gives_what_router_and_sort_give(make, x, ops, monkeypatch):
-    """The rank has experts 4 to 8."""
     router, tokens = make(), torch.arange(len(x)) % 5
     own = Experts(5, x.shape[1], 32, dtype=x.dtype)
-    own.first, own.total = 4, len(router.weight)
+    own.first, own.total = 4, len(router.weight)  # the rank has experts 4 to 8
     expected = router(x) if isinstance(router, GroupedSigmoidRouter) else router(x, tokens)
     with monkeypatch.context() as patch:
         called = record(patch, "route_to_experts", "route_by_table", "moe_gate", "sort_by_expert")

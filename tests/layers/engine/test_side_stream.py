@@ -9,11 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.engine import fused_moe, paged_attention, paged_compressed_attention
 from dsa_layers.engine.side_stream import SideStream
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
 from tests.layers.layers.calls import record
 
 PROMPTS = [list(range(40, 180)), list(range(7, 60))]
@@ -94,9 +92,7 @@ def watched(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "drafts"), [("deepseek_v32", 0), ("deepseek_v4", 2), ("glm_moe_dsa", 2)])
-def test_a_side_stream_and_the_kernels_before_its_join_are_independent(
-    family, drafts, tiny_checkpoint, watched, monkeypatch
-):
+def test_streams_are_independent_until_the_join(family, drafts, tiny_checkpoint, watched, monkeypatch):
     model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
     starts = record(monkeypatch, "_decode", seen=lambda *_: len(watched), owner=generator.passes)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsa_layers.engine import split
-from dsa_layers.engine.split import SplitEmbedding
 from dsa_layers.parallel.ranks import Ranks
 
 
@@ -21,7 +20,7 @@ def test_the_ranks_embeddings_add_up(shape, dtype, one_kernel, monkeypatch):
     tokens = torch.randint(12, shape)
     total = torch.zeros_like(whole(tokens))
     for rank in range(3):
-        part = SplitEmbedding(4, 8, dtype=dtype)
+        part = split.SplitEmbedding(4, 8, dtype=dtype)
         part.ranks, part.weight.data = Ranks(rank, 3), whole.weight[4 * rank : 4 * rank + 4]
         own = part(tokens)
         assert own.shape == (*shape, 8) and own.dtype == dtype

@@ -6,6 +6,7 @@ import torch
 from dsa_layers.batch import views
 from dsa_layers.batch.sequence_batch import Chunk, SequenceBatch, prefill_batch
 from dsa_layers.io.loading import load_model
+from tests.layers.models.parity import poisoned_cache
 
 LENS = [250, 1, 97, 130]
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
@@ -23,11 +24,8 @@ def plain(tiny_checkpoint):
 
 
 def logits(model, ends):
-    """Return the logits of all tokens of the prompts, sorted by prompt. A pass continues each prompt up to one of the
-    numbers in `ends`."""
-    cache, done = model.make_cache(12, state_slots=5), [0] * len(LENS)
-    for tensor in cache.tensors():
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN
+    """Return the logits of all tokens, sorted by prompt. Each pass continues the prompts up to a number in `ends`."""
+    cache, done = poisoned_cache(model, 12, model.page_size), [0] * len(LENS)
     tokens, found = [torch.arange(n) * 7 % 2000 for n in LENS], [[] for _ in LENS]
     for end in ends:
         rows = [i for i, n in enumerate(LENS) if done[i] < min(end, n)]

@@ -1,5 +1,4 @@
-"""The families of models, as parameters of tests. Tests of SLOW, families that share most code with one of the others,
-are marked slow."""
+"""The families of models, as parameters of tests. Families in SLOW share most code with others: slow tests."""
 
 import pytest
 

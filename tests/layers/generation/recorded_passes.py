@@ -1,9 +1,6 @@
 """Check that decoding passes with recorded calls of ops (dsa/runtime/recorded_calls.py) launch the same kernels, with
-the same arguments, as the first pass. The check runs on a CPU, with kernels that compute nothing.
-
-python -m tests.layers.generation.recorded_passes CHECKPOINT prints, for 0 to 3 drafts, each pass that differs, and the
-numbers of launches and of recorded ops. It replaces the compiler in its process, so tests run it in a subprocess.
-"""
+the same arguments, as the first pass. For 0 to 3 drafts, `main` prints each pass that differs, and the numbers of
+launches and of recorded ops. It replaces the compiler in its process, so tests run it in a subprocess."""
 
 import contextlib
 import sys

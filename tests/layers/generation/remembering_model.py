@@ -1,5 +1,4 @@
-"""A model whose next token depends on all of a sequence's tokens in the cache. If a pass reads another sequence's page
-or state, the next token is probably wrong."""
+"""A model whose next token depends on all cached tokens, and is probably wrong if a pass reads a wrong page."""
 
 from types import SimpleNamespace
 

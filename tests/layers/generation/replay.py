@@ -1,5 +1,7 @@
 """A stand-in for CUDA graphs on a CPU: sizes are rounded up, tensors are reused, and a replay runs the pass again."""
 
+from torch.utils._pytree import tree_leaves
+
 from dsa_layers.generation.steps import CapturedStep
 
 
@@ -10,12 +12,8 @@ class Replay:
         self.run, self.results = run, run()
 
     def replay(self):
-        for old, new in zip(tensors(self.results), tensors(self.run()), strict=True):
+        for old, new in zip(tree_leaves(self.results), tree_leaves(self.run()), strict=True):
             old.copy_(new)
-
-
-def tensors(results):
-    return results if isinstance(results, tuple) else (results,)
 
 
 def capture_passes(monkeypatch):

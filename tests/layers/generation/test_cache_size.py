@@ -5,7 +5,6 @@ import torch
 
 from dsa_layers.cache.kv_cache import CacheSizes
 from dsa_layers.generation import engine_options
-from dsa_layers.generation.engine_options import Capacity, EngineOptions
 from dsa_layers.io import gpu_plan
 from dsa_layers.parallel.ranks import Ranks, gathered
 from tests.layers.generation.remembering_model import RememberingModel, engine_of
@@ -26,11 +25,11 @@ GB = 2**30
 def test_a_cache_follows_from_the_device_and_a_gpu_without_room_is_refused(device, on_cpu, room, pages, monkeypatch):
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: room)
     monkeypatch.setattr(engine_options, "CPU_CACHE_TOKENS", on_cpu)
-    options = EngineOptions(page_size=4, max_sequences=8)
-    assert Capacity(RememberingModel(context=4096), options, torch.device(device)).pages == pages
+    options = engine_options.EngineOptions(page_size=4, max_sequences=8)
+    assert engine_options.Capacity(RememberingModel(context=4096), options, torch.device(device)).pages == pages
     monkeypatch.setattr(engine_options, "room_for_caches", lambda _: 10)
     with pytest.raises(ValueError, match="cache_tokens: the memory of cuda has no room for the model and a cache"):
-        Capacity(RememberingModel(), EngineOptions(page_size=4), torch.device("cuda"))
+        engine_options.Capacity(RememberingModel(), engine_options.EngineOptions(page_size=4), torch.device("cuda"))
 
 
 def test_ranks_take_the_smallest_cache(monkeypatch):

@@ -7,16 +7,10 @@ import sys
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import Generator, Precision, SamplingParams, SequenceBatch, fuse, load_model, read_config
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.engine.fuse import fuse
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.steps import DecodeStep
-from dsa_layers.io.loading import load_model
 from dsa_layers.models.deepseek_v32 import DeepseekV32ForCausalLM
-from dsa_layers.models.family import read_config
-from dsa_layers.models.precision import Precision
 from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.replay import capture_passes
 from tests.layers.models import hf_models

@@ -1,15 +1,11 @@
-"""Tests of generation with drafts and with shared pages. Neither may change tokens. Drafts must equal those that the
-drafter computes for each sequence alone."""
+"""Drafts and shared pages change no token. Drafts are those that the drafter computes for each sequence alone."""
 
 import functools
 
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
+from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
 from tests.layers.generation.families import DRAFTED
 from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import is_free
@@ -87,11 +83,6 @@ def drafted(model, tokens, drafts):
     return found
 
 
-def page_size(model):
-    """Return a small page size. V4 needs a multiple of 128, because an entry compresses up to 128 tokens."""
-    return 128 if model.config.model_type == "deepseek_v4" else 16
-
-
 def calls(size):
     """Return the prompts of two calls. All begin with the same `size` tokens, and some with the same 2 * size."""
     first, second = TEXT[: 2 * size + 9], [*TEXT[: size + 1], *TEXT[300 : 300 + size // 2]]
@@ -101,7 +92,8 @@ def calls(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [2, 0])
 def test_tokens_and_drafts_of_shared_pages(model, drafts, monkeypatch):
-    size, seen = page_size(model), guess(monkeypatch)
+    # V4 needs a multiple of 128, because an entry compresses up to 128 tokens.
+    size, seen = 128 if model.config.model_type == "deepseek_v4" else 16, guess(monkeypatch)
     pages = 6  # so few that, with drafts, a sequence evicts a page of an earlier prompt
     options = {"page_size": size, "prefill_chunk": size + 7, "draft_tokens": drafts}
     shared = Generator(model, cache_tokens=pages * size, prefix_cache=True, **options)

@@ -169,8 +169,7 @@ def test_an_abort_by_another_thread_during_a_pass(by_stream):
 
 @pytest.mark.parametrize("kind", ["prefill", "extend"])
 def test_a_pass_that_raises_ends_the_requests_that_it_computed(kind, monkeypatch, caplog):
-    """`step` raises the error, and so do the streams of the requests that the pass computed. Other streams continue,
-    even the one that ran the pass."""
+    """Only `step` and the streams of the requests that the pass computed raise the error."""
     engine = engine_of(prefill_chunk=3)
     first, second = (stream_of(engine, prompt, SamplingParams(4)) for prompt in ([1, 2], [2] * 6))
     found = [next(first).token]

@@ -5,10 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
-from dsa_layers.io.tokenizer import Tokenizer
+from dsa_layers import Generator, SamplingParams, Tokenizer, load_model
 from tests.layers.generation.remembering_model import continued, engine_of, is_free
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
@@ -110,8 +107,7 @@ def test_the_context_ends_generation(model, monkeypatch):
 
 
 def test_seeds(model, tokenizer):
-    """A prompt gets the same tokens from the same seed, alone and in a batch. If all prompts share one SamplingParams,
-    prompt i uses (seed + i) modulo 2^63."""
+    """If all prompts share one SamplingParams, prompt i uses (seed + i) modulo 2^63."""
     generator = Generator(model, tokenizer, cache_tokens=512)
     # top_k=8: with all 2048 candidates, rounding, which depends on the batch, could change a token.
     first, second, third = [SamplingParams(8, temperature=1.0, top_k=8, seed=s) for s in (2**63 - 2, 2**63 - 1, 0)]
@@ -144,9 +140,8 @@ def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
     assert all(one.error is None and one.finish_reason != "error" and one.tokens for one in expected)
     for i in (1, 3):
         assert (first[i].tokens, first[i].text, first[i].finish_reason) == ([], "", "error")
-        assert first[i].error.startswith(
-            f"prompts[{i}]: its logits after {len(prompts[i])} tokens hold NaN or infinity"
-        )
+        told = f"prompts[{i}]: its logits after {len(prompts[i])} tokens hold NaN or infinity"
+        assert first[i].error.startswith(told)
     assert is_free(generator)
 
 

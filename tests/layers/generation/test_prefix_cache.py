@@ -5,9 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dsa_layers import Generator, SamplingParams
 from dsa_layers.cache.kv_cache import OutOfPages
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.generation.remembering_model import VOCABULARY, continued, engine_of, is_free, next_draft
 
 PAGE = 4
@@ -55,8 +54,7 @@ def test_prompts_of_one_call():
 
 
 def test_states_are_kept_where_prompts_part():
-    """If a prompt waits while another computes their common pages, the state at the end of these pages is copied. If
-    the prompts come one after another, the second finds no copy there, and makes one for the third."""
+    """Prompts of one call copy the state after their common pages. In later calls, the second prompt does."""
     generator = make(stateful=True)
     common = text(24)
     prompts = [common + text(14, seed) for seed in range(1, 6)]

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.errors import ConfigError
-from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.requests import StopStrings
 from dsa_layers.generation.sampler import draw, draw_of_likeliest, logprobs_of, penalised, sample
-from dsa_layers.generation.sampling import SamplingParams, sampling_defaults
-from dsa_layers.io.loading import load_model
+from dsa_layers.generation.sampling import sampling_defaults
 from tests.layers.generation.guesses import Guesses, guess
 
 PROMPTS = [[5, 6, 7, 6], [9] * 12]
@@ -194,14 +193,6 @@ def test_wrong_parameters(params, message):
         SamplingParams(**params)
 
 
-class Letters:
-    def push(self, token):
-        return token
-
-    def flush(self):
-        return ""
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "shown", "stopped"),
     [
@@ -212,7 +203,7 @@ class Letters:
     ],
 )
 def test_text_in_which_a_stop_string_may_begin_is_held_back(text, stop, shown, stopped):
-    watch = StopStrings(Letters(), stop)
+    watch = StopStrings(SimpleNamespace(push=lambda token: token, flush=lambda: ""), stop)
     got = [watch.push(letter, last=i == len(text) - 1) for i, letter in enumerate(text)]
     assert [t for t, _ in got] == shown and got[-1][1] == stopped
 

@@ -63,8 +63,7 @@ class Adapter(nn.Module):
 
 
 def padded(tokens: torch.Tensor, lens: list[int], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, attention_mask), both [B, max(lens)]. Row b has the first lens[b] tokens of tokens[b], and padding
-    on `side` ("left" or "right"). Padding has the id 255, which no sequence contains."""
+    """Return (ids, attention_mask) of the first lens[b] tokens of each tokens[b], padded with 255 on `side`."""
     ids, mask = torch.full((len(lens), max(lens)), 255), torch.zeros(len(lens), max(lens), dtype=torch.int64)
     for b, n in enumerate(lens):
         own = slice(max(lens) - n, None) if side == "left" else slice(n)

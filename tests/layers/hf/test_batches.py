@@ -1,5 +1,4 @@
-"""Padded sequences (attention_mask), and without a cache packed sequences (position_ids), have the logits that
-transformers computes for each sequence by itself."""
+"""Padded sequences, and packed ones without a cache, have the logits that transformers computes for each alone."""
 
 import copy
 

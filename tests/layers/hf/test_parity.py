@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-import dsa
-from dsa_layers.engine import paged_attention
 from dsa_layers.hf.paged_layer import PagedLayer
 from tests.layers.hf.pairs import Adapter
+from tests.layers.layers.calls import record, use_multi_head_form
 from tests.layers.models.parity import assert_same
 
 
@@ -56,19 +55,11 @@ def test_chunks_over_a_cache_have_the_same_logits(models, chunks, config):
 
 @torch.no_grad()
 def test_the_form_of_attention_that_a_gpu_takes_has_the_same_logits(models, tokens, monkeypatch):
-    """All but the 1-token chunk use the multi-head form (engine/attention_form.py). A bit per query and key marks the
-    selected keys. The first chunk has no bits, because its 6 tokens attend to all keys."""
+    """All but the 1-token chunk use the multi-head form. The first has no bits: its 6 tokens attend to all keys."""
     if models.ours.config.model_type == "deepseek_v4":
         return  # V4's attention has no multi-head form
-    selected, attend = [], dsa.mha_varlen_fwd
-
-    def noted(*arguments, **options):
-        selected.append(options["selected"])
-        return attend(*arguments, **options)
-
-    monkeypatch.setattr(dsa, "mha_varlen_fwd", noted)
-    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
-    monkeypatch.setattr(paged_attention.PagedAttention, "_has_multi_head_kernel", lambda *_: True)
+    selected = record(monkeypatch, "mha_varlen_fwd", seen=lambda *_, selected, **__: selected)
+    use_multi_head_form(monkeypatch)
     got = in_chunks(models.ours, tokens, [6, 30, 1, 33], DynamicCache(config=models.ours.config))
     assert_same(got, models.theirs(tokens).logits)
     layers = models.ours.config.num_hidden_layers

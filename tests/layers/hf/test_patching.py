@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.hf import accelerate
-from dsa_layers.io.loading import load_model
 from dsa_layers.layers.key_selection import SCORE_ACCUMULATORS
 from tests.layers.hf.pairs import pair
 from tests.layers.io.stand_ins import assert_same_tensors
@@ -26,8 +25,7 @@ def kinds(model):
 
 
 def with_fp8_indexer(family, directory):
-    """Return (a `Pair`, the model that `load_model` makes of its checkpoint). This model and the pair's `ours` compute
-    index scores in FP8."""
+    """Return (a `Pair`, `load_model`'s model of its checkpoint). This model and `ours` compute index scores in FP8."""
     models = pair(family, directory, index_head_dim=128)
     own = load_model(directory, dtype=torch.float32, progress=False)
     own.precision = replace(own.precision, fp8_indexer=True)

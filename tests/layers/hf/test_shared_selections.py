@@ -1,5 +1,4 @@
-"""A layer without an indexer reuses an earlier layer's selection, even if only one of the two reads keys from a cache.
-A layer reads no cache if it has gradients or is checkpointed."""
+"""A layer without an indexer reuses an earlier layer's selection, even if only one of the two reads a cache."""
 
 import copy
 from functools import partial
@@ -9,9 +8,9 @@ import torch
 
 from dsa_layers.batch.selected import Selected
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.engine import paged_attention
 from dsa_layers.engine.paged_attention import PagedAttention
 from tests.layers.hf.pairs import Adapter, assert_close_gradients, pair
+from tests.layers.layers.calls import record, use_multi_head_form
 from tests.layers.models.parity import assert_same
 
 LAYERS = range(6)
@@ -92,8 +91,8 @@ def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, c
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens, tmp_path):
-    """Positions begin again after 12 tokens. If layer 0 has a cache, this is one sequence. If layer 0 is checkpointed,
-    it has no cache, and these are two sequences, which the other layers' caches refuse. V4 refuses both."""
+    """Positions begin again after 12 tokens. If layer 0 is checkpointed, it has no cache and sees two sequences, which
+    the other layers' caches refuse. V4 refuses them with a cache, too."""
     model = pair(kind, tmp_path).ours.requires_grad_(False)
     positions = torch.cat([torch.arange(12), torch.arange(9)])[None]
     arguments = {"position_ids": positions, "use_cache": True}
@@ -108,13 +107,9 @@ def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens,
 
 @pytest.fixture
 def multi_head(monkeypatch):
-    """Make prefills without gradients use the multi-head form (engine/attention_form.py) on a CPU. Return a list that
-    collects the layers that use it."""
-    used, multi_head = [], PagedAttention._multi_head
-    monkeypatch.setattr(PagedAttention, "_has_multi_head_kernel", lambda *_: True)
-    monkeypatch.setattr(paged_attention, "multi_head_is_faster", lambda *_: True)
-    monkeypatch.setattr(PagedAttention, "_multi_head", lambda self, *a: used.append(self) or multi_head(self, *a))
-    return used
+    """Make prefills without gradients use the multi-head form on a CPU. Return the growing list of their layers."""
+    use_multi_head_form(monkeypatch)
+    return record(monkeypatch, "_multi_head", seen=lambda self, *_, **__: self, owner=PagedAttention)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -126,8 +121,7 @@ def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, fi
 
 
 def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, multi_head):
-    """Each layer runs first without gradients, here in the multi-head form, and again with gradients in the backward
-    pass. In the second run, layers without an indexer read the selection of the first run."""
+    """In the backward pass, layers run again, and those without an indexer read the selection of the first run."""
     ours, theirs = copies(models, "")
     for model in (ours, theirs):
         checkpoint(model, LAYERS, use_reentrant=True)
@@ -146,8 +140,6 @@ def test_a_mix_in_compiled_layers(models, tokens):
 PAGES = [[0, 3, 7, 1], [2], [4, 5, 6]]
 PAGED = SequenceBatch.paged([30, 5, 3], [50, 9, 33], PAGES, 16)
 OTHER_PAGES = SequenceBatch.paged([30, 5, 3], [50, 9, 33], [[8, 2, 4, 0], [5], [7, 1, 3]], 16)
-
-
 FORMS = ["positions", "rows", "slots"]
 
 

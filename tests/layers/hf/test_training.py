@@ -7,10 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from dsa.testing import calc_diff
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import IndexerStage, SequenceBatch, load_model
 from dsa_layers.hf import accelerate
-from dsa_layers.io.loading import load_model
-from dsa_layers.training import IndexerStage
 from tests.layers.hf.pairs import KINDS, Adapter, assert_close_gradients, padded, pair
 
 
@@ -36,13 +34,16 @@ def labelled(ids, mask=None):
 
 
 @pytest.mark.parametrize("length", [8, 48])
-def test_gradients_of_a_batch_are_the_same(models, tokens, length):
+def test_gradients_of_a_batch_are_the_same_with_and_without_checkpointed_activations(models, tokens, length):
     batch = labelled(tokens[:, :length])
     (loss, got), (expected_loss, expected) = gradients(models.ours, **batch), gradients(models.theirs, **batch)
     assert (loss - expected_loss).abs() < 1e-5
     assert_close_gradients(got, expected)
     of_attention = [name for name in got if ".self_attn." in name and "indexer" not in name]
     assert of_attention and all(got[name].abs().max() > 0 for name in of_attention if length > 16)
+    checkpointed = copy.deepcopy(models.ours)
+    checkpointed.gradient_checkpointing_enable()
+    assert_close_gradients(gradients(checkpointed, **batch)[1], expected)
 
 
 def test_gradients_of_a_padded_batch_are_those_of_its_sequences(models, tokens):
@@ -55,14 +56,6 @@ def test_gradients_of_a_padded_batch_are_those_of_its_sequences(models, tokens):
         for name, gradient in own.items():
             total[name] = total.get(name, 0) + gradient * (n - 1) / (sum(lens) - len(lens))
     assert_close_gradients(got, total)
-
-
-def test_gradients_with_checkpointed_activations_are_the_same(models, tokens):
-    batch = labelled(tokens[:, :48])
-    _, expected = gradients(models.theirs, **batch)
-    checkpointed = copy.deepcopy(models.ours)
-    checkpointed.gradient_checkpointing_enable()
-    assert_close_gradients(gradients(checkpointed, **batch)[1], expected)
 
 
 def test_gradients_of_adapters_are_the_same(models, tokens):

@@ -52,7 +52,9 @@ NO_JSON = """\
 FORMAT = '\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n{"type": "object"}'
 V32_DEVELOPER = f"{USER}\n\n{V32_TOOLS}\n\n# The user's message is: D2{ASSISTANT}<think>"
 V32_RESULTS = "\n\n<function_results>\n<result>2</result>\n<result>1</result>\n</function_results>\n\n<think>"
-V4_RESULTS = f"{USER}<tool_result>1</tool_result>\n\n<tool_result>2</tool_result>"
+# Results follow the order of the calls.
+V4_RESULTS = f"{USER}<tool_result>1</tool_result>\n\n<tool_result>2</tool_result>\n\nN{ASSISTANT}<think>"
+WITH_REASONING = f"{USER}Q1{ASSISTANT}<think>R1</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"
 
 QUESTION = [says("user", "Q")]
 ANSWERED = [*QUESTION, says("assistant", "A1", reasoning_content="R")]
@@ -87,22 +89,12 @@ V4 = [
     (QUESTION, {"reasoning_effort": "max"}, f"{MAX_EFFORT}{USER}Q{ASSISTANT}<think>"),
     (QUESTION, {"add_generation_prompt": False}, f"{USER}Q"),
     (EARLIER, {}, f"S{USER}Q1{ASSISTANT}</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
-    (EARLIER, KEEP, f"S{USER}Q1{ASSISTANT}<think>R1</think>A1{EOS}{USER}Q2{ASSISTANT}<think>"),
-    # with tools, the prompt keeps the reasoning of earlier answers
-    (
-        EARLIER,
-        {"tools": TOOLS},
-        f"S\n\n{V4_TOOLS}{USER}Q1{ASSISTANT}<think>R1</think>A1{EOS}{USER}Q2{ASSISTANT}<think>",
-    ),
+    (EARLIER, KEEP, f"S{WITH_REASONING}"),
+    (EARLIER, {"tools": TOOLS}, f"S\n\n{V4_TOOLS}{WITH_REASONING}"),  # tools keep the reasoning of earlier answers
     (FORMATTED_DEVELOPERS, {}, f"A1{EOS}{USER}D2{FORMAT}{ASSISTANT}<think>"),
     (DEVELOPERS, {}, f"{USER}D1{ASSISTANT}<think></think>A1{EOS}{USER}D2\n\n{V4_TOOLS}{ASSISTANT}<think>"),
     (REMINDED, {}, f"S<｜latest_reminder｜>today{USER}Q{ASSISTANT}<think>"),
-    # results of tools follow the order of the calls
-    (
-        [*CALLED, says("user", "N")],
-        {},
-        f"S{USER}Q{ASSISTANT}</think>{V4_CALLS}{EOS}{V4_RESULTS}\n\nN{ASSISTANT}<think>",
-    ),
+    ([*CALLED, says("user", "N")], {}, f"S{USER}Q{ASSISTANT}</think>{V4_CALLS}{EOS}{V4_RESULTS}"),
     (BROKEN_CALL, {"thinking": False}, f"{USER}Q{ASSISTANT}</think>A{NO_JSON}{EOS}"),
 ]
 EXAMPLES = [*(("deepseek_v32", *one) for one in V32), *(("deepseek_v4", *one) for one in V4)]

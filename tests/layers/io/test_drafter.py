@@ -7,23 +7,14 @@ import pytest
 import torch
 
 from dsa.testing import calc_diff
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io import loading as loading_module
-from dsa_layers.io.loading import load_model
 from dsa_layers.models.family import family
-from dsa_layers.models.glm_moe_dsa import DraftedStates
 from tests.layers.generation.families import DRAFTED
 from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
+from tests.layers.models.plain_drafters import drafter_prefix, values
 
-PREFIX = {
-    "deepseek_v32": "model.layers.4.",
-    "deepseek_v4": "mtp.0.",
-    "dots3_note": "model.layers.4.",
-    "glm_moe_dsa": "model.layers.5.",
-    "hy_v4": "model.mtp_layers.0.",
-    "hy_v4_vl": "model.mtp_layers.0.",
-}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
 
@@ -44,10 +35,6 @@ def draft(model, states=None):
     return states, values(model.drafter(TOKENS[1:], states, BATCH))
 
 
-def values(states):
-    return states.values if isinstance(states, DraftedStates) else states
-
-
 def test_the_drafter_is_loaded_only_if_it_is_asked_for(directory):
     model = load_model(directory)
     assert model.drafter is None
@@ -65,7 +52,7 @@ def test_the_drafter_has_the_stored_values_and_the_model_s_embedding_and_head(di
     assert len(copies) == (2 if model_type == "deepseek_v32" else 0)
     state, read = model.state_dict(), set()
     for name, tensor in stored.items():
-        if not name.startswith(PREFIX[model_type]):
+        if not name.startswith(drafter_prefix(directory)):
             continue
         ours = model.name_of(name)
         if name in copies:
@@ -114,8 +101,8 @@ def with_layers(directory, layers):
     return found
 
 
-def test_the_first_of_several_layers_is_loaded(directory, model_type, tmp_path):
-    first = PREFIX[model_type]
+def test_the_first_of_several_layers_is_loaded(directory, tmp_path):
+    first = drafter_prefix(directory)
     second = re.sub(r"\d", lambda digit: str(int(digit[0]) + 1), first)
 
     def repeat(tensors):
@@ -129,13 +116,11 @@ def test_the_first_of_several_layers_is_loaded(directory, model_type, tmp_path):
     assert_same_tensors(got.state_dict(), load(directory).state_dict())
 
 
-def test_a_checkpoint_without_the_layer_has_no_drafter(directory, model_type, tmp_path):
+def test_a_checkpoint_without_the_layer_has_no_drafter(directory, tmp_path):
     told = r"^drafter: config\.json must have num_nextn_predict_layers of at least 1, got 0"
-    for fields, error, message in (
-        (with_layers(directory, 0), ValueError, told),
-        ({}, CheckpointError, r"drafter\..*: missing; expected"),
-    ):
-        changed(directory, tmp_path, dropper(PREFIX[model_type]), **fields)
+    missing = r"drafter\..*: missing; expected"
+    for fields, error, message in ((with_layers(directory, 0), ValueError, told), ({}, CheckpointError, missing)):
+        changed(directory, tmp_path, dropper(drafter_prefix(directory)), **fields)
         with pytest.raises(error, match=message):
             load(tmp_path)
         assert load_model(tmp_path, progress=False).drafter is None

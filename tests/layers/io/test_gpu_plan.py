@@ -1,24 +1,22 @@
 """Memory plans (io/gpu_plan.py, printed by `dsa plan`): weights and caches per GPU have the size that a rank stores."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dsa_layers import Generator, load_model, tiny
+from dsa_layers import Generator, Ranks, load_model, read_config
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import model
 from dsa_layers.command.main import main
 from dsa_layers.engine.split import copied
 from dsa_layers.io.gpu_plan import check_fits, plan, plans
 from dsa_layers.io.loading import precision_of
-from dsa_layers.models.family import VENDORED, family, read_config
+from dsa_layers.models.family import VENDORED
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.generation.families import has_drafter
+from tests.layers.io.stand_ins import write_changed_tiny
 from tests.layers.parallel.ways import split_by
 
 FLASH = VENDORED / "deepseek_v4_flash_config.json"
@@ -27,19 +25,11 @@ FLASH = VENDORED / "deepseek_v4_flash_config.json"
 @pytest.fixture(scope="module", params=FAMILIES)
 def directory(request, tmp_path_factory):
     """A tiny checkpoint that four ranks can split evenly."""
-    of_family = family(request.param)
-    wider = {"moe_intermediate_size": 512, "num_attention_heads": 8}
-    if request.param == "axk2":  # q_b_proj has 160 rows per head; a rank needs a multiple of 128 rows
-        wider["num_attention_heads"] = 16
-    wider |= (
-        {"o_groups": 4} if request.param == "deepseek_v4" else {"num_key_value_heads": wider["num_attention_heads"]}
-    )
-    of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | wider))
-    directory = tmp_path_factory.mktemp(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "family", lambda model_type: of_family)
-        write_tiny_checkpoint(directory, model=request.param)
-    return directory
+    # The q_b_proj of A.X-K2 has 160 rows per head; a rank needs a multiple of 128 rows.
+    heads = 16 if request.param == "axk2" else 8
+    wider = {"moe_intermediate_size": 512, "num_attention_heads": heads}
+    wider |= {"o_groups": 4} if request.param == "deepseek_v4" else {"num_key_value_heads": heads}
+    return write_changed_tiny(tmp_path_factory.mktemp(request.param), request.param, **wider)
 
 
 def held(tensors):

@@ -9,16 +9,17 @@ import torch
 from dsa_layers.config.fields import NO_INFLUENCE
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.io.loading import load_model, unfilled_model
-from dsa_layers.models.family import VENDORED, read_config
+from dsa_layers.models.family import published_config, read_config
 from dsa_layers.models.precision import Precision
 from tests.layers.io.stand_ins import changed as changed_checkpoint
+from tests.layers.models.configs import read
 
 # The test sets each field of config.json to each of VALUES.
 HUGE = 10**400
 VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 0.5, 1e-320, True, "8", None]
 VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
 FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2", "mistral_large4", "dots3_note")
-PUBLISHED = {name: json.loads((VENDORED / f"{name}_config.json").read_text()) for name in FAMILIES}
+PUBLISHED = {name: published_config(f"{name}_config.json") for name in FAMILIES}
 # last part of the changed field's name -> field that the error may name instead
 SAID_ELSEWHERE = {
     "dtype": "torch_dtype",
@@ -72,19 +73,18 @@ def test_every_field_of_a_config_is_right_or_refused_by_its_name(tmp_path, famil
     ],
 )
 def test_sizes_that_no_fp8_takes_are_refused(tmp_path, family, changes, expected):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
-    config = read_config(tmp_path)
+    config = read(tmp_path, family, **changes)
     with pytest.raises(ConfigError, match=f"config.json: .*{expected}"):
         unfilled_model(config, Precision.of(config))
     unfilled_model(config, Precision.of(config, dequantize=True))
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("deepseek_v32", {"kv_lora_rank": 256}), ("deepseek_v4_flash", {"head_dim": 256})]
+    ("name", "changes"),
+    [("deepseek_v32", {"kv_lora_rank": 256}), ("deepseek_v4_flash", {"head_dim": 256}), ("axk2_light", {})],
 )
-def test_sizes_that_no_fp8_cache_takes_are_refused(tmp_path, family, changes):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
-    config = read_config(tmp_path)
+def test_sizes_that_no_fp8_cache_takes_are_refused(tmp_path, name, changes):
+    config = read(tmp_path, name, **changes)
     with pytest.raises(ValueError, match=r"^kv_cache: must be .model., because FP8 caches do not have"):
         Precision.of(config, dequantize=True, kv_cache="fp8")
     assert Precision.of(config).kv_cache == "model"

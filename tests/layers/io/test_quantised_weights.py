@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from dsa import fp4_block_scales, widen_fp4
 from dsa.reference import dequantize_fp4
@@ -27,9 +26,9 @@ def fp4():
 def test_fp8_scales_of_either_dtype_are_loaded_as_fp32(tmp_path, dtype):
     exponents = torch.arange(10).view(5, 2) - 127
     q = torch.full((576, 200), 2.0).to(FP8)
-    save_file({"w.weight": q, SCALE: powers(exponents).to(dtype)}, tmp_path / SINGLE_NAME)
+    stored = {"w.weight": q, SCALE: powers(exponents).to(dtype)}
     expected = {"w.weight": q, SCALE: torch.ldexp(torch.ones(5, 2), exponents)}
-    assert_same_tensors(loaded(like(expected), tmp_path).state_dict(), expected)
+    assert_same_tensors(loaded(like(expected), tmp_path, stored).state_dict(), expected)
     model = loaded({"w.weight": ((576, 200), F32)}, tmp_path)
     assert torch.equal(model.w.weight[::128, ::128], 2 * expected[SCALE])
 
@@ -44,8 +43,7 @@ def test_fp4_is_kept_or_widened_to_fp8(tmp_path, fp4, name, kept):
     if kept:
         expected[f"{name}_block_scale"] = fp4_block_scales(packed, scale)
         stored[f"{name}_block_scale"] = torch.ones(3)
-    save_file(stored, tmp_path / SINGLE_NAME)
-    assert_same_tensors(loaded(like(expected), tmp_path).state_dict(), expected)
+    assert_same_tensors(loaded(like(expected), tmp_path, stored).state_dict(), expected)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -56,18 +54,17 @@ def test_fp4_is_dequantised(tmp_path, fp4, dtype):
 
 
 def test_int8_is_not_fp4_where_the_model_wants_int8(tmp_path):
-    save_file({"a": torch.ones(4, 4, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
-    assert loaded({"a": ((4, 4), torch.int8)}, tmp_path).a.eq(1).all()
+    stored = {"a": torch.ones(4, 4, dtype=torch.int8)}
+    assert loaded(like(stored), tmp_path, stored).a.eq(1).all()
 
 
 def test_fp4_that_fp8_cannot_hold_is_refused_unless_it_is_dequantised(tmp_path, fp4):
     fp4["w.weight"][130, :16], fp4["w.weight"][131, :16] = 0x11, 0x77
     scale = fp4[SCALE].view(torch.uint8)
     scale[130, 0], scale[131, 0] = 100, 127 + 6
-    save_file(fp4, tmp_path / SINGLE_NAME)
     expected = "w.weight: block [1, 0] of 128 x 128: its groups' scales go from 2^-27 to 2^6, a spread of 2^33"
     for wanted in (WIDENED, KEPT):
-        assert failure(wanted, tmp_path).startswith(f"{tmp_path / SINGLE_NAME}: {expected}")
+        assert failure(wanted, tmp_path, fp4).startswith(f"{tmp_path / SINGLE_NAME}: {expected}")
     assert loaded({"w.weight": ((200, 128), F32)}, tmp_path).w.weight[130, 0] == 2.0**-28
 
 
@@ -83,12 +80,11 @@ def test_fp4_that_fp8_cannot_hold_is_refused_unless_it_is_dequantised(tmp_path, 
     ],
 )
 def test_fp4_that_does_not_fit_is_refused(tmp_path, fp4, wanted, changes, expected):
-    save_file({name: x for name, x in (fp4 | changes).items() if x is not None}, tmp_path / SINGLE_NAME)
-    assert expected in failure(wanted, tmp_path)
+    stored = {name: x for name, x in (fp4 | changes).items() if x is not None}
+    assert expected in failure(wanted, tmp_path, stored)
 
 
 def test_half_a_group_of_fp4_is_refused(tmp_path):
     stored = {"a": torch.zeros(4, 24, dtype=torch.int8), "a_scale_inv": powers(torch.zeros(4, 2))}
-    save_file(stored, tmp_path / SINGLE_NAME)
     expected = "a is I8 [4, 24]; FP4 has groups of 32 columns, got 48 columns"
-    assert expected in failure({"a": ((4, 48), BF16)}, tmp_path)
+    assert expected in failure({"a": ((4, 48), BF16)}, tmp_path, stored)

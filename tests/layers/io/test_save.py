@@ -1,20 +1,19 @@
 """Saved models and converted checkpoints are checkpoints that `load_model` reads."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from dsa.reference import dequantize_fp4, quantize_fp4
+from dsa_layers import convert_checkpoint, load_model, read_config, save_model
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io import save as saving
 from dsa_layers.io.directory import INDEX_NAME, SINGLE_NAME, Checkpoint
-from dsa_layers.io.loading import load_model
-from dsa_layers.io.save import convert_checkpoint, save_model
-from dsa_layers.models.family import read_config
 from tests.layers.generation.families import has_drafter
-from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, read_tensors
+from tests.layers.io.stand_ins import assert_same_tensors, changed, dropper, fields_of, fuse_experts, read_tensors
 from tests.reference.common import assert_refused
 
 FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
@@ -31,8 +30,7 @@ def described(directory):
 
 
 def assert_same_model(a, b, **options):
-    a, b = (load_model(path, **FLOAT, **options).state_dict() for path in (a, b))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_tensors(*(load_model(path, **FLOAT, **options).state_dict() for path in (a, b)))
 
 
 @pytest.mark.parametrize("drafter", [False, True])
@@ -115,17 +113,8 @@ def test_experts_from_fp4_to_fp8_keep_their_values(tiny_checkpoint, tmp_path):
 
 
 def test_experts_in_one_tensor_are_written_one_by_one(tiny_checkpoint, tmp_path):
-    directory, prefix = tiny_checkpoint("deepseek_v32", quantized=False), "model.layers.3.mlp.experts."
-    experts = range(fields_of(directory)["n_routed_experts"])
-
-    def fuse(tensors):
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{prefix}{e}.{name}.weight") for e in experts])
-            for name in ("gate_proj", "up_proj", "down_proj")
-        )
-        tensors[f"{prefix}gate_up_proj"], tensors[f"{prefix}down_proj"] = torch.cat((gate, up), 1), down
-
-    source = changed(directory, tmp_path / "fused", fuse)
+    directory = tiny_checkpoint("deepseek_v32", quantized=False)
+    source = changed(directory, tmp_path / "fused", fuse_experts)
     convert_checkpoint(source, tmp_path / "out", "bf16", progress=False)
     assert_same_tensors(read_tensors(tmp_path / "out"), read_tensors(directory))
 
@@ -149,14 +138,10 @@ def test_scales_that_are_no_powers_of_two_are_not_rounded(tiny_checkpoint, tmp_p
 
 def test_a_conversion_into_one_file_continues_after_its_weights_are_written(checkpoint, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(saving.shutil, "copyfile", interrupted)
+        patch.setattr(saving.shutil, "copyfile", Mock(side_effect=KeyboardInterrupt))
         convert_checkpoint(checkpoint, tmp_path / "out", "bf16", progress=False)
     convert_checkpoint(checkpoint, tmp_path / "out", "bf16", progress=False)
     assert_same_model(checkpoint, tmp_path / "out")
-
-
-def interrupted(*paths):
-    raise KeyboardInterrupt
 
 
 def test_an_interrupted_conversion_continues(checkpoint, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from dsa_layers import tiny
 from dsa_layers.io.tokenizer import Tokenizer, TokenizerError
 from tests.layers.io.chat_examples import BOS, EOS
 from tests.layers.io.stand_ins import LFS_POINTER
+from tests.layers.layers.calls import record
 from tests.reference.common import assert_refused
 
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
@@ -154,9 +155,8 @@ def test_text_is_returned_when_its_characters_are_complete(tmp_path):
 
 
 def test_the_work_per_token_does_not_grow_with_the_text(tmp_path, monkeypatch):
-    tokenizer, longest = word_level(tmp_path, decoders.ByteLevel()), []
-    decode = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: longest.append(len(ids)) or decode(self, ids))
+    tokenizer = word_level(tmp_path, decoders.ByteLevel())
+    longest = record(monkeypatch, "decode", seen=lambda self, ids: len(ids), owner=Tokenizer)
     pieces(tokenizer, [TOKENS.index(token) for token in ["ðŁ", "Ķ", "¥", "a"] * 100])
     assert max(longest) <= 6
 
@@ -184,13 +184,10 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
         Tokenizer(tmp_path).apply_chat_template([])
 
 
-def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path, capfd):
-    vocab = {"é": 0, "b": 1}
+def test_what_the_tokenizers_library_refuses_is_an_error(tmp_path, capfd):
+    vocab = {"é": 0, "b": 1}  # the library panics
     model = {"type": "BPE", "vocab": vocab, "merges": [["é", "b"]], "continuing_subword_prefix": "éé"}
     assert_refused(r"tokenizer\.json: not a tokenizer: ", small, tmp_path, {"model": model})
-
-
-def test_a_text_that_cannot_be_encoded_is_an_error(tmp_path):
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
     tokenizer = small(tmp_path, {"model": model})
     assert_refused(r"tokenizer\.json: cannot encode a text of 1 characters: ", tokenizer.encode, "b")

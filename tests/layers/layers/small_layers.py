@@ -6,15 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers import DSAAttention, LightningIndexer, RotaryEmbedding, SequenceBatch, rope_frequencies
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection
-from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
-from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
@@ -122,12 +119,8 @@ class Case(NamedTuple):
     """make() returns the layer, inputs() returns its input x, and run(layer, x) returns the result."""
 
     make: Callable[[], nn.Module]
-    run: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+    run: Callable[[nn.Module, torch.Tensor], torch.Tensor] = nn.Module.__call__
     inputs: Callable[[], torch.Tensor] = rows
-
-
-def _call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)
 
 
 CASES = {
@@ -141,11 +134,11 @@ CASES = {
     HYV4DecoderBlock: Case(hy_block, lambda layer, x: layer(x, *ROPE, BATCH)[0], streams),
     HyperConnection: Case(hyper, expand_collapsed, streams),
     HyperDecoderBlock: Case(hyper_block, run_hyper_block, streams),
-    HyperHead: Case(lambda: hyper(HyperHead), _call, streams),
-    LanguageModelHead: Case(lambda: LanguageModelHead(HIDDEN, 50), _call),
+    HyperHead: Case(lambda: hyper(HyperHead), inputs=streams),
+    LanguageModelHead: Case(lambda: LanguageModelHead(HIDDEN, 50)),
     LightningIndexer: Case(indexer, lambda layer, x: layer.select(x, x[:, :RANK], ROPE, BATCH)),
-    MoE: Case(moe, _call),
-    SwiGLU: Case(swiglu, _call),
+    MoE: Case(moe),
+    SwiGLU: Case(swiglu),
     WindowAttention: Case(window_attention, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
 }
 INDEXERS = (CompressedIndexer, LightningIndexer)  # their results are indices

@@ -1,5 +1,4 @@
-"""Layers that `dsa_layers.fuse` has not converted have gradients for their input, and for every trainable parameter
-outside the indexer."""
+"""Plain layers have gradients for their input, and for every trainable parameter outside the indexer."""
 
 import pytest
 import torch

@@ -110,9 +110,8 @@ def test_decoding_tokens_are_scored_with_the_float_keys_of_their_sequence(paged,
     lengths = (torch.tensor(seen)[:, None] + after).clamp(min=0).flatten().int()
     tokens = len(lens) * next_n
     # Scores of small integers are exact in any order of summation, and many are equal.
-    q, keys, weights = (
-        torch.randint(-3, 4, shape).float() for shape in ((tokens, 8, 32), (sum(lens), 32), (tokens, 8))
-    )
+    shapes = (tokens, 8, 32), (sum(lens), 32), (tokens, 8)
+    q, keys, weights = (torch.randint(-3, 4, shape).float() for shape in shapes)
     for start, count, own in zip(starts[::next_n].tolist(), seen, lens):
         keys[start + count : start + own] = torch.nan
     given, paging = (q, keys, weights, 16, starts, lengths, max(lens)), None

@@ -6,7 +6,7 @@ from torch import nn
 
 import dsa
 from dsa.testing import calc_diff
-from dsa_layers.batch.packing import GroupRows
+from dsa_layers import SequenceBatch
 from dsa_layers.engine.joint_linear import grouped_products
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, GroupedLinear, LanguageModelHead, make_linear
@@ -40,13 +40,6 @@ def test_a_dequantised_weight_is_kept_until_the_parameters_change():
     assert torch.equal(layer.float_weight(torch.float32), 2 * changed)
 
 
-class Tokens:
-    """The part of a batch that a grouped product uses."""
-
-    def group_rows(self, groups, tokens):
-        return GroupRows.of(tokens, groups, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("fp8", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 def test_a_grouped_layer_multiplies_each_group_with_its_rows(fp8, tokens):
@@ -63,7 +56,8 @@ def test_a_grouped_layer_multiplies_each_group_with_its_rows(fp8, tokens):
     torch.testing.assert_close(grouped(x), torch.stack(parts, 1), atol=1e-5, rtol=1e-5)
     expected = then(torch.cat(parts, -1))
     assert expected.shape == (tokens, 256)
-    torch.testing.assert_close(grouped_products(x, grouped, then, Tokens()), expected, atol=1e-5, rtol=1e-5)
+    batch = SequenceBatch.without_cache([tokens] if tokens else [])
+    torch.testing.assert_close(grouped_products(x, grouped, then, batch), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_bias_of_a_router_chooses_and_does_not_weigh():

@@ -1,5 +1,4 @@
-"""Rotary embeddings: YaRN's frequencies; angles at large positions; frequencies that stay fp32 in a cast model; several
-embeddings at once (`JointRotary`)."""
+"""Rotary embeddings: YaRN's frequencies, large positions, cast models, and several at once (`JointRotary`)."""
 
 import pytest
 import torch

@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from dsa_layers import DSAAttention, LayerCache, SequenceBatch, fuse
 from dsa_layers.batch.selected import Selected
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
-from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
-from dsa_layers.engine.fuse import fuse
-from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.layers.window_attention import WindowAttention
+from tests.layers.layers import small_layers
 from tests.layers.layers.small_layers import (
     CASES,
     HIDDEN,
@@ -26,8 +25,6 @@ from tests.layers.layers.small_layers import (
     ROTARY,
     attention,
     compressed_attention,
-    compressed_indexer,
-    compressor,
     indexer,
 )
 
@@ -41,6 +38,8 @@ def refused(call, message):
         call()
 
 
+GATE = "gate: must be None, 'x' or 'heads' with q_lora_rank=None, got 'queries'"
+OTHER_RANK = "indexer: its q_lora_rank must be the layer's 64, got 128"
 FP4 = "fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True"
 FP8_SIZES = "hidden, inner: must be multiples of 128 for FP8 weights, got 128 and 64"
 
@@ -53,19 +52,11 @@ FP8_SIZES = "hidden, inner: must be multiples of 128 for FP8 weights, got 128 an
         (indexer, {"accumulators": torch.int8}, "accumulators: must be float32 or float16, got int8"),
         (indexer, {"dtype": torch.int8}, "dtype: must be float32, bfloat16 or float16, got int8"),
         (attention, {"q_lora_rank": 1.5}, "q_lora_rank: must be an integer, got 1.5"),
-        (
-            attention,
-            {"q_lora_rank": None, "gate": "queries"},
-            "gate: must be None, 'x' or 'heads' with q_lora_rank=None, got 'queries'",
-        ),
+        (attention, {"q_lora_rank": None, "gate": "queries"}, GATE),
         (attention, {"scale_latents": 2}, "scale_latents: must be True or False, got 2"),
         (attention, {"rope_dim": 63}, "rope_dim: must be even, got 63"),
         (attention, {"indexer": nn.Linear(8, 8)}, NO_INDEXER + "Linear"),
-        (
-            attention,
-            {"q_lora_rank": 64, "indexer": INDEXER},
-            "indexer: its q_lora_rank must be the layer's 64, got 128",
-        ),
+        (attention, {"q_lora_rank": 64, "indexer": INDEXER}, OTHER_RANK),
         (attention, {"dtype": BF16, "indexer": INDEXER}, "indexer: dtype must be layer's bfloat16, got float32"),
         (lambda: BlockFP8Linear(100, 8), {}, "in_features: must be a multiple of 128, got 100"),
         (lambda: GroupedSigmoidRouter(16, 10, 2, n_group=4), {}, "n_group: must divide n_experts=10, got 4"),
@@ -102,10 +93,8 @@ def test_quantised_selection_needs_128_channels():
 
 PAGE = 32
 BEFORE_FUSE = "cache: must be None before dsa_layers.fuse, which prepares "
-NO_GRADIENTS = (
-    "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under torch.no_grad(), got "
-    "requires_grad=True"
-)
+NO_GRADIENTS = "x: a layer for inference has no gradients; accepted: requires_grad=False, or a pass under "
+NO_GRADIENTS += "torch.no_grad(), got requires_grad=True"
 
 
 def pages(index=PAGE, page_size=PAGE):
@@ -154,27 +143,29 @@ def test_wrong_inputs_of_a_pass_are_refused(make, changed, message):
 def test_plain_layers_and_indexers_take_no_cache():
     for layer in (attention(), compressed_attention()):
         check_refused(layer, {"batch": BATCH, "cache": pages()}, {}, BEFORE_FUSE + "a layer for inference")
-    select, of_entries = indexer().select, compressed_indexer().select
+    select, of_entries = indexer().select, small_layers.compressed_indexer().select
     refused(lambda: select(*[None] * 4, pages()), BEFORE_FUSE + "a layer for inference")
     refused(lambda: of_entries(*[None] * 4, pages(), entry_rope=None), BEFORE_FUSE + "a layer for inference")
+
+
+NO_INDEX = "cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)"
+FP32_INDEX = "cache: an indexer with quantize=True needs FP8 index pages, got torch.float32"
+NO_ENTRIES = "cache: must have entries where the layer compresses tokens, got None"
+WRONG_WITH_PAGES = [
+    ({"x": torch.zeros(5, HIDDEN, requires_grad=True)}, NO_GRADIENTS),
+    ({"batch": paged(64)}, "page_size: must be the cache's 32, got 64"),
+    ({"batch": BATCH}, "batch: must have pages where there is a cache, got block_table=None"),
+]
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"x": torch.zeros(5, HIDDEN, requires_grad=True)}, NO_GRADIENTS),
-        ({"batch": paged(16)}, "page_size: must be the cache's 32, got 16"),
-        ({"batch": BATCH}, "batch: must have pages where there is a cache, got block_table=None"),
+        *WRONG_WITH_PAGES,
         ({"cache": PagedKVCache(1, 4)}, "cache: must be a LayerCache or None, got PagedKVCache"),
         ({"cache": pages(index=64)}, "page_size: must be the cache's 64, got 32"),
-        (
-            {"cache": pages(index=None)},
-            "cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)",
-        ),
-        (
-            {"cache": PagedKVCache(1, 1, PAGE, index=torch.float32).layer(0)},
-            "cache: an indexer with quantize=True needs FP8 index pages, got torch.float32",
-        ),
+        ({"cache": pages(index=None)}, NO_INDEX),
+        ({"cache": PagedKVCache(1, 1, PAGE, index=torch.float32).layer(0)}, FP32_INDEX),
     ],
 )
 def test_fused_attention_refuses_wrong_pages(changed, message):
@@ -193,18 +184,13 @@ def test_layers_without_an_indexer_need_a_selection_and_no_index_pages():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"x": torch.zeros(5, HIDDEN, requires_grad=True)}, NO_GRADIENTS),
-        ({"batch": paged(64)}, "page_size: must be the cache's 32, got 64"),
-        ({"batch": BATCH}, "batch: must have pages where there is a cache, got block_table=None"),
+        *WRONG_WITH_PAGES,
         ({"cache": pages()}, "cache: must be a CompressedLayerCache or None, got LayerCache"),
-        (
-            {"cache": CompressedLayerCache(torch.zeros(2, 11, 1, 512))},
-            "cache: must have entries where the layer compresses tokens, got None",
-        ),
+        ({"cache": CompressedLayerCache(torch.zeros(2, 11, 1, 512))}, NO_ENTRIES),
     ],
 )
 def test_fused_compressed_attention_refuses_a_wrong_cache(changed, message):
-    layer = fuse(compressed_attention(compressor(512)))
+    layer = fuse(compressed_attention(small_layers.compressor(512)))
     shape = EntryShape(RATIO, 512, layer.compressor.state_shape)
     options = {"state_slots": 2, "window": layer.window, "dim": 512, "entries": torch.float32}
     cache = CompressedKVCache([(shape, None)], 4, PAGE, **options).layer(0)

@@ -1,11 +1,12 @@
-"""Published configurations with some fields changed."""
+"""Configurations of published models, some with changed fields, and of tiny models."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from dsa_layers.config.fields import Fields
 from dsa_layers.config.model_config import ModelConfig
-from dsa_layers.models.family import published_config, read_config
+from dsa_layers.models.family import config_of, family, published_config, read_config
 
 ABSENT = object()
 
@@ -26,3 +27,14 @@ def write(directory: Path, name: str, **changes: Any) -> None:
 def read(directory: Path, name: str, **changes: Any) -> ModelConfig:
     write(directory, name, **changes)
     return read_config(directory)
+
+
+def published(name: str) -> ModelConfig:
+    """Return the published configuration `name`. If it lacks quantization_config, add DeepSeek-V3.2's."""
+    quantised = published_config("deepseek_v32_config.json")["quantization_config"]
+    fields = {"quantization_config": quantised} | published_config(f"{name}_config.json")
+    return config_of(Fields(fields, Path(f"{name}_config.json")))
+
+
+def tiny(model_type: str) -> ModelConfig:
+    return config_of(Fields(family(model_type).tiny.fields(quantized=True), Path(model_type)))

@@ -1,4 +1,5 @@
-"""Tiny random models of transformers, the reference of the parity tests. changes: fields of the model's config."""
+"""Tiny random models of transformers, the reference of the parity tests. Each function saves a model in fp32 to
+`directory` and returns it. changes: fields of the model's config, or of its text_config."""
 
 from pathlib import Path
 
@@ -21,8 +22,7 @@ YARN = {
 }  # fmt: skip
 # Changes for `glm_moe_dsa`: layers 2 and 3 attend to the keys that layer 1 selects, layer 5 to those that 4 selects.
 SHARED = {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}
-
-
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _HY_V4 = _NEWER | {
     "num_hidden_layers": 7, "qk_nope_head_dim": 24, "v_head_dim": 40, "swiglu_limit": 0.5, "hc_magnitude": 1.5,
     "bos_token_id": 0, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -30,7 +30,6 @@ _HY_V4 = _NEWER | {
 
 
 def deepseek_v32(directory: Path, **changes):
-    """Save a random DeepseekV32ForCausalLM in fp32 to `directory` and return it."""
     fields = _MLA | {
         "num_hidden_layers": 3, "n_group": 2, "qk_nope_head_dim": 16, "v_head_dim": 16, "bos_token_id": 0,
         "rope_parameters": YARN,
@@ -39,8 +38,7 @@ def deepseek_v32(directory: Path, **changes):
 
 
 def glm_moe_dsa(directory: Path, **changes):
-    """Save a random GlmMoeDsaForCausalLM in fp32 to `directory` and return it. As in the published model, there is one
-    routing group, rope has no YaRN, and v_head_dim is larger than qk_nope_head_dim."""
+    """As in the published model, there is one routing group, rope has no YaRN, and v_head_dim > qk_nope_head_dim."""
     fields = _MLA | {
         "num_hidden_layers": 4, "n_group": 1, "qk_nope_head_dim": 24, "v_head_dim": 40, "bos_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -49,7 +47,7 @@ def glm_moe_dsa(directory: Path, **changes):
 
 
 def axk2(directory: Path, **changes):
-    """Save a random AXK2ForCausalLM in fp32 to `directory` and return it. It has no expert groups."""
+    """The model has no expert groups."""
     fields = _NEWER | {
         "num_hidden_layers": 3, "topk_group": None, "qk_nope_head_dim": 16, "v_head_dim": 24, "gated_norm_rank": 8,
         "bos_token_id": 0, "rope_parameters": YARN,
@@ -58,9 +56,8 @@ def axk2(directory: Path, **changes):
 
 
 def hy_v4(directory: Path, **changes):
-    """Save a random HYV4ForCausalLM in fp32 to `directory` and return it. Layers 2 to 4 share the selection of layer 1,
-    and layer 6 that of layer 5. Of the R = qk_rope_head_dim rope channels, transformers rotates i with i + R / 2, and
-    our model 2i with 2i + 1. So the saved tensors have these channels in the order that our model needs."""
+    """Layers 2 to 4 share the selection of layer 1, and layer 6 that of layer 5. Of the R rope channels, transformers
+    rotates i with i + R / 2, and our model 2i with 2i + 1. The saved tensors have the order that our model needs."""
     model = _draw_and_save("HYV4", _HY_V4 | changes, directory)
     tensors, rope = load_file(directory / "model.safetensors"), _HY_V4["qk_rope_head_dim"]
     head = {".q_b_proj.weight": _HY_V4["qk_nope_head_dim"] + rope, ".kv_a_proj_with_mqa.weight": None}
@@ -79,20 +76,17 @@ def hy_v4(directory: Path, **changes):
 
 
 def hy_v4_vl(directory: Path, **changes):
-    """Save a random HYV4VLForConditionalGeneration in fp32 to `directory` and return it. It rotates channels 2i and
-    2i + 1, as published weights need. changes: fields of its text_config."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    """The model rotates channels 2i and 2i + 1, as published weights need."""
     text = {name: value for name, value in (_HY_V4 | changes).items() if name != "attn_implementation"}
     rope = text["rope_parameters"] | {"mrope_section": [4, 2, 2]}
-    of_model = {"text_config": text | {"rope_parameters": rope}, "vision_config": vision}
+    of_model = {"text_config": text | {"rope_parameters": rope}, "vision_config": _VISION}
     of_model["attn_implementation"] = "eager"
     return _draw_and_save("HYV4VL", of_model, directory, kind="ForConditionalGeneration")
 
 
 def mistral_large4(directory: Path, **changes):
-    """Save a random MistralLarge4ForConditionalGeneration in fp32 to `directory` and return it. Layers 3 and 6 have no
-    rope. Layer 2 attends to the keys that layer 1 selects. Layers 4 and 5 have the latents of layer 2, and layer 6
-    those of layer 3. changes: fields of its text_config."""
+    """Layers 3 and 6 have no rope. Layer 2 attends to the keys that layer 1 selects. Layers 4 and 5 have the latents of
+    layer 2, and layer 6 those of layer 3."""
     fields = {name: value for name, value in _NEWER.items() if name not in ("q_lora_rank", "attn_implementation")} | {
         "num_hidden_layers": 7, "qk_nope_head_dim": 16, "v_head_dim": 24, "bos_token_id": 0, "n_group": 1,
         "indexer_types": ["full", "full", "shared", "full", "full", "shared", "full"],
@@ -102,16 +96,13 @@ def mistral_large4(directory: Path, **changes):
             "attention_factor": 1.0,
         },
     }  # fmt: skip
-    vision = {
-        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
-    }  # fmt: skip
+    vision = _VISION | {"model_type": "pixtral", "image_size": 32, "patch_size": 16}
     of_model = {"text_config": fields | changes, "vision_config": vision, "attn_implementation": "eager"}
     return _draw_and_save("MistralLarge4", of_model, directory, kind="ForConditionalGeneration")
 
 
 def dots3_note(directory: Path, **changes):
-    """Save a random Dots3NoteForCausalLM in fp32 to `directory` and return it. Layers 1 and 3 have a window."""
+    """Layers 1 and 3 have a window."""
     fields = _NEWER | {
         "num_hidden_layers": 5, "n_group": 1, "qk_nope_head_dim": 16, "v_head_dim": 24, "bos_token_id": 0,
         "pad_token_id": None, "shared_experts_intermediate_size": 32, "head_dim": 32,
@@ -143,8 +134,8 @@ def glm5_next(directory: Path, **changes):
 
 
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
-    """Save a random DeepseekV4ForCausalLM in fp32 to `directory` and return it. It has every kind of layer, and the
-    first two layers choose experts by token id (tid2eid). original_format: save under the published tensor names."""
+    """The model has every kind of layer, and the first two layers choose experts by token id (tid2eid).
+    original_format: save under the published tensor names."""
     fields = {
         "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5,
         "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2,

@@ -18,12 +18,10 @@ def expand(name: str) -> list[str]:
 
 
 def read_listing(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return {name: (shape, dtype)} of every tensor of the listing `file`. Check the numbers of tensors and elements
-    against the listing's totals."""
+    """Return {name: (shape, dtype)} of every tensor of the listing `file`, and check the listing's totals."""
     listing = json.loads((VENDORED / file).read_text())
-    tensors = {
-        full: (tuple(shape), dtype) for name, (shape, dtype) in listing["by_name"].items() for full in expand(name)
-    }
+    entries = listing["by_name"].items()
+    tensors = {full: (tuple(shape), dtype) for name, (shape, dtype) in entries for full in expand(name)}
     assert len(tensors) == listing["tensors"]
     assert sum(math.prod(shape) for shape, _ in tensors.values()) == listing["elements"]
     return tensors

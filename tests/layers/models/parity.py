@@ -1,18 +1,14 @@
-"""Base class of the parity tests: our model and transformers' model of the same tiny checkpoint, in fp32.
+"""Base class of the parity tests: our model and transformers' model of the same tiny checkpoint, in fp32. The longest
+sequences have more keys than an indexer selects."""
 
-The longest sequences have more keys than an indexer selects, so selection matters.
-"""
-
+import re
 from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
 import torch
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
+from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
 
 TOLERANCE = 2e-5
 
@@ -39,17 +35,14 @@ def paged_run(model, tokens, chunks, page_size=16):
     return torch.cat(out)
 
 
-def assert_parity(build, directory, **changes):
-    theirs = build(directory, **changes)
-    ours = load_model(directory, dtype=torch.float32, progress=False)
-    tokens = torch.randint(0, 256, (40,))
-    with torch.no_grad():
-        got = ours(tokens, SequenceBatch.without_cache([40]), all_tokens=True)
-        assert_same(got, theirs(tokens[None]).logits[0])
+def layers_with(part, model):
+    """Return the numbers of the model's layers that have tensors of `part`."""
+    return {int(re.search(r"layers\.(\d+)\.", name)[1]) for name in model.state_dict() if f".{part}." in name}
 
 
 class ParityTests:
     build: Callable  # static method that saves transformers' model to a directory and returns it
+    indexed: ClassVar = {0, 1, 2}  # layers with an indexer
     page_size = 16
     lengths: ClassVar = [1, 7, 8, 9, 48]  # tokens per sequence; the last is the largest
     chunks: ClassVar = [[1] * 48, [5, 7, 13, 1, 1, 21], [16, 16, 16]]
@@ -67,6 +60,9 @@ class ParityTests:
         tokens = torch.randint(0, 256, (3, cls.lengths[-1]), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             return tokens, models[0](tokens).logits
+
+    def test_no_other_layers_have_an_indexer(self, models):
+        assert layers_with("indexer", models[1]) == self.indexed
 
     @torch.no_grad()
     def test_packed_prompts_have_the_same_logits(self, models, text):

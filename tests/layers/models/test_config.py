@@ -6,7 +6,7 @@ import pytest
 
 from dsa_layers.config.model_config import QuantizationConfig, RopeConfig, YarnConfig
 from dsa_layers.errors import ConfigError
-from dsa_layers.models.family import read_config
+from dsa_layers.models.family import family, read_config
 from tests.layers.io.stand_ins import LFS_POINTER
 from tests.layers.models.configs import ABSENT, read, write
 
@@ -43,9 +43,6 @@ def test_transformers_spelling_without_yarn_and_quantisation_is_read(tmp_path):
     config = read(tmp_path, NAME, **changes)
     assert config.rope == RopeConfig(5e5, None)
     assert (config.quantization, config.dtype, config.num_nextn_predict_layers) == (None, "float32", 0)
-
-
-def test_null_scaling_is_plain_rope(tmp_path):
     assert read(tmp_path, NAME, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
 
 
@@ -171,79 +168,24 @@ def test_which_layers_have_an_indexer(tmp_path, changes, expected):
     assert read(tmp_path, "glm_5_2", **changes).indexer_types == expected
 
 
-SPARSE = {"mlp_layer_types": ["sparse"] * 61}
-BOTH_ROPES = {"rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
-SECOND_ROPE = {"rope_parameters": {"rope_type": "default"}}
-LINEAR_ROPE = {"rope_parameters": {"rope_theta": 8e6, "rope_type": "linear"}}
-SELECTS_LATE = {"index_topk_freq": 2, "index_skip_topk_offset": 0}
-TWO_SCHEDULES = {"compress_ratios": [], "layer_types": ["sliding_attention"]}
-DEEPSEEK_V32 = [
-    ({"sliding_window": 4096}, "'sliding_window' is 4096; accepted: null"),
-    (
-        {"quantization": {"group_size": 64, "bits": 4}},
-        "is {'bits': 4, 'group_size': 64}; accepted: null",
-    ),
-    ({"rope_scaling.foo": 1}, "'rope_scaling.foo' is 1; accepted: null"),
-    ({"quantization_config.foo": 1}, "'quantization_config.foo' is 1; accepted: null"),
-    ({"model_type": "llama"}, "'model_type' is 'llama'; accepted: 'axk2', 'deepseek_v32', 'deepseek_v4', "),
-    ({"model_type": ABSENT}, "'model_type' is missing; accepted: 'axk2', 'deepseek_v32', 'deepseek_v4', "),
-    ({"attention_bias": 0}, "'attention_bias' is 0; accepted: false"),
-    ({"quantization_config": "fp8"}, "'quantization_config' is 'fp8'; accepted: an object or null"),
-    ({"rope_scaling.type": ABSENT}, "'rope_scaling.rope_type' and field 'type' hold {'rope_type': null, 'type': null}"),
-    ({"rope_scaling.rope_type": "default"}, "hold {'rope_type': 'default', 'type': 'yarn'}; accepted: one of "),
-    ({"rope_scaling.factor": 0.5}, "'rope_scaling.factor' is 0.5; accepted: a number from 1 to 1e+06"),
-    ({"rope_scaling.beta_fast": 1}, "'rope_scaling.beta_fast' is 1; accepted: a number above beta_slow=1.0"),
-    ({"hidden_size": ABSENT}, "'hidden_size' is missing; accepted: an integer of at least 1, up to 1048576"),
-    ({"hidden_size": 7168.0}, "'hidden_size' is 7168.0; accepted: an integer of at least 1, up to 1048576"),
-    ({"norm_topk_prob": 1}, "'norm_topk_prob' is 1; accepted: true, false"),
-    ({"eos_token_id": [1, 129280]}, "'eos_token_id' is [1, 129280]; accepted: token ids in [0, vocab_size=129280)"),
-    ({"bos_token_id": [0, 1]}, "'bos_token_id' is [0, 1]; accepted: one token id, or null"),
-    ({"dtype": "float32"}, "'torch_dtype' is 'bfloat16'; accepted: 'float32'"),
-    (BOTH_ROPES, "'rope_theta' is 10000; accepted: 500000.0"),
-    (SECOND_ROPE, "'rope_scaling' and field 'rope_parameters' are both given; accepted: one of them"),
-    ({"n_group": 7}, "'n_routed_experts' is 256; accepted: a multiple of n_group=7"),
-    ({"n_group": 256}, "'n_group' is 256; accepted: groups of 2 experts or more"),
-    ({"topk_group": 9}, "'topk_group' is 9; accepted: at most n_group=8"),
-    ({"num_experts_per_tok": 129}, "'num_experts_per_tok' is 129; accepted: at most 128, of 4 groups"),
-    ({"first_k_dense_replace": 62}, "'first_k_dense_replace' is 62; accepted: at most num_hidden_layers=61"),
-    ({"qk_head_dim": 128}, "'qk_head_dim' is 128; accepted: 192"),
-    ({"head_dim": 96}, "'head_dim' is 96; accepted: 64, 128, 192"),
-    ({"qk_rope_head_dim": 63}, "'qk_rope_head_dim' is 63; accepted: an even number"),
-    ({"index_head_dim": 32}, "'index_head_dim' is 32; accepted: at least qk_rope_head_dim=64"),
-    (SPARSE, "(61 items); accepted: ['dense', 'dense', 'dense', 'sparse', 'sparse', "),
-    ({"layer_types": ["full_attention"] * 61}, "(61 items); accepted: ['indexed_attention', 'indexed_attention', "),
-]
-GLM_5_2 = [
-    ({"indexer_types": ["full"] * 77}, "(77 items); accepted: 78 (num_hidden_layers) items, each one of 'full', "),
-    ({"indexer_types": ["full"] * 77 + ["none"]}, "items, each one of 'full', 'shared', or null"),
-    ({"indexer_types": ["full"] * 78}, "'index_topk_freq' makes layer 3 'shared'; accepted: 'full', as field 'indexer"),
-    (
-        {"index_topk_freq": 3},
-        "'index_topk_freq' makes layer 5 'full'; accepted: 'shared', as field 'indexer_types' says",
-    ),
-    ({"index_topk_pattern": "F" * 78}, "'index_topk_pattern' makes layer 3 'full'; accepted: 'shared', as field "),
-    ({"index_topk_pattern": "F" * 77 + "X"}, "accepted: 78 (num_hidden_layers) items, each one of 'F', 'S', or null"),
-    (NOT_LISTED | {"index_topk_pattern": "S" + "F" * 77}, "'index_topk_pattern' makes layer 0 'shared'; accepted: "),
-    (NOT_LISTED | SELECTS_LATE, "'index_topk_freq' makes layer 0 'shared'; accepted: 'full': no layer before it has"),
-    ({"rope_interleave": False}, "'rope_interleave' is false; accepted: true"),
-    ({"head_dim": 128}, "'head_dim' is 128; accepted: 64, 192, 256"),
-    (LINEAR_ROPE, "'rope_parameters.rope_type' is 'linear'; accepted: 'default', 'yarn'"),
-    ({"index_kpool": 4}, "'index_kpool' is 4; accepted: null"),
-]
-DEEPSEEK_V4 = [
-    ({"dspark_block_size": 5}, "'dspark_block_size' is 5; accepted: null: the DSpark drafter is not supported"),
-    ({"engram_layer_ids": [1]}, "'engram_layer_ids' is [1]; accepted: null"),
-    (TWO_SCHEDULES, "'compress_ratios' and field 'layer_types' are both given; accepted: one of them"),
-    ({"compress_ratios": None}, "'compress_ratios' and field 'layer_types' are not given; accepted: one of them"),
-    ({"quantization_config.expert_dtype": "fp8"}, "is 'fp4'; accepted: quantization_config.expert_dtype='fp8'"),
-    ({"num_nextn_predict_layers": 7}, "or 50 (with num_nextn_predict_layers=7) items, each one of 0, 4, 128, or null"),
-    ({"compress_ratios": [0, 4, 5, 4]}, "'compress_ratios' is [0, 4, 5, 4]; accepted: 43 (num_hidden_layers) "),
-]
-REFUSED = [(NAME, *case) for case in DEEPSEEK_V32] + [("glm_5_2", *case) for case in GLM_5_2]
-REFUSED += [("deepseek_v4_flash", *case) for case in DEEPSEEK_V4]
+@pytest.mark.parametrize("model_type", ["mistral_large4", "hy_v4_vl"])
+def test_the_text_part_of_a_configuration(model_type, tmp_path):
+    """A field at the top level counts if text_config lacks it."""
+    text = family(model_type).tiny.fields(quantized=False)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    whole = {
+        "model_type": model_type, "text_config": text | {"model_type": f"{model_type}_text", "bos_token_id": 7},
+        "vision_config": {}, "audio_config": {}, "quantization_config": quantization, "bos_token_id": 5,
+        "image_token_index": 10,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.warns(UserWarning, match=r"only the text model is used; left out: vision, audio$"):
+        config = read_config(tmp_path)
+    assert config.quantization is not None and config.bos_token_id == 7 and config.model_type == model_type
+    (tmp_path / "config.json").write_text(json.dumps(whole["text_config"]))
+    assert read_config(tmp_path) == replace(config, quantization=None)
 
 
-@pytest.mark.parametrize(("name", "changes", "told"), REFUSED)
-def test_a_field_that_is_wrong_is_refused_by_its_name(tmp_path, name, changes, told):
-    with pytest.raises(ConfigError, match=f"^{re.escape(str(tmp_path / 'config.json'))}: .*{re.escape(told)}"):
-        read(tmp_path, name, **changes)
+def test_a_limit_of_zero_is_no_limit(tmp_path):
+    assert read(tmp_path, "hy_v4", swiglu_limit=0).swiglu_limit is None
+    assert read(tmp_path, "hy_v4").swiglu_limit == 10

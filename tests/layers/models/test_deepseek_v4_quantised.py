@@ -7,15 +7,10 @@ import pytest
 import torch
 
 from dsa.cases.gemm import fp4_values
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.engine.fuse import fuse
+from dsa_layers import Precision, SequenceBatch, convert_checkpoint, fuse, load_model, read_config
 from dsa_layers.errors import CheckpointError
 from dsa_layers.io.directory import SINGLE_NAME
-from dsa_layers.io.loading import load_model
-from dsa_layers.io.save import convert_checkpoint
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
-from dsa_layers.models.family import read_config
-from dsa_layers.models.precision import Precision
 from tests.layers.io.stand_ins import assert_same_tensors, changed, fields_of, read_tensors
 from tests.layers.models.listings import parts
 
@@ -93,10 +88,8 @@ def test_a_quantised_model_has_the_same_weights_in_fp8(directory, worth):
             if name.endswith("weight_scale_inv"):
                 assert torch.frexp(scale.float()).mantissa.eq(0.5).all(), name
     # A model with FP8 weights rounds activations to e4m3, so the logits are only close.
-    rounded, exact = (
-        logits(load_model(directory, dtype=torch.float32, dequantize=dequantize, progress=False))
-        for dequantize in (False, True)
-    )
+    options = {"dtype": torch.float32, "progress": False}
+    rounded, exact = (logits(load_model(directory, dequantize=exact, **options)) for exact in (False, True))
     assert torch.nn.functional.cosine_similarity(rounded, exact).mean() > 0.9
 
 

@@ -17,8 +17,7 @@ TEXT = (ROOT / "docs" / "how-to" / "add-a-family.md").read_text()
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Return a folder with copies of tests and of dsa_layers, which has the page's edits. Everything else is imported
-    from this checkout."""
+    """Return a folder with copies of tests and of dsa_layers, which has the page's edits."""
     copy = tmp_path_factory.mktemp("project")
     for folder in ("dsa_layers", "tests"):
         leave = shutil.ignore_patterns("__pycache__", "model.safetensors", "gpu", "kernels")

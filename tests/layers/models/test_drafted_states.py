@@ -1,25 +1,17 @@
-"""Later steps of GLM-5.2's drafter attend to the keys that its first step selected. The first step may be a prefill, or
-decode one or several tokens per sequence. These forms must return the slots of the same keys, up to near ties."""
+"""Later steps of GLM-5.2's drafter attend to the keys that its first step selected, in a prefill or in decoding."""
 
 import pytest
 import torch
 
-from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers import DecodeBatch, SequenceBatch, load_model
 from dsa_layers.batch.selected import Selected
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import paged_attention
-from dsa_layers.io.loading import load_model
 from dsa_layers.models.glm_moe_dsa import slots_of
 
 # Two sequences with more keys than the drafter selects (TOP_K). Page numbers do not ascend within a sequence.
 LENS, PAGES, PAGE = [150, 200], [[3, 0, 5, 1], [6, 2, 7, 4]], 64
 TOKENS = torch.tensor([2 + i * i % 2000 for i in range(sum(LENS) + 1)])
 TOP_K = 128
-
-
-@pytest.fixture(scope="module")
-def directory(tiny_checkpoint):
-    return tiny_checkpoint("glm_moe_dsa")
 
 
 def paged(new, total):
@@ -39,11 +31,10 @@ def positions(slots, pages):
     [("fp8", paged_attention.MOST_READ), pytest.param("fp8", 0, marks=pytest.mark.slow), ("model", 0)],
 )
 @torch.inference_mode()
-def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
-    """The forms are passes over whole prompts, over each prompt's last token, and over its last three tokens. With
-    most_read = 0, a sparse prefill reads FP8 pages directly (`MOST_READ`)."""
+def test_every_form_finds_the_same_keys(glm_checkpoint, kv_cache, most_read, monkeypatch):
+    """The forms are passes over whole prompts, and over each prompt's last token or its last three."""
     monkeypatch.setattr(paged_attention, "MOST_READ", most_read)
-    model = load_model(directory, kv_cache=kv_cache, drafter=True, progress=False)
+    model = load_model(glm_checkpoint, kv_cache=kv_cache, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
     states = model.states(TOKENS[:-1], SequenceBatch.without_cache(LENS))
     ends = torch.tensor(LENS).cumsum(0)
@@ -75,8 +66,8 @@ def test_selections_with_bits_are_counted_in_positions():
     assert slots[2].tolist() == [6 * 64 + 63, 2 * 64, 2 * 64 + 5, -1]
 
 
-def test_wrong_further_steps_are_refused(directory):
-    model = load_model(directory, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
+def test_wrong_further_steps_are_refused(glm_checkpoint):
+    model = load_model(glm_checkpoint, dtype=torch.float32, dequantize=True, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
     states = model.states(TOKENS[:5], SequenceBatch.without_cache([5]))
     batch = SequenceBatch.paged([5], [5], [[2]], PAGE)

@@ -3,33 +3,19 @@
 import pytest
 import torch
 
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.io.loading import load_model
-from dsa_layers.models.family import family
-from dsa_layers.models.glm_moe_dsa import DraftedStates
+from dsa_layers import DecodeBatch, SequenceBatch, load_model
 from dsa_layers.models.registry import FAMILIES
+from tests.layers.generation.families import has_drafter
 from tests.layers.io.stand_ins import changed
 from tests.layers.models.parity import poisoned_cache
-from tests.layers.models.plain_drafters import (
-    PlainDots3NoteDrafter,
-    PlainHYV4Drafter,
-    PlainMLADrafter,
-    PlainV4Drafter,
-)
+from tests.layers.models.plain_drafters import PLAIN, PlainMLADrafter, values
 from tests.reference.common import assert_refused
 
 TOLERANCE = 2e-5
 PAGE = 128  # tokens per page
 # Every family that has a drafter, and GLM-5.2 with a drafter that selects keys in every step, as in GLM-5.
-CASES = [(model, {}) for model in FAMILIES if family(model).drafter is not None]
+CASES = [(model, {}) for model in FAMILIES if has_drafter(model)]
 CASES += [("glm_moe_dsa", {"index_share_for_mtp_iteration": False})]
-PLAIN = {
-    "deepseek_v4": PlainV4Drafter,
-    "dots3_note": PlainDots3NoteDrafter,
-    "hy_v4": PlainHYV4Drafter,
-    "hy_v4_vl": PlainHYV4Drafter,
-}
 TOKENS = torch.randint(0, 2048, (190,), generator=torch.Generator().manual_seed(1))
 LENGTHS = [160, 9]
 
@@ -47,10 +33,6 @@ def drafters(request, tiny_checkpoint, tmp_path_factory):
 
 def shares_picks(model):
     return getattr(model.config, "index_share_for_mtp_iteration", False)
-
-
-def values(states):
-    return states.values if isinstance(states, DraftedStates) else states
 
 
 def assert_same(got, expected):

@@ -5,20 +5,14 @@ import torch
 
 from dsa import dequantize_per_block
 from dsa.testing import calc_diff
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import SequenceBatch, load_model
 from dsa_layers.errors import CheckpointError
-from dsa_layers.io.loading import load_model
 from tests.layers.io.stand_ins import changed, dropper
 from tests.layers.models.parity import assert_same, paged_run
 
 TOKENS = torch.randint(0, 2048, (150,), generator=torch.Generator().manual_seed(2))
 WHOLE = SequenceBatch.without_cache([150])
 PAGE = 64
-
-
-@pytest.fixture(scope="module")
-def directory(tiny_checkpoint):
-    return tiny_checkpoint("glm_moe_dsa")
 
 
 def dequantise(tensors):
@@ -29,11 +23,11 @@ def dequantise(tensors):
 
 
 @pytest.fixture(scope="module")
-def expected(directory, tmp_path_factory):
+def expected(glm_checkpoint, tmp_path_factory):
     from transformers import GlmMoeDsaForCausalLM
 
     fields = {"quantization_config": None, "num_nextn_predict_layers": 0}
-    floats = changed(directory, tmp_path_factory.mktemp("floats"), dequantise, **fields)
+    floats = changed(glm_checkpoint, tmp_path_factory.mktemp("floats"), dequantise, **fields)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     theirs = GlmMoeDsaForCausalLM.from_pretrained(floats, **options).eval()
     with torch.no_grad():
@@ -41,8 +35,8 @@ def expected(directory, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exact(directory):
-    return load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
+def exact(glm_checkpoint):
+    return load_model(glm_checkpoint, dtype=torch.float32, dequantize=True, progress=False)
 
 
 @torch.no_grad()
@@ -52,15 +46,14 @@ def test_dequantised_fp8_weights_give_the_same_logits(exact, expected):
 
 
 @pytest.fixture(scope="module")
-def unrounded_and_fp8_pages(directory, tmp_path_factory):
-    """Return a model with fp32 pages and one with FP8 pages. In each layer, the router sends all tokens to the same
-    experts, so rounding cannot change its choice."""
+def unrounded_and_fp8_pages(glm_checkpoint, tmp_path_factory):
+    """Return models with fp32 and FP8 pages. All tokens have the same experts, so rounding cannot change them."""
 
     def even(tensors):
         for name in [name for name in tensors if name.endswith(".mlp.gate.weight")]:
             tensors[name].zero_()
 
-    even_routers = changed(directory, tmp_path_factory.mktemp("even"), even)
+    even_routers = changed(glm_checkpoint, tmp_path_factory.mktemp("even"), even)
     options = {"dtype": torch.float32, "dequantize": True, "progress": False}
     return load_model(even_routers, **options), load_model(even_routers, kv_cache="fp8", **options)
 
@@ -77,8 +70,8 @@ def test_shared_layers_over_fp8_pages_differ_by_rounding(unrounded_and_fp8_pages
 
 
 @torch.no_grad()
-def test_a_quantised_model_differs_by_rounding(directory, exact):
-    model = load_model(directory, progress=False)
+def test_a_quantised_model_differs_by_rounding(glm_checkpoint, exact):
+    model = load_model(glm_checkpoint, progress=False)
     shared = model.config.indexer_types.index("shared")
     layers = [model.model.layers[i].self_attn for i in (0, shared)]
     assert layers[0].q_b_proj.weight.dtype == torch.float8_e4m3fn and not layers[0].q_b_proj.use_ue8m0
@@ -88,9 +81,9 @@ def test_a_quantised_model_differs_by_rounding(directory, exact):
     assert 1e-6 < calc_diff(*(m(TOKENS, WHOLE, all_tokens=True) for m in (model, exact))) < 0.1
 
 
-def test_an_indexer_in_a_shared_layer_is_unexpected(directory, exact, tmp_path):
+def test_an_indexer_in_a_shared_layer_is_unexpected(glm_checkpoint, exact, tmp_path):
     types = [*exact.config.indexer_types[:1], "shared", *exact.config.indexer_types[2:]]
     assert exact.config.indexer_types[1] == "full"
-    changed(directory, tmp_path, indexer_types=types, index_topk_freq=None)
+    changed(glm_checkpoint, tmp_path, indexer_types=types, index_topk_freq=None)
     with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.1\.self_attn\.indexer\.k_norm\.bias"):
         load_model(tmp_path, progress=False)

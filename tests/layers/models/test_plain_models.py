@@ -5,8 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dsa_layers import SequenceBatch, load_model
-from dsa_layers.engine.fuse import fused
+from dsa_layers import SequenceBatch, fused, load_model
 from dsa_layers.models.registry import FAMILIES
 from tests.layers.parallel.processes import in_ranks
 

@@ -18,13 +18,9 @@ def manifest_of(config):
     return {name: (info.shape, info.dtype) for name, info in published_manifest(config).items()}
 
 
-def manifest(directory, name, **changes):
-    return manifest_of(read(directory, name, **changes))
-
-
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4_pro"])
 def test_manifest_is_the_published_listing(tmp_path, name):
-    assert manifest(tmp_path, name) == read_listing(f"{name}_tensors.json")
+    assert manifest_of(read(tmp_path, name)) == read_listing(f"{name}_tensors.json")
 
 
 def test_without_quantisation_weights_are_bf16_and_have_no_scales(tmp_path):
@@ -34,7 +30,7 @@ def test_without_quantisation_weights_are_bf16_and_have_no_scales(tmp_path):
         for name, (shape, dtype) in listing.items()
         if not name.endswith("_scale_inv")
     }
-    assert manifest(tmp_path, "deepseek_v32", quantization_config=None) == expected
+    assert manifest_of(read(tmp_path, "deepseek_v32", quantization_config=None)) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,8 +41,7 @@ def test_without_quantisation_weights_are_bf16_and_have_no_scales(tmp_path):
     ],
 )
 def test_all_multi_token_prediction_layers_have_the_same_tensors(tmp_path, name, first, second, changes):
-    one = manifest(tmp_path, name, num_nextn_predict_layers=1, **changes)
-    two = manifest(tmp_path, name, num_nextn_predict_layers=2, **changes)
+    one, two = (manifest_of(read(tmp_path, name, num_nextn_predict_layers=n, **changes)) for n in (1, 2))
     added = {second + tensor.removeprefix(first): one[tensor] for tensor in one if tensor.startswith(first)}
     assert added and two == one | added
 
@@ -107,8 +102,7 @@ def test_fp4_experts_take_what_their_files_take_within_2_percent(tmp_path):
 
 
 def test_glm_5_2_has_the_published_totals(tmp_path):
-    """vendored/README.md has the source of the totals. Only the gates' biases are F32, 256 in each of 76 layers: 75
-    layers with experts and the MTP layer."""
+    """Only the gates' biases are F32, in 75 layers with experts and the MTP layer. Source: vendored/README.md."""
     model = unfilled_model(read(tmp_path, "glm_5_2"), None)
     manifest = manifest_of(model.config)
     sizes = {name: math.prod(shape) for name, (shape, _) in manifest.items()}

@@ -2,9 +2,7 @@
 
 import pytest
 
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
+from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.models.family import family
 from dsa_layers.models.protocols import Model
 from dsa_layers.models.registry import FAMILIES
@@ -47,10 +45,9 @@ class Other:
 def test_generation_takes_any_model_that_has_what_it_asks_for(checkpoint):
     model = load_model(checkpoint, progress=False)
     assert isinstance(model, Model)
-    expected, got = (
-        Generator(one, cache_tokens=256).generate([[5, 6, 7], [8]], SamplingParams(max_tokens=5))
-        for one in (model, Other(model))
-    )
+    params = SamplingParams(max_tokens=5)
+    outputs = (Generator(one, cache_tokens=256).generate([[5, 6, 7], [8]], params) for one in (model, Other(model)))
+    expected, got = outputs
     assert [one.tokens for one in got] == [one.tokens for one in expected]
     for missing in ("config", "make_cache", "parameters"):
         lacking = Other(model)

@@ -5,9 +5,7 @@ import re
 import pytest
 import torch
 
-from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.io.loading import load_model
+from dsa_layers import DecodeBatch, SequenceBatch, load_model
 
 BATCH = SequenceBatch.without_cache([3, 2])
 TOKENS = torch.tensor([5, 6, 7, 8, 9])

@@ -27,9 +27,7 @@ ALONE = Ranks(0, 1)
 
 def trained(name, ranks, own_indexer=False, checkpointed=False):
     """Run the forward and backward pass of a small model in stage `name`. `ranks` share the tokens. Return means over
-    the ranks: ([loss of the outputs, loss of the indexers], {parameter: gradient}).
-
-    own_indexer: layer 1 has a `DotProductIndexer`. checkpointed: the backward pass recomputes the layers."""
+    the ranks: ([loss of the outputs, loss of the indexers], {parameter: gradient})."""
     model = Small(TOP_K)
     if own_indexer:
         torch.manual_seed(3)
@@ -58,8 +56,7 @@ CASES = [(name, own_indexer) for name in STAGES for own_indexer in (False, True)
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_train_as_one_rank_does(size):
-    """Losses and gradients are close to those of one rank, and have the same bits on all ranks. The same processes run
-    CHECKS, because processes take seconds to start."""
+    """The same processes run CHECKS, because processes take seconds to start."""
     for (name, own_indexer), first, *others in zip(CASES, *in_ranks(size, of_a_rank), strict=True):
         assert_close(first, trained(name, ALONE, own_indexer))
         for total, gradients in others:
@@ -170,7 +167,6 @@ def test_wrong_uses_of_a_share_are_refused():
     ]:
         with pytest.raises(ValueError, match=f"^{message}$"):
             call(x)
-    with pytest.raises(
-        ValueError, match=r"^batch: a rank's share of tokens is for layers whose indexers are trained now"
-    ):
+    told = r"^batch: a rank's share of tokens is for layers whose indexers are trained now"
+    with pytest.raises(ValueError, match=told):
         model(torch.arange(15), share)

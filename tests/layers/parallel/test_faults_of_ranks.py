@@ -3,30 +3,21 @@
 import contextlib
 import os
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 import dsa
-from dsa_layers import Generator, SamplingParams, load_model
+from dsa_layers import Generator, SamplingParams, load_model, write_tiny_checkpoint
 from dsa_layers.io import loading
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.io.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
 SAME = "must be the same on all ranks, got"
 DIGESTS = r"one(s)? of digest \w{12} on rank 0 and one(s)? of digest \w{12} on rank 1"
-
-
-class Ends:
-    """A stand-in for a tokenizer, with the end-of-sequence token `token`."""
-
-    encode = stream = None
-
-    def __init__(self, token):
-        self.eos_token_id = token
 
 
 def problem(call, *patches):
@@ -42,6 +33,7 @@ def problem(call, *patches):
 def problems_of_calls(ranks, directory):
     """Return (tokens sampled without a seed, the error messages of calls that are wrong or differ on one rank)."""
     rank, model = ranks.rank, load_model(directory, mesh=ranks, **OPTIONS)
+    tokenizer = SimpleNamespace(encode=None, stream=None, eos_token_id=7 + rank)
     generator = Generator(model, None, cache_tokens=2048)
     (sampled,) = generator.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=1.0))
     found = [
@@ -54,7 +46,7 @@ def problems_of_calls(ranks, directory):
             lambda: load_model(directory, mesh=ranks, **OPTIONS | {"dtype": (torch.float32, torch.bfloat16)[rank]}),
             lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=100 + rank),
             lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - rank),
-            lambda: Generator(model, Ends(7 + rank), cache_tokens=2048),
+            lambda: Generator(model, tokenizer, cache_tokens=2048),
         )
     ]
     with mock.patch.dict(os.environ, {"DSA_BACKEND": ("cute", "reference")[rank]}):
@@ -66,8 +58,7 @@ def problems_of_calls(ranks, directory):
 
 
 def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
-    """All ranks raise the same message, but rank 0 adds "(rank 1)" to an error that only rank 1 finds. Without a seed
-    all ranks sample the same tokens."""
+    """Rank 0 adds "(rank 1)" to an error that only rank 1 finds. Without a seed, ranks sample the same tokens."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     (tokens, first), (others, second) = in_ranks(2, problems_of_calls, checkpoint)
     assert tokens == others
@@ -88,8 +79,7 @@ def test_calls_that_differ_raise_on_all_ranks(checkpoint, monkeypatch):
 
 
 def problems_of_loading(ranks, whole, broken, other):
-    """Return {fault: `load_model`'s error}. whole: a checkpoint. broken: `whole` without a tensor of rank 1.
-    other: a checkpoint that differs from `whole` only in values."""
+    """Return {fault: `load_model`'s error}. `broken` lacks a tensor of rank 1, and `other` has other values."""
 
     def load(*patches, directory=whole):
         return problem(lambda: load_model(directory, mesh=ranks, **OPTIONS), *patches)

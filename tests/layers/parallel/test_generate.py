@@ -36,8 +36,7 @@ def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
 
 @pytest.fixture
 def generate_here(capfd, monkeypatch):
-    """Return a function like `generate` that runs the command in this process, which saves the import of torch. The
-    command still starts ranks as other processes."""
+    """Return a function like `generate` that runs the command in this process, which saves the import of torch."""
 
     def call(checkpoint, *options, **environment):
         for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():

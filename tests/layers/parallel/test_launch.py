@@ -195,13 +195,9 @@ def test_ranks_end_with_a_killed_launcher(start, tmp_path):
     wait_for(lambda: not any(map(is_running, ranks)))
 
 
-def set_numbers(monkeypatch, *values):
-    for name, value in zip(NUMBERS, values, strict=True):
-        monkeypatch.setenv(name, value)
-
-
 def test_the_number_of_started_ranks_is_that_of_the_environment(monkeypatch):
-    set_numbers(monkeypatch, "1", "1", "2")
+    for name, value in zip(NUMBERS, ("1", "1", "2"), strict=True):
+        monkeypatch.setenv(name, value)
     assert started_ranks() == 2
     monkeypatch.delenv("RANK")
     assert started_ranks() is None

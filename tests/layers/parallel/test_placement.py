@@ -3,15 +3,13 @@
 import pytest
 import torch
 
+from dsa_layers import Ranks, SequenceBatch, fuse
 from dsa_layers.batch.placement import WHOLE, Placement
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.engine import fused_moe
-from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import SHARDED_TOKENS, Replicated, Sharded, placement_of
-from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.ranks import ALONE
 from tests.layers.parallel.processes import in_ranks
 
 COUNTS = (1, 6, 7, 301)
@@ -56,8 +54,7 @@ def check_gathered_rows(rows, own, every):
 
 
 def sums(ranks, rows, own, every):
-    """Return this rank's rows of (the sum of the ranks' parts, computed in five ways; twice this sum plus a shared part
-    and a residual)."""
+    """Return this rank's rows of (the ranks' sum in five ways; twice the sum plus a shared part and a residual)."""
     count, whole_rows = len(every), Replicated(ranks)
     x = part(ranks.rank, count)
     total, doubled = rows.start_reduce(x), rows.start_reduce(2 * x)
@@ -156,7 +153,7 @@ def test_ranks_compute_while_rows_are_on_their_way(monkeypatch):
         monkeypatch.setattr(owner, name, lambda *given, **options: events.append(name) or function(*given, **options))
 
     note(fused_moe, "choose")
-    note(FusedSwiGLU, "product")
+    note(fused_moe.FusedSwiGLU, "product")
     moe = fuse(MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True))
     x = torch.randn(10, 256).bfloat16()
     moe(x, cast=moe.shared_experts.gate_proj.cast(x), placement=Noting(events))

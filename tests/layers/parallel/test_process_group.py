@@ -11,8 +11,6 @@ import torch.distributed as dist
 from dsa_layers.parallel.ranks import join
 
 SECONDS = 300  # timeout; normally the test takes a few seconds
-
-
 # The script of each rank. atexit runs the function that is registered first last, after the rank has left the group.
 THREADS = """
     import atexit

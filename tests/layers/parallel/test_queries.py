@@ -1,5 +1,4 @@
-"""Attention that ranks split by queries in long passes. A rank's rows then have the same bits as in one process, and
-the ranks exchange only keys."""
+"""In long passes, ranks split attention by queries: rows have the bits of one process, and only keys are sent."""
 
 import contextlib
 import itertools
@@ -15,6 +14,7 @@ from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
 from dsa_layers.parallel.placement import Sharded, placement_of
 from dsa_layers.parallel.ranks import ALONE
 from tests.layers.parallel.processes import in_ranks
+from tests.layers.parallel.ways import OPTIONS
 
 # (new, earlier) tokens of two sequences in each pass. LONG: the passes with at least 256 new tokens (SHARDED_TOKENS).
 # In these, each rank has half of the rows; in the first pass, all ranks have all rows.
@@ -22,10 +22,6 @@ PASSES = [(130, 0), (20, 0)], [(150, 130), (110, 20)], [(1, 280), (257, 130)]
 LONG = 1, 2
 # {model: number of layers that run}. In glm_moe_dsa, only the third of these layers has no indexer.
 LAYERS = {"deepseek_v32": 2, "deepseek_v4": 3, "glm_moe_dsa": 4}
-OPTIONS = {
-    "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
-    "fp8": {"dtype": torch.bfloat16, "progress": False},
-}
 
 
 def attention(model, x, batch, cache):
@@ -64,8 +60,7 @@ def attended(model, ranks):
 
 @contextlib.contextmanager
 def exchanges(found):
-    """Context manager: append the bytes per row of each gather in a long pass to `found`. `Sharded.reduce` raises
-    TypeError."""
+    """Context manager: append the bytes per row of each gather to `found`. `Sharded.reduce` raises TypeError."""
     begin = Sharded._start_all_gather
 
     def begin_gather(rows, own, *, at_once):
@@ -116,8 +111,7 @@ def test_rows_are_those_of_one_process(checkpoints, of_both, model, name):
 
 @pytest.mark.slow
 def test_ranks_exchange_only_keys(of_both):
-    """Attention gathers once per layer and long pass: latents in bf16. Layers of V3.2 and GLM with an indexer also send
-    index keys in bf16. Layers of V4 with compressors also send the compressors' products in fp32."""
+    """Attention gathers once per layer: latents and index keys in bf16, and products of V4's compressors in fp32."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
         "deepseek_v32": [latent + index] * 2,

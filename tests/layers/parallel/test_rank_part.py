@@ -3,31 +3,20 @@
 import pytest
 import torch
 
-from dsa_layers import load_model
+from dsa_layers import Ranks, load_model
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fused_moe import FusedSwiGLU
 from dsa_layers.engine.split import copied, make_parts
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
 from tests.layers.generation.families import has_drafter
-from tests.layers.parallel.ways import split_by
+from tests.layers.io.stand_ins import assert_same_tensors
+from tests.layers.parallel.ways import OPTIONS, split_by
 
 SECOND = Ranks(1, 2)
-OPTIONS = {
-    "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
-    "fp8": {"dtype": torch.bfloat16, "progress": False},
-}
 
 
 def layers_with_parts(model):
     return [(name, module) for name, module in model.named_modules() if getattr(module, "part_of_ranks", None)]
-
-
-def assert_equal_states(layer, expected):
-    theirs = expected.state_dict()
-    assert layer.state_dict().keys() == theirs.keys()
-    for name, tensor in layer.state_dict().items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 def second_half(shared_expert):
@@ -42,8 +31,7 @@ def second_half(shared_expert):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
-    """The parameters of a part are views of the layer's parameters. Exception: gate_proj and up_proj of an FP8 shared
-    expert are copies that are adjacent in memory, for one joint product."""
+    """A part has views of the layer's parameters, but adjacent copies of an FP8 shared expert's joint projections."""
     directory, options = tiny_checkpoint(model), OPTIONS[name] | {"drafter": has_drafter(model)}
     whole, split = load_model(directory, **options), load_model(directory, mesh=SECOND, **options)
     with split_by("heads"):
@@ -51,18 +39,18 @@ def test_a_part_has_the_ranks_heads_or_channels(tiny_checkpoint, model, name):
     layers = layers_with_parts(split)
     assert {path.partition(".")[0] for path, _ in layers} > ({"drafter"} if has_drafter(model) else set())
     for path, layer in layers:
-        assert_equal_states(layer, whole.get_submodule(path))
+        assert_same_tensors(layer.state_dict(), whole.get_submodule(path).state_dict())
         memory = {x.untyped_storage().data_ptr() for x in layer.parameters()}
         copies = [x for x in layer.part.parameters() if x.untyped_storage().data_ptr() not in memory]
         assert {id(x) for x in copies} == {id(x) for x in copied(layer.part)}, path
         if not isinstance(layer, FusedSwiGLU):
             expected = of_heads.get_submodule(path)
             assert layer.part.n_heads == expected.n_heads == layer.n_heads // 2 and expected.part is None
-            assert_equal_states(layer.part, expected)
+            assert_same_tensors(layer.part.state_dict(), expected.state_dict())
             assert not copies
             continue
         expected = second_half(whole.get_submodule(path))
-        assert_equal_states(layer.part, expected)
+        assert_same_tensors(layer.part.state_dict(), expected.state_dict())
         assert len(copies) == (4 if name == "fp8" else 0)
         if name == "fp8":
             assert joint_linear._whole(layer.joint_layers()) and joint_linear._whole(layer.part.joint_layers())

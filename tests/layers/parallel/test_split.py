@@ -1,29 +1,19 @@
 """Models and drafters on several ranks: each rank has a part, and results agree with those of one process."""
 
-import contextlib
 import functools
-from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dsa_layers import load_model, tiny
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.engine import paged_attention
-from dsa_layers.engine.paged_attention import PagedAttention
+from dsa_layers import Generator, Ranks, SamplingParams, SequenceBatch, load_model, read_config
 from dsa_layers.engine.split import DoesNotDivide
 from dsa_layers.errors import CheckpointError
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.models.family import family, read_config
 from dsa_layers.models.registry import FAMILIES
-from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training import IndexerStage
 from tests.layers.generation.families import has_drafter
-from tests.layers.io.stand_ins import changed
+from tests.layers.io.stand_ins import changed, fuse_experts, write_changed_tiny
+from tests.layers.layers.calls import use_multi_head_form
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
@@ -50,24 +40,9 @@ SPLITS = {
 def checkpoints(tiny_checkpoint, tmp_path_factory):
     """Return {(model, quantised): checkpoint's directory}. Tests must not change the directories."""
     made = {(model, quantized): tiny_checkpoint(model, quantized) for model, quantized in SPLITS[2] if model != FUSED}
-    made[OF_THREE, False] = tmp_path_factory.mktemp("thirds")
-    of_family = family("deepseek_v32")
-    of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | THIRDS))
-    with mock.patch.object(tiny, "family", lambda _: of_family):
-        write_tiny_checkpoint(made[OF_THREE, False], model="deepseek_v32", quantized=False)
+    made[OF_THREE, False] = write_changed_tiny(tmp_path_factory.mktemp("thirds"), "deepseek_v32", False, **THIRDS)
     made[FUSED, False] = changed(made["deepseek_v32", False], tmp_path_factory.mktemp("fused"), fuse_experts)
     return made
-
-
-def fuse_experts(tensors):
-    """Put the experts of each layer into two tensors, as transformers' modules hold them."""
-    for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{layer}.experts.{e}.{part}_proj.weight") for e in range(8)])
-            for part in ("gate", "up", "down")
-        )
-        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
-        tensors[f"{layer}.experts.down_proj"] = down
 
 
 @torch.inference_mode()
@@ -82,8 +57,7 @@ def logits_of(model):
 
 
 def outcome(directory, **options):
-    """Return (logits, generated tokens, {weight: shape}). options: arguments of `load_model`. Decoding runs at least
-    four of the five new tokens, so each sequence of deepseek_v4 completes an entry of four tokens."""
+    """Return (logits, generated tokens, {weight: shape}). Decoding completes an entry of four tokens of deepseek_v4."""
     drafter = has_drafter(read_config(directory).model_type)
     model = load_model(directory, **OPTIONS | {"drafter": drafter} | options)
     generator = Generator(model, None, cache_tokens=2048, prefill_chunk=260, draft_tokens=2 * drafter)
@@ -95,18 +69,10 @@ def outcome(directory, **options):
 alone = functools.cache(outcome)  # the result of one process
 
 
-@contextlib.contextmanager
-def multi_head_form():
-    """Context manager: sparse prefills on a CPU use the multi-head form of attention (engine/attention_form.py)."""
-    with (
-        mock.patch.object(PagedAttention, "_has_multi_head_kernel", lambda *_: True),
-        mock.patch.object(paged_attention, "multi_head_is_faster", lambda *_: True),
-    ):
-        yield
-
-
 def of_rank(ranks, directories, way, multi_head):
-    with split_by(way), multi_head_form() if multi_head else contextlib.nullcontext():
+    with split_by(way), pytest.MonkeyPatch.context() as patch:
+        if multi_head:
+            use_multi_head_form(patch)
         return [outcome(directory, mesh=ranks) for directory in directories]
 
 
@@ -164,15 +130,16 @@ def test_a_one_dimensional_mesh_splits_a_model(checkpoints):
     for found in in_ranks(2, of_mesh, directory):
         for logits in found:
             assert (logits - whole).abs().max() <= 2e-5 * whole.abs().max()
+
+
+def test_wrong_meshes_and_training_of_a_part_are_refused(checkpoints):
+    directory = checkpoints["deepseek_v32", False]
     with pytest.raises(TypeError, match=r"^mesh: must be a DeviceMesh, Ranks or None, got int"):
         load_model(directory, mesh=2, **OPTIONS)
     told = r"^trainable: a part of a model takes no gradient; accepted on one rank, got 2"
     with pytest.raises(ValueError, match=told):
         load_model(directory, mesh=Ranks(0, 2), trainable=True, **OPTIONS)
-
-
-def test_training_a_part_of_a_model_is_refused(checkpoints):
-    model = load_model(checkpoints["deepseek_v32", False], mesh=Ranks(0, 2), **OPTIONS)
+    model = load_model(directory, mesh=Ranks(0, 2), **OPTIONS)
     with pytest.raises(ValueError, match=r"^mesh: a part of a model trains no indexer"):
         IndexerStage(model, "warmup")
     model.model.embed_tokens.requires_grad_(True)

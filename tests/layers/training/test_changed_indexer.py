@@ -5,15 +5,9 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.engine.fuse import fused
-from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.io.loading import load_model
-from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers import Generator, IndexerStage, LightningIndexer, SamplingParams, SequenceBatch, fused, load_model
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
-from dsa_layers.training import IndexerStage
 from tests.reference.common import assert_refused
 
 TOP_K = 6
@@ -71,7 +65,6 @@ def test_it_selects_with_a_cache(model):
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_any_scores_and_lightning_scores_have_one_loss(stage):
-    """`kl` of the matrix of lightning scores equals `lightning_kl`."""
     torch.manual_seed(3)
     batch = SequenceBatch.without_cache([13, 8, 1])
     tokens, heads = 22, 3
@@ -96,10 +89,8 @@ def test_any_scores_and_lightning_scores_have_one_loss(stage):
     for a, b in zip(*(torch.autograd.grad(kl.sum(), learned, retain_graph=True) for kl in (got, expected))):
         assert torch.allclose(a, b, atol=1e-5)
     for kl in (got, expected):
-        assert all(
-            g is None or not g.any()
-            for g in torch.autograd.grad(kl.sum(), inputs, allow_unused=True, retain_graph=True)
-        )
+        of_inputs = torch.autograd.grad(kl.sum(), inputs, allow_unused=True, retain_graph=True)
+        assert all(g is None or not g.any() for g in of_inputs)
 
 
 def test_scores_of_another_shape():

@@ -10,13 +10,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from dsa_layers import load_model
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers import DSAAttention, IndexerStage, LightningIndexer, Ranks, SequenceBatch, load_model, next_tokens
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
-from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.training import IndexerStage, next_tokens
+from dsa_layers.parallel.ranks import ALONE
+from dsa_layers.training import STAGES
 from tests.reference.common import assert_refused
 
 
@@ -31,15 +28,19 @@ class Small(nn.Module):
         self.rotary = RotaryEmbedding(rope_frequencies(16, 1e4))
 
     def _layer(self, top_k):
-        sizes = {"q_lora_rank": 32}
         indexer = LightningIndexer(64, 32, n_heads=4, head_dim=32, top_k=top_k, quantize=False)
-        return DSAAttention(64, 4, indexer, **sizes, kv_lora_rank=32, nope_dim=16, rope_dim=16, v_dim=16)
+        return DSAAttention(64, 4, indexer, q_lora_rank=32, kv_lora_rank=32, nope_dim=16, rope_dim=16, v_dim=16)
 
     def forward(self, tokens, batch):
         x = self.embed(tokens)
         for layer in self.layers:
             x = x + layer(x, *self.rotary(batch.positions), batch)[0]
         return x
+
+
+@pytest.fixture(params=STAGES)
+def name(request):
+    return request.param
 
 
 def inputs():
@@ -58,7 +59,6 @@ def test_passes_are_those_of_inference(name, top_k):
     assert torch.allclose(model(tokens, batch), expected)
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_layers_with_a_window_have_no_loss(name, tiny_checkpoint):
     options = {"trainable": True, "dequantize": True, "dtype": torch.float32, "progress": False}
     model, tokens = load_model(tiny_checkpoint("dots3_note"), **options), torch.arange(200)
@@ -80,7 +80,6 @@ def test_sequences_of_one_length_attend_densely_as_by_themselves():
         assert torch.allclose(got, model(tokens, batch), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_two_losses_reach_different_parameters(name):
     model, (tokens, batch) = Small(6), inputs()
     with IndexerStage(model, name) as stage:
@@ -95,7 +94,6 @@ def test_two_losses_reach_different_parameters(name):
         assert all(g is not None for g in torch.autograd.grad(out.square().sum(), others))
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_the_indexers_learn(name):
     model, (tokens, batch) = Small(6), inputs()
     stage, losses = IndexerStage(model, name), []
@@ -124,7 +122,6 @@ def test_other_stages_and_models_without_an_indexer_per_layer_are_refused():
         assert_refused(message, IndexerStage, model, "sparse")
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_a_drafter_is_left_out_unless_asked_for(name):
     """A pass of the model does not run the drafter, so the drafter's indexer would get no gradient."""
     model, (tokens, batch) = Small(6), inputs()
@@ -144,8 +141,7 @@ def test_a_drafter_is_left_out_unless_asked_for(name):
     assert all(p.grad is not None for p in stage.parameters())
 
 
-def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
-    """Without drafter=True, the drafter refuses a rank's share of the tokens."""
+def test_a_drafter_that_is_left_out_refuses_a_share(checkpoint):
     model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, drafter=True, progress=False)
     tokens = torch.arange(31)
     for drafter in (False, True):
@@ -161,7 +157,6 @@ def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
                     model.drafter(share.own(tokens[1:]), states, share)
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_checkpointed_activations(name, monkeypatch):
     model, (tokens, batch) = Small(6), inputs()
 
@@ -181,7 +176,6 @@ def test_checkpointed_activations(name, monkeypatch):
             assert torch.allclose(got, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_reentrant_checkpoints_are_refused(name, monkeypatch):
     """Reentrant checkpoints run the forward pass without gradients, so the indexers would learn nothing."""
     model, (tokens, batch) = Small(6), inputs()
@@ -233,11 +227,9 @@ def test_wrapped_layers_are_found_once(wrap):
     assert [layer.indexer_stage for layer in layers] == [None, None]
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
 @pytest.mark.parametrize("parameter", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.bias"])
 def test_an_indexer_without_numbers_has_no_loss(name, parameter):
-    """In the sparse stage, a token with only NaN scores selects no key. The loss op then returns 0, as for a perfect
-    indexer; `SparseAttention` replaces this 0 by NaN."""
+    """For a token without keys, the loss op returns 0, as for a perfect indexer; `SparseAttention` makes it NaN."""
     model, (tokens, batch) = Small(6), inputs()
     with torch.no_grad():
         model.layers[0].indexer.get_parameter(parameter).fill_(torch.nan)
@@ -310,13 +302,8 @@ def test_a_sequence_s_last_token_has_no_target():
     assert_refused("count: must be at least 1, got 0", share.mean, torch.ones(7), count=0)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "batch", "message"),
-    [
-        (TOKENS.int(), BATCH, "tokens: dtype must be int64, got int32"),
-        (TOKENS[1:], BATCH, r"tokens: shape must be \[7\], got \[6\] \(sizes as of batch\)"),
-        (TOKENS, [3, 1, 3], "batch: must be a SequenceBatch, got list"),
-    ],
-)
-def test_a_batch_of_other_tokens_is_refused(tokens, batch, message):
-    assert_refused(message, next_tokens, tokens, batch)
+def test_a_batch_of_other_tokens_is_refused():
+    told = r"tokens: shape must be \[7\], got \[6\] \(sizes as of batch\)"
+    assert_refused(told, next_tokens, TOKENS[1:], BATCH)
+    assert_refused("tokens: dtype must be int64, got int32", next_tokens, TOKENS.int(), BATCH)
+    assert_refused("batch: must be a SequenceBatch, got list", next_tokens, TOKENS, [3, 1, 3])
