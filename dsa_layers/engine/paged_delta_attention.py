@@ -9,6 +9,7 @@ import dsa
 from dsa_layers.batch.token_batch import TokenBatch, check_tokens
 from dsa_layers.batch.views import StateView
 from dsa_layers.cache.delta_kv_cache import DeltaCache
+from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.engine import delta_kernels, joint_linear
 from dsa_layers.engine.joint_linear import Cast
 from dsa_layers.engine.layer_pass import check_inference
@@ -72,7 +73,9 @@ class PagedDeltaAttention(KimiDeltaAttention):
         return out
 
     def _convolve(self, inputs: DeltaInputs, before: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-        if self._has_kernels(inputs.mixed) and max(lens, default=1) > 1:
+        # The kernel's bounds are read on the host, so it cannot be captured in the CUDA graph of a decoding pass.
+        prefills = max(lens, default=0) > DRAFTS + 1
+        if prefills and self._has_kernels(inputs.mixed):
             made = delta_kernels.convolve(inputs.mixed, before, self.conv_weight(), lens)
             return made.unflatten(-1, (3, self.n_heads, self.dim))
         return super()._convolve(inputs, before, lens)

@@ -18,7 +18,7 @@ from tests.layers.models.configs import read
 HUGE = 10**400
 VALUES = [0, -1, 10**18, -(10**18), HUGE, -HUGE, math.nan, math.inf, -math.inf, 0.5, 1e-320, True, "8", None]
 VALUES += [[], {}, [1], {"a": 1}, [[[[1]]]], "x" * 100_000]
-FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2", "mistral_large4", "dots3_note")
+FAMILIES = ("deepseek_v32", "deepseek_v4_flash", "glm_5_2", "mistral_large4", "dots3_note", "glm5_next")
 PUBLISHED = {name: published_config(f"{name}_config.json") for name in FAMILIES}
 # last part of the changed field's name -> field that the error may name instead
 SAID_ELSEWHERE = {
