@@ -90,9 +90,9 @@ class TokenBatch(SelectableKeys):
 
     def states(self, kept: int) -> StateView:
         """Return the view of states of which `kept` are kept per sequence. The layers of the pass share it. Raise
-        ValueError if next_n is above `kept`."""
-        if self.next_n > kept:
-            raise ValueError(f"batch: next_n must be at most {kept} with this cache, got {self.next_n}")
+        ValueError if next_n is above kept - 1."""
+        if self.next_n >= kept:
+            raise ValueError(f"batch: next_n must be at most {kept - 1} with this cache, got {self.next_n}")
         return self._views.setdefault(("states", kept), StateView(self, kept))
 
     def group_rows(self, groups: int, tokens: int) -> packing.GroupRows:

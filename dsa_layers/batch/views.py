@@ -240,7 +240,7 @@ class WindowView:
 class StateView:
     """The rows of a tensor with states per sequence, which has `kept` rows per state slot. After n tokens of a
     sequence, its state is in row state_slot * kept + n mod kept. So a sequence can continue after any of its last
-    `kept` tokens.
+    `kept` - 1 tokens, and a pass over as many tokens does not overwrite the state that it begins with.
 
     batch: the `TokenBatch` of the tokens
     """

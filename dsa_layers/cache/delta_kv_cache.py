@@ -52,7 +52,8 @@ class DeltaKVCache(PagedKVCache):
     deltas       for each layer, the sizes of its `DeltaCache`; None for a layer with an indexer
     pool         tokens per index key
     drafts       the largest number of draft tokens in a decoding pass, up to DRAFTS. The cache keeps the states after
-                 the latest drafts + 1 tokens, because drafts can be rejected
+                 the latest drafts + 2 tokens: drafts can be rejected, and a pass must not overwrite the state that it
+                 begins with, so that it can be repeated
     dtype        a float dtype, the storage of the rings
     state_slots  number of state slots; a sequence needs one
     options      further arguments of `PagedKVCache`, for the layers with an indexer
@@ -74,7 +75,7 @@ class DeltaKVCache(PagedKVCache):
         **options: Any,
     ) -> None:
         integer("pool", pool, at_least=1)
-        kept = integer("drafts", drafts, at_least=0, at_most=DRAFTS) + 1
+        kept = integer("drafts", drafts, at_least=0, at_most=DRAFTS) + 2
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: must be a torch.dtype, got {shown(dtype)}")
         check_storage("dtype", dtype)

@@ -4,7 +4,6 @@ import torch
 
 import dsa
 from dsa_layers.batch.token_batch import TokenBatch, check_pages
-from dsa_layers.batch.views import EntryView
 from dsa_layers.cache.delta_kv_cache import PooledLayerCache
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.engine.paged_indexer import PagedSelection
@@ -15,6 +14,8 @@ from dsa_layers.layers.rope import Angles
 
 class PagedPooledIndexer(PagedSelection, PooledIndexer):
     """`PooledIndexer` for inference, with or without a cache. The rows of all arguments are those of all ranks."""
+
+    selectable = PooledIndexer.selectable
 
     @torch.no_grad()
     def select(
@@ -61,9 +62,6 @@ class PagedPooledIndexer(PagedSelection, PooledIndexer):
             rows = rows if windows.in_order else rows[windows.order]
         dsa.write_kv_cache(inputs, ring, windows.slots)
         return rows[windows.indices.clamp(min=0)]
-
-    def selectable(self, batch: TokenBatch) -> EntryView:
-        return batch.entries(self.pool)
 
     def pages(self, step: LayerPass) -> torch.Tensor:
         return step.cache.index

@@ -7,6 +7,7 @@ layers (`ShardingPlan`). After the weights are loaded, `make_parts` makes a copy
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -204,6 +205,20 @@ def planned_layers(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Modul
             attends = isinstance(module, DSAAttention | CompressedAttention)
             few_heads = attends and module.n_heads // ranks < TILE_OF_HEADS
             yield name, module, replace(plan, replicated=few_heads or name.endswith("shared_experts"))
+
+
+@contextmanager
+def counts_of_rank(model: nn.Module, ranks: int) -> Iterator[None]:
+    """Inside the `with` block, the attributes that `split` divides by the number of ranks have a rank's values."""
+    layers = [(module, plan) for _, module, plan in planned_layers(model, ranks) if ranks > 1 and not plan.replicated]
+    counts = [(module, name, getattr(module, name)) for module, plan in layers for name in plan.counts]
+    for module, name, count in counts:
+        setattr(module, name, count // ranks)
+    try:
+        yield
+    finally:
+        for module, name, count in counts:
+            setattr(module, name, count)
 
 
 def plan_of(module: nn.Module) -> ShardingPlan | None:

@@ -77,7 +77,9 @@ class KimiDeltaAttention(nn.Module):
         sizes = {"hidden": hidden, "n_heads": n_heads, "dim": dim, "conv_width": conv_width}
         for name, size in sizes.items():
             integer(name, size, at_least=1)
-        check_number("lower_bound", -lower_bound)
+        check_number("lower_bound", lower_bound)
+        if lower_bound >= 0:
+            raise ValueError(f"lower_bound: must be below 0, got {lower_bound}")
         self.n_heads, self.dim, self.conv_width, self.lower_bound = n_heads, dim, conv_width, lower_bound
         options: dict[str, Any] = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         inner = n_heads * dim

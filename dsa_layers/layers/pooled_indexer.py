@@ -8,6 +8,7 @@ from torch import nn
 from dsa.runtime.checks import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch, check_no_cache
+from dsa_layers.batch.views import EntryView
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.key_selection import SCORE_ACCUMULATORS, WORKSPACE, KeySelection
 from dsa_layers.layers.linear import Linear, make_linear
@@ -77,10 +78,14 @@ class PooledIndexer(KeySelection):
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, batch: TokenBatch, cache: LayerCache | None = None
     ) -> torch.Tensor:
         check_no_cache(cache, batch)
-        entries = batch.entries(self.pool)
+        entries = self.selectable(batch)
         keys = self.packed_keys(self.pooled_inputs(x), batch).to(x.dtype)
         pools = self.select_new(self.wq_b(qr), keys, self.head_weights(x), rope, entries, batch.is_decode)
         return tokens_of_pools(pools, batch.visible_keys, self.pool)
+
+    def selectable(self, batch: TokenBatch) -> EntryView:
+        """Return the view of the pools."""
+        return batch.entries(self.pool)
 
     def pooled_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Return k and z of each token, [T, 2 * head_dim]."""
