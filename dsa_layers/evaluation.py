@@ -18,6 +18,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.layer_pass import LayerPass
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.pooled_indexer import PooledIndexer, tokens_of_pools
 from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.protocols import Model
 
@@ -85,8 +86,9 @@ def keys_read(model: nn.Module, length: int) -> KeyCounts:
     """Return the numbers of keys that the tokens of a sequence of `length` tokens read. No pass runs.
 
     A token reads the keys that it sees, at most the `top_k` of the layer's indexer, or the window of a layer that has
-    one. In DeepSeek-V4 it reads its window and at most `top_k` compressed entries, or all entries in a layer without an
-    indexer. The layers of a `drafter` do not count.
+    one. With a `PooledIndexer` it also reads the tokens after the last complete pool. In DeepSeek-V4 it reads its
+    window and at most `top_k` compressed entries, or all entries in a layer without an indexer. The layers of a
+    `drafter` do not count.
     Raises ValueError for a model without attention layers of `dsa_layers`.
     """
     visible = torch.arange(1, integer("length", length, at_least=1) + 1)
@@ -101,7 +103,11 @@ def keys_read(model: nn.Module, length: int) -> KeyCounts:
         elif isinstance(layer, DSAAttention):
             if layer.indexer is not None:  # a layer without an indexer reads the same keys as the layer before it
                 top_k = layer.indexer.top_k
-            read.append(visible.clamp(max=top_k))
+            if isinstance(layer.indexer, PooledIndexer):
+                after = visible % layer.indexer.pool  # tokens after the last complete pool
+                read.append((visible - after).clamp(max=top_k) + after)
+            else:
+                read.append(visible.clamp(max=top_k))
             dense.append(visible)
         elif isinstance(layer, CompressedAttention):
             window = visible.clamp(max=layer.window)
@@ -159,7 +165,9 @@ def _changed_indexers(model: nn.Module, change: Callable[[Any], tuple[str, Any]]
 def _latest(layer: Any) -> tuple[str, Callable[..., torch.Tensor]]:
     """Return (name of the indexer's selection method, a function that selects the latest keys instead). The method is
     `pick` in an indexer that `fuse` has converted, else `select`."""
-    top_k, selectable = layer.indexer.top_k, layer.selectable
+    indexer = layer.indexer
+    pooled = isinstance(indexer, PooledIndexer)
+    top_k, selectable = (indexer.selects, indexer.selectable) if pooled else (indexer.top_k, layer.selectable)
 
     def latest(batch: TokenBatch, in_slots: bool) -> torch.Tensor:
         """Return the last top_k visible keys of each token in ascending order, padded with -1. They are cache slots if
@@ -178,6 +186,7 @@ def _latest(layer: Any) -> tuple[str, Callable[..., torch.Tensor]]:
     def select(
         x: torch.Tensor, qr: torch.Tensor, rope: Any, batch: TokenBatch, cache: Any = None, **_: Any
     ) -> torch.Tensor:
-        return latest(batch, False)
+        found = latest(batch, False)
+        return tokens_of_pools(found, batch.visible_keys, indexer.pool) if pooled else found
 
-    return ("pick", pick) if hasattr(layer.indexer, "pick") else ("select", select)
+    return ("pick", pick) if hasattr(indexer, "pick") else ("select", select)

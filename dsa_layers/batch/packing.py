@@ -81,10 +81,11 @@ def paged_slots(
     block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return int64: the cache slot of each position in `positions`, page * page_size + offset, or -1 if the block table
-    has -1 for the page. sequences: the sequence of each position; broadcasts with `positions`."""
+    has -1 for the page or no column for it. sequences: the sequence of each position; broadcasts with `positions`."""
+    columns = block_table.shape[1]
     page = torch.div(positions, page_size, rounding_mode="floor")
-    page = block_table[sequences.long(), page].long()
-    return torch.where(page < 0, -1, page * page_size + positions % page_size)
+    found = block_table[sequences.long(), page.clamp(max=columns - 1)].long()
+    return torch.where((found < 0) | (page >= columns), -1, found * page_size + positions % page_size)
 
 
 def selected_slots(

@@ -8,7 +8,7 @@ import dsa
 from dsa.runtime.checks import INT32, check_tensor
 from dsa_layers.batch import packing
 from dsa_layers.batch.selectable_keys import SelectableKeys, cached_property
-from dsa_layers.batch.views import EntryView, WindowView
+from dsa_layers.batch.views import EntryView, StateView, WindowView
 
 
 class TokenBatch(SelectableKeys):
@@ -88,6 +88,13 @@ class TokenBatch(SelectableKeys):
             raise ValueError(f"batch: next_n must be at most {most} with this cache, got {self.next_n}")
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
+    def states(self, kept: int) -> StateView:
+        """Return the view of states of which `kept` are kept per sequence. The layers of the pass share it. Raise
+        ValueError if next_n is above kept - 1."""
+        if self.next_n >= kept:
+            raise ValueError(f"batch: next_n must be at most {kept - 1} with this cache, got {self.next_n}")
+        return self._views.setdefault(("states", kept), StateView(self, kept))
+
     def group_rows(self, groups: int, tokens: int) -> packing.GroupRows:
         """Return the `packing.GroupRows` for `tokens` tokens and `groups` groups of channels. The layers of the pass
         share it."""
@@ -101,7 +108,7 @@ class TokenBatch(SelectableKeys):
         return {}
 
     @cached_property
-    def _views(self) -> dict[tuple[str | int, ...], EntryView | WindowView]:
+    def _views(self) -> dict[tuple[str | int, ...], EntryView | WindowView | StateView]:
         return {}
 
 

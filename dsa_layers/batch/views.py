@@ -180,6 +180,16 @@ class WindowView:
         rings, bounds = batch.state_slots_tensor[:, None], packing.offsets(earlier, batch.device)
         return dsa.slot_mapping(rings, bounds, batch.earlier_lens_tensor, sum(earlier), self.ring, ring=True)
 
+    @cached_property
+    def before_slots(self) -> torch.Tensor:
+        """int64 [B, window - 1]: the slots of the last tokens before each sequence's new tokens; -1 before its first
+        token."""
+        batch = self.batch
+        steps = torch.arange(1 - self.window, 0, device=batch.device)
+        positions = batch.earlier_lens_tensor.long()[:, None] + steps
+        slots = batch.state_slots_tensor.long()[:, None] * self.ring + positions % self.ring
+        return torch.where(positions < 0, -1, slots)
+
     @property
     def in_order(self) -> bool:
         """Whether `order` is 0, 1, 2, ...: no sequence after the first has earlier tokens in a window."""
@@ -224,3 +234,38 @@ class WindowView:
         """int32 [T, window]: the rows, after sorting by `order`, that each new token sees, padded with -1."""
         batch = self.batch
         return dsa.window_indices(batch.cu_query_lens, self.cu_keys, sum(batch.query_lens), self.window)
+
+
+@dataclass(frozen=True)
+class StateView:
+    """The rows of a tensor with states per sequence, which has `kept` rows per state slot. After n tokens of a
+    sequence, its state is in row state_slot * kept + n mod kept. So a sequence can continue after any of its last
+    `kept` - 1 tokens, and a pass over as many tokens does not overwrite the state that it begins with.
+
+    batch: the `TokenBatch` of the tokens
+    """
+
+    batch: SelectableKeys
+    kept: int
+
+    @cached_property
+    def before(self) -> torch.Tensor:
+        """int64 [B]: the row of the state before each sequence's new tokens."""
+        return self._rows(self.batch.earlier_lens_tensor)
+
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        """bool [B]: whether a sequence has no earlier tokens, so that its state is zero."""
+        return self.batch.earlier_lens_tensor == 0
+
+    @cached_property
+    def after(self) -> tuple[torch.Tensor, ...]:
+        """int64 [B] each: the rows of the states after each new token in a decoding pass; otherwise only those after
+        the last new tokens."""
+        batch = self.batch
+        if not batch.is_decode:
+            return (self._rows(batch.key_lens_tensor),)
+        return tuple(self._rows(batch.earlier_lens_tensor + n) for n in range(1, batch.next_n + 1))
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.batch.state_slots_tensor.long() * self.kept + tokens.long() % self.kept

@@ -143,7 +143,8 @@ class LayerCache:
     latent  [pages, P, 1, latent_dim] in a float dtype: latent | rope key; or uint8 [pages, P, 1, 656], V3.2's layout
             of `dsa.write_kv_cache`
     index   [pages, P, 1, index_dim] in a float dtype: index keys; or uint8 [pages, P, 1, index_dim + 4], the layout of
-            `dsa.write_indexer_cache`; None for a layer without index pages
+            `dsa.write_indexer_cache`; None for a layer without index pages. With several tokens per index key, P is
+            the number of keys
     """
 
     latent: torch.Tensor
@@ -185,6 +186,7 @@ class PagedKVCache(Cache):
     index_dim      channels of an index key
     latent, index  storage of latents and index keys: "fp8" for the byte layouts of LayerCache, or a float dtype
     index_layers   layers that have index pages; None means all layers
+    tokens_per_index_key  a divisor of page_size; an index page has page_size / tokens_per_index_key keys
     sources        for each layer, the layer whose latents it attends to; None: each layer attends to its own
     state_slots    number of state slots; a sequence needs one
 
@@ -202,11 +204,15 @@ class PagedKVCache(Cache):
         latent: torch.dtype | Literal["fp8"] = torch.bfloat16,
         index: torch.dtype | Literal["fp8"] = "fp8",
         index_layers: Sequence[int] | None = None,
+        tokens_per_index_key: int = 1,
         sources: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         state_slots: int = 64,
     ) -> None:
         super().__init__(num_pages, page_size, state_slots)
+        if page_size % integer("tokens_per_index_key", tokens_per_index_key, at_least=1):
+            told = f"must be a multiple of {tokens_per_index_key}, the tokens of an index key"
+            raise ValueError(f"page_size: {told}, got {page_size}")
         check_storage("latent", latent)
         check_storage("index", index)
         if latent == "fp8" and latent_dim != 576:
@@ -219,12 +225,13 @@ class PagedKVCache(Cache):
         self._latent_rows = [rows[source] for source in sources]
         self._index_rows = {layer: row for row, layer in enumerate(index_layers)}
 
-        def pages(layers: int, kind: torch.dtype | str, width: int, fp8_bytes: int) -> torch.Tensor:
+        def pages(layers: int, keys: int, kind: torch.dtype | str, width: int, fp8_bytes: int) -> torch.Tensor:
             dtype, width = (torch.uint8, fp8_bytes) if kind == "fp8" else (kind, width)
-            return torch.empty(layers, num_pages, page_size, 1, width, dtype=dtype, device=device)
+            return torch.empty(layers, num_pages, keys, 1, width, dtype=dtype, device=device)
 
-        self._latent = pages(len(rows), latent, latent_dim, LATENT_FP8_BYTES)
-        self._index = pages(len(index_layers), index, index_dim, index_dim + 4)
+        self._latent = pages(len(rows), page_size, latent, latent_dim, LATENT_FP8_BYTES)
+        index_keys = page_size // tokens_per_index_key
+        self._index = pages(len(index_layers), index_keys, index, index_dim, index_dim + 4)
 
     def layer(self, i: int) -> LayerCache:
         row = self._index_rows.get(i)

@@ -9,6 +9,7 @@ from torch import nn
 
 from dsa_layers.engine.fused_blocks import (
     FusedDecoderBlock,
+    FusedGlm5NextBlock,
     FusedHead,
     FusedHyperBlock,
     FusedHyperConnection,
@@ -19,7 +20,9 @@ from dsa_layers.engine.fused_moe import FusedMoE, FusedSwiGLU
 from dsa_layers.engine.joint_linear import join
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
+from dsa_layers.engine.paged_delta_attention import PagedDeltaAttention
 from dsa_layers.engine.paged_indexer import PagedCompressedIndexer, PagedCompressor, PagedIndexer
+from dsa_layers.engine.paged_pooled_indexer import PagedPooledIndexer
 from dsa_layers.engine.paged_window_attention import PagedWindowAttention
 from dsa_layers.engine.split import SplitDeepseekV4, make_parts
 from dsa_layers.layers.attention import DSAAttention
@@ -28,11 +31,14 @@ from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
 from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.kimi_delta_attention import KimiDeltaAttention
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SoftmaxRouter, SqrtSoftplusRouter, SwiGLU
+from dsa_layers.layers.pooled_indexer import PooledIndexer
 from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.models.glm5_next import Glm5NextDecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 
 # {layer: its faster version for inference}
@@ -44,13 +50,16 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     WindowAttention: PagedWindowAttention,
     DecoderBlock: FusedDecoderBlock,
     DeepseekV4ForCausalLM: SplitDeepseekV4,
+    Glm5NextDecoderBlock: FusedGlm5NextBlock,
     HYV4DecoderBlock: FusedHYV4Block,
     HyperConnection: FusedHyperConnection,
     HyperDecoderBlock: FusedHyperBlock,
     HyperHead: FusedHyperHead,
+    KimiDeltaAttention: PagedDeltaAttention,
     LanguageModelHead: FusedHead,
     LightningIndexer: PagedIndexer,
     MoE: FusedMoE,
+    PooledIndexer: PagedPooledIndexer,
     SwiGLU: FusedSwiGLU,
 }
 # {class: {submodule: its accepted classes}}. If a submodule has another class, `fuse` keeps the module's class.
@@ -58,6 +67,12 @@ _PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
     CompressedAttention: {"compressor": (PagedCompressor, type(None))},
     CompressedIndexer: {"compressor": (PagedCompressor,)},
     DecoderBlock: {"self_attn": (PagedAttention, PagedWindowAttention), "mlp": (FusedSwiGLU, FusedMoE)},
+    Glm5NextDecoderBlock: {
+        "self_attn": (PagedAttention, PagedDeltaAttention),
+        "mlp": (FusedSwiGLU, FusedMoE),
+        "attn_hc": (FusedHyperConnection,),
+        "ffn_hc": (FusedHyperConnection,),
+    },
     HYV4DecoderBlock: {"self_attn": (PagedAttention,), "mlp": (FusedSwiGLU, FusedMoE)},
     HyperDecoderBlock: {
         "attn": (PagedCompressedAttention,),
@@ -96,6 +111,8 @@ def fuse(module: Module) -> Module:
             for block, after in pairwise(part):
                 if type(block) is type(after) is FusedHyperBlock:
                     block.following = (after.hc_attn,)
+                elif type(block) is type(after) is FusedGlm5NextBlock:
+                    block.following = (after.attn_hc,)
     module.requires_grad_(False)
     if not any(parameter.is_meta for parameter in module.parameters()):
         prepare(module)

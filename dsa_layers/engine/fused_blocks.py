@@ -18,6 +18,7 @@ from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.models.glm5_next import Glm5NextDecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
@@ -226,6 +227,34 @@ class FusedHyperBlock(HyperDecoderBlock):
         if self.following:
             return streams
         return placement.all_gather(streams.streams)[0] if self.is_last else streams.streams
+
+
+class FusedGlm5NextBlock(Glm5NextDecoderBlock, FusedDecoderBlock):
+    """`Glm5NextDecoderBlock` with fused parts. following: see `FusedHyperBlock`."""
+
+    following: tuple[FusedHyperConnection, ...] = ()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor | MixedStreams,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        cache: Any = None,
+        selected: Selected | None = None,
+    ) -> tuple[torch.Tensor | MixedStreams, Selected | None]:
+        placement = placement_of(batch, self.ranks)
+        if not isinstance(x, MixedStreams):
+            x = MixedStreams(placement.local(x) if self.is_first else x, None)
+        y, cast, weights = self.attn_hc.enter(x, self.input_layernorm, self.self_attn.joint_layers())
+        y, selected = self.self_attn(y, cos, sin, batch, cache, selected, cast=cast)
+        x = self.attn_hc.leave(y, x, weights, self.ffn_hc)
+        y, cast, weights = self.ffn_hc.enter(x, self.post_attention_layernorm, self.mlp.joint_layers())
+        x = self.ffn_hc.leave(self.mlp(y, cast=cast, placement=placement), x, weights, *(self.following or (None,)))
+        if self.following:
+            return x, selected
+        return (placement.all_gather(x.streams)[0] if self.is_last else x.streams), selected
 
 
 class FusedHead(LanguageModelHead):

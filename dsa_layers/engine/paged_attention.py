@@ -402,7 +402,7 @@ class PagedAttention(DSAAttention):
         if self.indexer is None:
             return selected.bits is not None and self._has_multi_head_kernel(x)
         heads = (self.part or self).n_heads
-        sizes = HeadSizes(heads, self.nope_dim, self.rope_dim, self.v_dim, self.kv_lora_rank)
+        sizes = HeadSizes(heads, self.nope_dim, self._rope_channels, self.v_dim, self.kv_lora_rank)
         lens = step.batch.query_lens, step.batch.key_lens
         return self._has_multi_head_kernel(x) and multi_head_is_faster(
             *lens, self.indexer.top_k, sizes, self._communication(x, step)
@@ -425,10 +425,15 @@ class PagedAttention(DSAAttention):
         result = x.shape[1] * x.element_size()
         return Communication(self.ranks.size, latents + picks + result, 3 if picks else 2)
 
+    @property
+    def _rope_channels(self) -> int:
+        """The rope channels of a head in the multi-head form."""
+        return self.rope_dim if self.has_rope else 0
+
     def _has_multi_head_kernel(self, x: torch.Tensor) -> bool:
         """Return whether the kernel of `dsa.mha_varlen_fwd` supports the multi-head form of this layer. Without it,
         dense prefills compute this form in PyTorch, and sparse prefills use the absorbed form."""
-        channels = max(self.nope_dim + self.rope_dim, self.v_dim)
+        channels = max(self.nope_dim + self._rope_channels, self.v_dim)
         taken = x.dtype in (torch.bfloat16, torch.float16) and channels <= MOST_CHANNELS
         return taken and backends.runs_kernel("mha_varlen_fwd", x)
 
@@ -446,9 +451,12 @@ class PagedAttention(DSAAttention):
         if bits is None and not self._has_multi_head_kernel(q):
             q = self._rotate(q, step.angles)
             return causal_attention(q, *self._keys_and_values(kv), batch, self.softmax_scale, self.sinks)
-        q_pe = q[..., self.nope_dim :]
-        dsa.apply_rotary(q_pe, *step.angles, interleaved=True, out=q_pe)
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
+        if self.has_rope:
+            q_pe = q[..., self.nope_dim :]
+            dsa.apply_rotary(q_pe, *step.angles, interleaved=True, out=q_pe)
+        else:
+            q, k_pe = q[..., : self.nope_dim], None  # without the rope channels, which are zero
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.n_heads, self.nope_dim + self.v_dim))
         k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
         sequences = batch.cu_query_lens, batch.cu_key_lens, batch.max_key_len

@@ -31,7 +31,7 @@ class PagedSelection(KeySelection):
         step: LayerPass,
         placement: Placement,
     ) -> torch.Tensor:
-        """Return int32 [T, top_k]: the selected keys for the local rows of `placement`, padded with -1.
+        """Return int32 [T, selects]: the selected keys for the local rows of `placement`, padded with -1.
 
         The result has positions in the sequence, or cache slots if `step.in_pages`.
 
@@ -91,7 +91,7 @@ class PagedSelection(KeySelection):
             paging = {"block_table": view.block_table, "page_size": view.page_size}
             if q.shape[1] > 1:
                 paging["row_to_seq"] = view.sequences
-        return dsa.topk_indices(scores, self.top_k, lengths=lengths.flatten(), **paging)
+        return dsa.topk_indices(scores, self.selects, lengths=lengths.flatten(), **paging)
 
 
 class PagedIndexer(PagedSelection, LightningIndexer):

@@ -7,6 +7,7 @@ layers (`ShardingPlan`). After the weights are loaded, `make_parts` makes a copy
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +23,7 @@ from dsa_layers.engine.joint_linear import join_layers
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.kimi_delta_attention import KimiDeltaAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, LanguageModelHead
 from dsa_layers.layers.moe import SwiGLU
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM
@@ -70,6 +72,15 @@ PLANS: dict[type[nn.Module], ShardingPlan] = {
         ("wq_b", "attn_sink", "wo_a"),
         ("wo_b",),
         {"n_heads": "attention heads", "o_groups": "groups of attention heads"},
+    ),
+    KimiDeltaAttention: ShardingPlan(
+        (
+            *("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d"),
+            *("f_b_proj", "g_b_proj", "b_proj", "A_log", "dt_bias"),
+        ),
+        ("o_proj",),
+        {"n_heads": "heads of linear attention"},
+        ("q_conv1d", "k_conv1d", "v_conv1d", "b_proj", "A_log", "dt_bias"),
     ),
     SwiGLU: ShardingPlan(("gate_proj", "up_proj"), ("down_proj",)),
     Experts: ShardingPlan(("",), counts={"count": "experts"}, blocks=False),
@@ -191,8 +202,23 @@ def planned_layers(model: nn.Module, ranks: int) -> Iterator[tuple[str, nn.Modul
     for name, module in model.named_modules():
         plan = plan_of(module)
         if plan is not None:
-            few_heads = hasattr(module, "n_heads") and module.n_heads // ranks < TILE_OF_HEADS
+            attends = isinstance(module, DSAAttention | CompressedAttention)
+            few_heads = attends and module.n_heads // ranks < TILE_OF_HEADS
             yield name, module, replace(plan, replicated=few_heads or name.endswith("shared_experts"))
+
+
+@contextmanager
+def counts_of_rank(model: nn.Module, ranks: int) -> Iterator[None]:
+    """Inside the `with` block, the attributes that `split` divides by the number of ranks have a rank's values."""
+    layers = [(module, plan) for _, module, plan in planned_layers(model, ranks) if ranks > 1 and not plan.replicated]
+    counts = [(module, name, getattr(module, name)) for module, plan in layers for name in plan.counts]
+    for module, name, count in counts:
+        setattr(module, name, count // ranks)
+    try:
+        yield
+    finally:
+        for module, name, count in counts:
+            setattr(module, name, count)
 
 
 def plan_of(module: nn.Module) -> ShardingPlan | None:

@@ -8,7 +8,7 @@ import torch
 from dsa_layers.cache.kv_cache import CacheSizes
 from dsa_layers.config.model_config import ModelConfig
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.split import DoesNotDivide, copied, cuts_of, planned_layers, rank_part
+from dsa_layers.engine.split import DoesNotDivide, copied, counts_of_rank, cuts_of, planned_layers, rank_part
 from dsa_layers.io.loading import unfilled_model
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import CheckpointModel
@@ -86,7 +86,8 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     if gpus > 1:
         whole = [layer for _, layer, plan in planned_layers(model, gpus) if plan.replicated]
         part += sum(x.nbytes for layer in whole for x in copied(rank_part(layer, 0, gpus)))
-    sizes = CacheSizes.of([model] if model.drafter is None else [model, model.drafter], model.page_size)
+    with counts_of_rank(model, gpus):
+        sizes = CacheSizes.of([model] if model.drafter is None else [model, model.drafter], model.page_size)
     return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)
 
 

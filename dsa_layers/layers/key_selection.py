@@ -48,6 +48,11 @@ class KeySelection(nn.Module):
         self.accumulators = accumulators
 
     @property
+    def selects(self) -> int:
+        """The number of keys to select: `top_k`, unless a key stands for several tokens."""
+        return self.top_k
+
+    @property
     def weight_scale(self) -> float:
         return self.n_heads**-0.5 * self.head_dim**-0.5
 
@@ -76,7 +81,7 @@ class KeySelection(nn.Module):
         view: SelectableKeys,
         by_sequence: bool,
     ) -> torch.Tensor:
-        """Return int32 [T, top_k], the selected positions in each token's sequence, in a pass without a cache.
+        """Return int32 [T, selects], the selected positions in each token's sequence, in a pass without a cache.
 
         q, rope      wq_b(qr), and (cos, sin) at the positions of the new tokens
         keys         all keys of the pass, float [N, head_dim]
@@ -108,13 +113,13 @@ class KeySelection(nn.Module):
         key_lens  in a decoding pass, the number of keys of each sequence; float keys are then scored per sequence
         paging    None, or the arguments block_table, page_size and row_to_seq of `dsa.topk_indices`
 
-        Returns int32 [T, top_k]: the selected positions, counted from `starts`, ascending, padded with -1. With
+        Returns int32 [T, selects]: the selected positions, counted from `starts`, ascending, padded with -1. With
         `paging`, cache slots replace the positions.
         """
         starts, lengths, most = ranges
         quantised, paging = isinstance(keys, tuple), paging or {}
         if most == 0 or len(q) == 0:
-            return torch.full((len(q), self.top_k), -1, dtype=torch.int32, device=q.device)
+            return torch.full((len(q), self.selects), -1, dtype=torch.int32, device=q.device)
         if not quantised and key_lens is not None and len(key_lens) > 1:
             return self._select_by_sequence(q, keys, weights, lengths, key_lens, paging)
         if not quantised:
@@ -129,23 +134,23 @@ class KeySelection(nn.Module):
             begins, counts, own_paging = starts[part], lengths[part], _part_of(paging, part)
             inputs = q[part], keys, weights[part], begins, begins + counts
             if fused:
-                found.append(dsa.indexer_select(*inputs, self.top_k, accumulators=self.accumulators, **own_paging))
+                found.append(dsa.indexer_select(*inputs, self.selects, accumulators=self.accumulators, **own_paging))
             elif quantised:
                 options = {"clean_logits": False, "max_seqlen_k": most, "accumulators": self.accumulators}
                 # No variable holds the scores, so their memory is freed before the next chunk's scores are computed.
                 found.append(
-                    dsa.topk_indices(dsa.fp8_mqa_logits(*inputs, **options), self.top_k, lengths=counts, **own_paging)
+                    dsa.topk_indices(dsa.fp8_mqa_logits(*inputs, **options), self.selects, lengths=counts, **own_paging)
                 )
             else:
                 found.append(
-                    dsa.topk_indices(dsa.mqa_logits(*inputs), self.top_k, starts=begins, lengths=counts, **own_paging)
+                    dsa.topk_indices(dsa.mqa_logits(*inputs), self.selects, starts=begins, lengths=counts, **own_paging)
                 )
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _selects_fused(self, tokens: int, most: int) -> bool:
         """Return whether to call `dsa.indexer_select` (see FUSED_KEYS). most: an upper bound of the keys that a token
         sees."""
-        if self.accumulators != torch.float16 or self.top_k > MAX_SELECTED:
+        if self.accumulators != torch.float16 or self.selects > MAX_SELECTED:
             return False
         return most >= FUSED_KEYS and min(tokens, self.workspace // FUSED_BYTES) >= FUSED_TOKENS
 

@@ -21,7 +21,7 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import LanguageModelHead, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import Angles, make_rotary, yarn_mscale
+from dsa_layers.layers.rope import Angles, RotaryEmbedding, make_rotary, yarn_mscale
 from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
@@ -245,7 +245,11 @@ class DeepseekV32Model(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=precision.dtype)
         self.layers = nn.ModuleList(self.make_layer(config, precision, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = make_rotary(config.qk_rope_head_dim, config.rope)
+        self.rotary = self.make_rope(config)
+
+    @staticmethod
+    def make_rope(config: DeepseekV32Config) -> RotaryEmbedding:
+        return make_rotary(config.qk_rope_head_dim, config.rope)
 
     def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
         check_pass(tokens, batch, cache)
@@ -343,8 +347,7 @@ class DeepseekV32ForCausalLM(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the buffers that no checkpoint stores. Call this after construction on the meta device."""
-        rotary = make_rotary(self.config.qk_rope_head_dim, self.config.rope)
-        self.model.rotary.frequency_bits = rotary.frequency_bits.to(device)
+        self.model.rotary.frequency_bits = self.body.make_rope(self.config).frequency_bits.to(device)
 
     def name_of(self, stored: str) -> str:
         """Return the model's name for a tensor of the checkpoint."""

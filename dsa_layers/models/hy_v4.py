@@ -117,11 +117,11 @@ class HYV4DecoderBlock(DecoderBlock):
         cache: LayerCache | None = None,
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y, post = self.attn_hc.collapse(x)
+        y, *weights = self.attn_hc.collapse(x)
         y, selected = self.self_attn(self.input_layernorm(y), cos, sin, batch, cache, selected)
-        x = self.attn_hc.expand(y, x, post)
-        y, post = self.ffn_hc.collapse(x)
-        return self.ffn_hc.expand(self.mlp(self.post_attention_layernorm(y)), x, post), selected
+        x = self.attn_hc.expand(y, x, *weights)
+        y, *weights = self.ffn_hc.collapse(x)
+        return self.ffn_hc.expand(self.mlp(self.post_attention_layernorm(y)), x, *weights), selected
 
 
 def decoder_block(config: HYV4Config, precision: Precision, *, indexed: bool, dense: bool) -> HYV4DecoderBlock:

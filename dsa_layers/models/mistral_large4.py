@@ -125,8 +125,11 @@ class MistralLarge4Model(DeepseekV32Model):
 
     def __init__(self, config: MistralLarge4Config, precision: Precision) -> None:
         super().__init__(config, precision)
-        self.rotary = make_rotary(config.qk_rope_head_dim, config.rope, LearnedRotaryEmbedding)
         self._rope_layers, self._sources = config.rope_layers, config.latent_sources
+
+    @staticmethod
+    def make_rope(config: MistralLarge4Config) -> LearnedRotaryEmbedding:
+        return make_rotary(config.qk_rope_head_dim, config.rope, LearnedRotaryEmbedding)
 
     def make_layer(self, config: MistralLarge4Config, precision: Precision, layer: int) -> DecoderBlock:
         return decoder_block(config, precision, layer)

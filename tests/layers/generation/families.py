@@ -10,7 +10,7 @@ def has_drafter(name):
     return family(name).drafter is not None
 
 
-SLOW = "axk2", "dots3_note", "glm_moe_dsa", "hy_v4_vl", "mistral_large4"
+SLOW = "axk2", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4_vl", "mistral_large4"
 
 
 def parameters(families):

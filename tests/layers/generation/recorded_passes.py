@@ -16,6 +16,8 @@ from dsa.runtime.recorded_calls import REPEATS
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.generation.steps import DecodeStep
 from dsa_layers.io.loading import load_model
+from dsa_layers.models.family import read_config
+from tests.layers.generation.families import has_drafter
 from tests.ops.launched_arguments import Memory
 
 
@@ -31,7 +33,8 @@ def main(checkpoint: str) -> None:
     backends.runs_kernel = lambda *_: True
     backends.arch_of = lambda _: "sm_90"
     backends.on_device = lambda _: contextlib.nullcontext()
-    model = load_model(checkpoint, dtype=torch.bfloat16, progress=False)
+    drafter = has_drafter(read_config(checkpoint).model_type)
+    model = load_model(checkpoint, dtype=torch.bfloat16, drafter=drafter, progress=False)
     for drafts in range(DRAFTS + 1):
         forget_calls()
         cache = model.make_cache(16, model.page_size, "cpu", state_slots=6)

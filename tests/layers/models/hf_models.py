@@ -116,6 +116,23 @@ def dots3_note(directory: Path, **changes):
     return _draw_and_save("Dots3Note", fields | changes, directory, config="Dots3NoteTextConfig")
 
 
+def glm5_next(directory: Path, **changes):
+    """Save a random Glm5NextForConditionalGeneration in fp32 to `directory` and return it. Layers 1 and 3 have an
+    indexer. changes: fields of its text_config."""
+    fields = {name: value for name, value in _NEWER.items() if name != "attn_implementation"} | {
+        "num_hidden_layers": 5, "n_group": 1, "qk_rope_head_dim": 0, "qk_nope_head_dim": 16, "v_head_dim": 24,
+        "layer_types": [
+            "linear_attention", "indexed_attention", "linear_attention", "indexed_attention", "linear_attention",
+        ],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"], "indexer_types": ["full"] * 5,
+        "linear_num_heads": 3, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "index_kpool": 4,
+        "index_head_dim": 64, "index_topk": 16, "swiglu_limit": 0.5, "hc_mult": 4, "pad_token_id": None,
+    }  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    of_model = {"text_config": fields | changes, "vision_config": vision, "attn_implementation": "eager"}
+    return _draw_and_save("Glm5Next", of_model, directory, kind="ForConditionalGeneration")
+
+
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
     """The model has every kind of layer, and the first two layers choose experts by token id (tid2eid).
     original_format: save under the published tensor names."""

@@ -33,6 +33,11 @@ class TestDots3Note(ParityTests):
     indexed: ClassVar = {0, 2, 4}  # the others have a window
 
 
+class TestGlm5Next(ParityTests):
+    build = staticmethod(hf_models.glm5_next)
+    indexed: ClassVar = {1, 3}  # the others have Kimi delta attention
+
+
 class TestHYV4(ParityTests):
     build = staticmethod(hf_models.hy_v4)
     indexed: ClassVar = {0, 1, 5}
@@ -66,6 +71,10 @@ OTHER_OPTIONS = {
     # By default, layers 0, 1, 5, ... have an indexer.
     "dots3-note with default layers": (hf_models.dots3_note, {
         "layer_types": None, "num_hidden_layers": 7, "n_group": 2, "rms_norm_eps": 1e-5, "sliding_window": 5,
+    }),
+    "GLM-5.3-Flash with other pools, streams and decay": (hf_models.glm5_next, {
+        "index_kpool": 8, "linear_conv_kernel_dim": 3, "linear_lower_bound": -2.0, "rms_norm_eps": 1e-5, "n_group": 2,
+        "hc_mult": 2, "hc_sinkhorn_iters": 5,
     }),
     "Hy4 with three streams and experts in all layers": (hf_models.hy_v4, {
         "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "full"], "hc_mult": 3,

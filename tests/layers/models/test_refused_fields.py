@@ -108,8 +108,22 @@ DOTS3_NOTE = [
     ({"moe_shared_expert_intermediate_size": 768}, "'moe_shared_expert_intermediate_size' is 768"),
     ({"swa_num_key_value_heads": 8}, "'swa_num_key_value_heads' is 8; accepted: 64"),
 ]
+GLM5_NEXT = [
+    ({"index_kpool": 16}, "'index_kpool' is 16; accepted: 4, 8"),
+    ({"index_kpool_always_select_tail": False}, "'index_kpool_always_select_tail' is false; accepted: true"),
+    ({"index_topk": 2050}, "'index_topk' is 2050; accepted: a multiple of index_kpool=4"),
+    ({"index_head_dim": 32}, "'index_head_dim' is 32; accepted: at least 64"),
+    ({"indexer_types": ["full"] * 44 + ["shared"]}, "'indexer_types' is"),
+    ({"layer_types": ["sliding_attention"] * 45}, "'layer_types' is"),
+    ({"linear_attn_config.safe_gate": False}, "'linear_attn_config.safe_gate' is false; accepted: true"),
+    ({"linear_attn_config.kda_layers": [0]}, "'linear_attn_config.kda_layers' is [0]"),
+    ({"linear_attn_config.gate_lower_bound": 5.0}, "'linear_attn_config.gate_lower_bound' is 5.0"),
+    ({"linear_head_dim": 64}, "'linear_head_dim' is 64; accepted: 128"),
+    ({"linear_attn_config": None}, "'linear_num_heads' is missing"),
+    ({"qk_rope_head_dim": 64}, "'qk_rope_head_dim' is 64; accepted: 0"),
+]
 REFUSED = {"deepseek_v32": DEEPSEEK_V32, "glm_5_2": GLM_5_2, "deepseek_v4_flash": DEEPSEEK_V4, "axk2_light": AXK2_LIGHT}
-REFUSED |= {"hy_v4": HY_V4, "mistral_large4": MISTRAL_LARGE4, "dots3_note": DOTS3_NOTE}
+REFUSED |= {"hy_v4": HY_V4, "mistral_large4": MISTRAL_LARGE4, "dots3_note": DOTS3_NOTE, "glm5_next": GLM5_NEXT}
 CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases]
 
 

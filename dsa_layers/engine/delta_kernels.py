@@ -1,0 +1,60 @@
+"""Kimi delta attention by flash-linear-attention's Triton kernels (the extra `kda`), where they are installed."""
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from dsa_layers.batch import packing
+
+
+@functools.cache
+def installed() -> bool:
+    """Return whether flash-linear-attention can be imported. If not, issue one warning per process."""
+    try:
+        import fla.ops.kda  # noqa: F401
+    except ImportError as error:
+        warnings.warn(
+            f"Kimi delta attention runs in PyTorch, which is slow on a GPU: {error}. To use kernels, install the "
+            "package fla-core",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
+    """`dsa_layers.layers.kimi_delta_attention.convolve` of a prefill."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    bounds = packing.offsets(lens, x.device).long()
+    # The kernel's states have a row more than the convolution reads.
+    states = torch.nn.functional.pad(before, (0, 0, 1, 0)).transpose(1, 2).contiguous()
+    y, _ = causal_conv1d(x[None], weight.squeeze(1), initial_state=states, activation="silu", cu_seqlens=bounds)
+    return y[0]
+
+
+def delta_rule(
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    lens: Sequence[int],
+    states: torch.Tensor | None,
+    lower_bound: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o [T, heads, dim], states after each sequence), as `KimiDeltaAttention._recur`.
+
+    qkv [T, 3, heads, dim]: q and k before they are normalised, and v. lower_bound: of `decay`.
+    """
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    q, k, v = (x.contiguous() for x in qkv.unbind(1))
+    options = {"initial_state": states, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    if all(n == 1 for n in lens):  # a token is a sequence of its own, so no bounds are needed
+        out, last = fused_recurrent_kda(*(x[:, None] for x in (q, k, v, decay, beta)), **options)
+        return out[:, 0], last
+    bounds = packing.offsets(lens, qkv.device).long()
+    options |= {"cu_seqlens": bounds, "safe_gate": lower_bound >= -5}
+    out, last = chunk_kda(*(x[None] for x in (q, k, v, decay, beta)), **options)
+    return out[0], last
