@@ -1,6 +1,7 @@
 """Selection of the keys with the largest scores, exactly and in bounded memory."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from dsa.kernels.indexer.limits import MAX_SELECTED
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_dtype, integer
 from dsa_layers.batch.selectable_keys import SelectableKeys
-from dsa_layers.layers.linear import linear_fp32
+from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.rope import Angles
 
 FP8_DIM = 128  # the head_dim that `quantize` requires, because `dsa.quantize_indexer_queries` does
@@ -37,9 +38,19 @@ class KeySelection(nn.Module):
     workspace     maximum bytes of a prompt's scores at a time; the scores of a single token may exceed it
     accumulators  accumulator dtype of a prompt's scores of e4m3 queries and keys, as in `dsa.fp8_mqa_logits`
 
-    Subclasses have the projection `weights_proj` and the attributes n_heads, head_dim, quantize and rope of
-    `LightningIndexer`.
+    Every subclass sets these attributes:
+
+    n_heads, head_dim  the heads of an index query, and the channels of a head
+    quantize           whether queries and keys are cast to e4m3
+    rope               the arguments `interleaved` and `dims` of `dsa.apply_rotary`
+    weights_proj       the projection of `head_weights`
     """
+
+    n_heads: int
+    head_dim: int
+    quantize: bool
+    rope: dict[str, Any]
+    weights_proj: Linear
 
     def __init__(self, top_k: int, workspace: int = WORKSPACE, accumulators: torch.dtype = SCORE_ACCUMULATORS) -> None:
         super().__init__()

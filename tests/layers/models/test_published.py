@@ -113,6 +113,13 @@ def test_glm_5_2_has_the_published_totals(tmp_path):
     assert sum(name.endswith("indexer.wk.weight") for name in parts(model)) == 21
 
 
+def test_glm_5_3_flash_has_the_published_numbers_of_tensors(tmp_path):
+    """347 tensors of the published files are of the part for images. Source: vendored/README.md."""
+    names = [*manifest_of(read(tmp_path, "glm5_next"))]
+    assert len(names) == 76_108 - 347
+    assert sum(name.startswith("model.layers.45.") for name in names) == 1_760  # the drafter
+
+
 def test_glm_5_in_fp8_keeps_the_heads_the_gates_and_the_indexers_weights_proj(tmp_path):
     quantization = {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [128, 128]}
     state = parts(unfilled_model(read(tmp_path, "glm_5_2", quantization_config=quantization), None))
