@@ -51,8 +51,8 @@ def predictions(
     cache = model.make_cache(len(pages), page_size, device, state_slots=1)
     for tokens in sequences:
         text = torch.tensor(tokens, device=device)
-        # A part of one token runs as a decoding pass. Parts have nearly equal lengths, so there is such a part only if
-        # `chunk` is 1 or 2, or if the sequence has two tokens.
+        # Avoid parts of one token, because they run as decoding passes. Parts have nearly equal lengths, so there is a
+        # part of one token only if `chunk` is 1 or 2, or if the sequence has two tokens.
         parts = -(-(len(tokens) - 1) // chunk)
         done = 0
         for inputs, targets in zip(text[:-1].tensor_split(parts), text[1:].tensor_split(parts)):

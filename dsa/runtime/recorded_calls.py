@@ -36,7 +36,7 @@ from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS, empty_cpu, empty_cuda, re
 _MOST = 4096  # signatures per op
 _MOST_STEPS = 256  # recorded calls per op
 _MOST_GUARDS = 8  # guards per shape of the first argument
-_MOST_ADDED = 4  # guards per signature
+_MOST_ADDED = 4  # attempts per signature to add a guard
 # Recording takes half a millisecond, so only calls that come this often are recorded.
 REPEATS = 8
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
@@ -103,7 +103,7 @@ class KnownCalls:
         arguments: tuple[Any, ...],
         in_place: Sequence[tuple[int, int]],
     ) -> None:
-        """Add a guard that recognises this call, if its signature has few guards."""
+        """Add a guard that recognises this call, unless this was tried _MOST_ADDED times for its signature."""
         if self._added.get(call, 0) >= _MOST_ADDED:
             return
         self._added[call] = self._added.get(call, 0) + 1

@@ -18,7 +18,8 @@ import torch
 
 
 def works(guards: ModuleType) -> bool:
-    """Whether torch's private module has these functions, and those for the host give the expected results."""
+    """Whether torch has the functions of the module docstring, and those that run on the host give the expected
+    results."""
     x = torch.arange(6.0, device="cpu").view(2, 3)
     try:
         check = guards.TensorGuards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check

@@ -89,7 +89,7 @@ class TokenBatch(SelectableKeys):
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
     def states(self, kept: int) -> StateView:
-        """Return the view of states of which `kept` are kept per sequence. The layers of the pass share it. Raise
+        """Return the view of a cache with `kept` states per sequence. The layers of the pass share it. Raise
         ValueError if next_n is above kept - 1."""
         if self.next_n >= kept:
             raise ValueError(f"batch: next_n must be at most {kept - 1} with this cache, got {self.next_n}")

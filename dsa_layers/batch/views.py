@@ -1,4 +1,5 @@
-"""Views of a batch: the compressed entries of its sequences, one per `ratio` tokens, and the windows of its tokens."""
+"""Views of a batch: the compressed entries of its sequences, one per `ratio` tokens; the windows of its tokens; and the
+rows of states of its sequences."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -239,8 +240,8 @@ class WindowView:
 @dataclass(frozen=True)
 class StateView:
     """The rows of a tensor with states per sequence, which has `kept` rows per state slot. After n tokens of a
-    sequence, its state is in row state_slot * kept + n mod kept. So a sequence can continue after any of its last
-    `kept` - 1 tokens, and a pass over as many tokens does not overwrite the state that it begins with.
+    sequence, its state is in row state_slot * kept + n mod kept. So a sequence can continue after any of the last
+    `kept` - 1 tokens of a decoding pass, and this pass does not overwrite the state that it begins with.
 
     batch: the `TokenBatch` of the tokens
     """
@@ -254,14 +255,14 @@ class StateView:
         return self._rows(self.batch.earlier_lens_tensor)
 
     @cached_property
-    def begins(self) -> torch.Tensor:
+    def is_new(self) -> torch.Tensor:
         """bool [B]: whether a sequence has no earlier tokens, so that its state is zero."""
         return self.batch.earlier_lens_tensor == 0
 
     @cached_property
     def after(self) -> tuple[torch.Tensor, ...]:
-        """int64 [B] each: the rows of the states after each new token in a decoding pass; otherwise only those after
-        the last new tokens."""
+        """In a decoding pass, a tensor int64 [B] per new token of a sequence: the rows of the states after this token.
+        Otherwise one tensor, for each sequence's last new token."""
         batch = self.batch
         if not batch.is_decode:
             return (self._rows(batch.key_lens_tensor),)

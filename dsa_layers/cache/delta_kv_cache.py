@@ -15,10 +15,9 @@ from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache, check_storage
 class DeltaCache:
     """The cache of a layer with Kimi delta attention.
 
-    inputs  [state slots, conv_width + DRAFTS, 1, channels] in a float dtype: for each sequence a ring of the latest
-            tokens' inputs of the convolution (`WindowView`)
-    states  fp32 [state slots, kept, heads, dim, dim]: for each sequence the states S after its latest tokens
-            (`StateView`)
+    inputs  [state slots, conv_width + DRAFTS, 1, channels] in a float dtype: for each sequence a ring of the
+            convolution's inputs for its latest tokens (`WindowView`)
+    states  fp32 [state slots, drafts + 2, heads, dim, dim]: for each sequence, states S (`StateView`)
     """
 
     inputs: torch.Tensor
@@ -29,11 +28,11 @@ class DeltaCache:
 class PooledLayerCache(LayerCache):
     """The cache of a layer with a `PooledIndexer`. `index` has one key per pool of tokens.
 
-    open_pool  [state slots, pool + DRAFTS, 1, 2 * index_dim] in a float dtype: for each sequence a ring of the latest
-               tokens' k and z
+    pool_inputs  [state slots, pool + DRAFTS, 1, 2 * index_dim] in a float dtype: for each sequence a ring of k and z of
+                 its latest tokens
     """
 
-    open_pool: torch.Tensor
+    pool_inputs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class DeltaKVCache(PagedKVCache):
     deltas       for each layer, the sizes of its `DeltaCache`; None for a layer with an indexer
     pool         tokens per index key
     drafts       the largest number of draft tokens in a decoding pass, up to DRAFTS. The cache keeps the states after
-                 the latest drafts + 2 tokens: drafts can be rejected, and a pass must not overwrite the state that it
-                 begins with, so that it can be repeated
+                 the latest drafts + 2 tokens of decoding passes, because drafts can be rejected, and because a decoding
+                 pass must not overwrite the state that it begins with: before a CUDA graph is captured, its pass runs
     dtype        a float dtype, the storage of the rings
     state_slots  number of state slots; a sequence needs one
     options      further arguments of `PagedKVCache`, for the layers with an indexer
@@ -91,7 +90,7 @@ class DeltaKVCache(PagedKVCache):
         )
         self._indexed = {layer: row for row, layer in enumerate(indexed)}
         ring = state_slots, pool + DRAFTS, 1, 2 * index_dim
-        self._open_pools = [torch.empty(ring, dtype=dtype, device=device) for _ in indexed]
+        self._pool_inputs = [torch.empty(ring, dtype=dtype, device=device) for _ in indexed]
         self._deltas = {
             layer: DeltaCache(
                 torch.empty(state_slots, shape.conv_width + DRAFTS, 1, shape.channels, dtype=dtype, device=device),
@@ -106,11 +105,11 @@ class DeltaKVCache(PagedKVCache):
             return self._deltas[i]
         row = self._indexed[i]
         pages = super().layer(row)
-        return PooledLayerCache(pages.latent, pages.index, self._open_pools[row])
+        return PooledLayerCache(pages.latent, pages.index, self._pool_inputs[row])
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), *self.state_tensors()]
 
     def state_tensors(self) -> list[torch.Tensor]:
         of_deltas = [tensor for delta in self._deltas.values() for tensor in (delta.inputs, delta.states)]
-        return [*self._open_pools, *of_deltas]
+        return [*self._pool_inputs, *of_deltas]

@@ -1,4 +1,4 @@
-"""Kimi delta attention by flash-linear-attention's Triton kernels (the extra `kda`), where they are installed."""
+"""Kimi delta attention by flash-linear-attention's Triton kernels, where they are installed (the extra `kda`)."""
 
 import functools
 import warnings
@@ -13,6 +13,7 @@ from dsa_layers.batch import packing
 def installed() -> bool:
     """Return whether flash-linear-attention can be imported. If not, issue one warning per process."""
     try:
+        import fla.modules.causal_conv1d
         import fla.ops.kda  # noqa: F401
     except ImportError as error:
         warnings.warn(
@@ -25,7 +26,7 @@ def installed() -> bool:
 
 
 def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-    """`dsa_layers.layers.kimi_delta_attention.convolve` of a prefill."""
+    """Compute `dsa_layers.layers.kimi_delta_attention.convolve` with a kernel. The host waits for the GPU."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     bounds = packing.offsets(lens, x.device).long()
@@ -43,7 +44,7 @@ def delta_rule(
     states: torch.Tensor | None,
     lower_bound: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o [T, heads, dim], states after each sequence), as `KimiDeltaAttention._recur`.
+    """Return (o [T, heads, dim] in qkv's dtype, states after each sequence in fp32), as `KimiDeltaAttention._recur`.
 
     qkv [T, 3, heads, dim]: q and k before they are normalised, and v. lower_bound: of `decay`.
     """

@@ -59,21 +59,22 @@ class PagedDeltaAttention(KimiDeltaAttention):
         return self._gates(x, torch.cat((q, k, v), -1), f, g)
 
     def _with_states(self, inputs: DeltaInputs, batch: TokenBatch, cache: DeltaCache) -> torch.Tensor:
-        """Return o, and write the states after the new tokens, and the inputs of the convolution, to the cache."""
+        """Return o. Write the convolution's inputs and the new states to the cache."""
         view = batch.states(cache.states.shape[1])
         windows = batch.windows(self.conv_width, cache.inputs.shape[1])
         before = dsa.read_kv_cache(cache.inputs, windows.before_slots, dtype=inputs.mixed.dtype)
         dsa.write_kv_cache(inputs.mixed, cache.inputs, windows.slots)
         qkv = self._convolve(inputs, before, batch.query_lens)
         states = cache.states.flatten(0, 1)
-        state = states[view.before].masked_fill_(view.begins[:, None, None, None], 0)
+        state = states[view.before].masked_fill_(view.is_new[:, None, None, None], 0)
         if batch.is_decode and batch.next_n > 1:
             return self._token_by_token(qkv, inputs, state, states, view)
         out, states[view.after[0]] = self._recur(qkv, inputs, batch.query_lens, state)
         return out
 
     def _convolve(self, inputs: DeltaInputs, before: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-        # The kernel's bounds are read on the host, so it cannot be captured in the CUDA graph of a decoding pass.
+        # The kernel's cu_seqlens are read on the host, so a CUDA graph cannot capture the kernel. Decoding passes, which
+        # may be captured, have at most DRAFTS + 1 tokens per sequence.
         prefills = max(lens, default=0) > DRAFTS + 1
         if prefills and self._has_kernels(inputs.mixed):
             made = delta_kernels.convolve(inputs.mixed, before, self.conv_weight(), lens)

@@ -15,7 +15,7 @@ from dsa_layers.layers.rope import Angles
 class PagedPooledIndexer(PagedSelection, PooledIndexer):
     """`PooledIndexer` for inference, with or without a cache. The rows of all arguments are those of all ranks."""
 
-    selectable = PooledIndexer.selectable
+    selectable = PooledIndexer.selectable  # not that of `PagedSelection`, which a subclass must define
 
     @torch.no_grad()
     def select(
@@ -33,7 +33,8 @@ class PagedPooledIndexer(PagedSelection, PooledIndexer):
 
     @torch.no_grad()
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: PooledLayerCache) -> None:
-        """Write the keys of the pools that the new tokens complete to the pages, and `pooled_inputs` to the ring."""
+        """Write `pooled_inputs` of the new tokens to the ring. The new tokens complete some pools: write the keys of
+        these pools to the pages."""
         check_pages(batch, cache.page_size)
         if self.quantize != cache.index_is_fp8:
             raise ValueError(
@@ -41,7 +42,7 @@ class PagedPooledIndexer(PagedSelection, PooledIndexer):
                 f"{'FP8' if self.quantize else 'float'} index pages, got {cache.index.dtype}"
             )
         inputs = self.pooled_inputs(x)
-        keys = self.pool_keys(self._last_inputs(inputs, batch, cache.open_pool)).to(x.dtype)
+        keys = self.pool_keys(self._last_inputs(inputs, batch, cache.pool_inputs)).to(x.dtype)
         slots = batch.entries(self.pool).slots  # -1 for tokens that complete no pool
         if self.quantize:
             dsa.write_indexer_cache(*quantized_keys(keys), cache.index, slots)

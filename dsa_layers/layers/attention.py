@@ -41,9 +41,10 @@ class DSAAttention(nn.Module):
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
-    batch: complete packed sequences. selected: int32 [T, top_k], the keys that the layer attended to, as rows of x,
-    padded with -1; None if the layer attended to all keys, or if a `dsa_layers.IndexerStage` trains its indexer. A
-    layer without an indexer takes the `selected` that the previous layer returned.
+    batch: complete packed sequences. selected: int32 [T, top_k], or more columns with a `PooledIndexer`: the keys that
+    the layer attended to, as rows of x, padded with -1; None if the layer attended to all keys, or if a
+    `dsa_layers.IndexerStage` trains its indexer. A layer without an indexer takes the `selected` that the previous
+    layer returned.
     cache: None, or a `LatentStore` that the pass shares between the layers with the same latents.
     This class supports gradients but no paged cache; `dsa_layers.fuse` converts it to `PagedAttention`, which supports
     a cache but no gradients.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-CHUNK = 32  # tokens that are computed together; the work per token grows with it, and the number of steps falls
+CHUNK = 32  # tokens that are computed together; a larger chunk costs more work per token but needs fewer steps
 
 
 def delta_rule(
@@ -31,14 +31,15 @@ def delta_rule(
     """
     heads, dim = k.shape[1:]
     if states is None:
-        states = k.new_zeros(len(lens), heads, dim, v.shape[-1], dtype=torch.float32)
+        states = k.new_zeros(len(lens), heads, dim, v.shape[-1])
+    states = states.float()
     inputs = [x.float().transpose(0, 1) for x in (q, k, v, decay)]
     if len(set(lens)) == 1:  # one step for all sequences
         by_sequence = [x.unflatten(1, (len(lens), -1)).transpose(0, 1) for x in inputs]
         out, last = _in_chunks(*by_sequence, beta.float().T.unflatten(1, (len(lens), -1)).transpose(0, 1), states)
         return out.transpose(1, 2).flatten(0, 1), last
     parts = [x.split([*lens], 1) for x in (*inputs, beta.float().T)]
-    found = [_in_chunks(*own, state.float()) for *own, state in zip(*parts, states)]
+    found = [_in_chunks(*own, state) for *own, state in zip(*parts, states)]
     outs = [out.transpose(0, 1) for out, _ in found]
     return (torch.cat(outs) if outs else v.float()), torch.stack([last for _, last in found]) if found else states
 
@@ -51,18 +52,20 @@ def _in_chunks(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`delta_rule` for tensors [..., heads, tokens, ...] of sequences of equal lengths."""
+    """`delta_rule` for sequences of equal lengths: q, k, decay [..., heads, tokens, d], v [..., heads, tokens, dv], beta
+    [..., heads, tokens], state [..., heads, d, dv]."""
     out = []
     for q_c, k_c, v_c, decay_c, beta_c in zip(*(x.split(CHUNK, -2) for x in (q, k, v, decay)), beta.split(CHUNK, -1)):
         tokens = k_c.shape[-2]
-        # What token j adds to S has decayed by `between`[i, j] when token i reads it, and S itself by `since`[i].
+        # When token i reads S, what token j has added to S has been multiplied by between[i, j], and the S from before
+        # the chunk by since[i].
         total = decay_c.cumsum(-2)
         since = total.exp()
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         between = total[..., :, None, :] - total[..., None, :, :]
         between = between.masked_fill(later[..., None], -torch.inf).exp()
         overlap = beta_c[..., None] * torch.einsum("...id,...jd,...ijd->...ij", k_c, k_c, between)
-        # Token i adds k_i u_i^T to S, and u solves (1 + tril(overlap, -1)) u = beta (v - (k * since) S).
+        # Token i adds k_i u_i^T to S, where u (`added`) solves (1 + tril(overlap, -1)) u = beta (v - (k * since) S).
         right = beta_c[..., None] * (v_c - (k_c * since) @ state)
         added = torch.linalg.solve_triangular(overlap, right, upper=False, unitriangular=True)
         read = torch.einsum("...id,...jd,...ijd->...ij", q_c, k_c, between)

@@ -14,7 +14,8 @@ from dsa_layers.layers.norm import RMSNorm
 
 
 class ShortConvolution(nn.Module):
-    """y_t = silu(sum_j weight[:, 0, j] x_{t - width + 1 + j}), per channel; x is 0 before the sequence.
+    """The weight of a causal convolution, y_t = silu(sum_j weight[:, 0, j] x_{t - width + 1 + j}) per channel, where x is
+    0 before the sequence. `convolve` computes it.
 
     Parameter: weight fp32 [channels, 1, width], as in `nn.Conv1d`.
     """
@@ -44,15 +45,15 @@ class DeltaInputs(NamedTuple):
 class KimiDeltaAttention(nn.Module):
     """Attention of one matrix S per head: S_t = D_t S_{t-1} + beta_t k_t (v_t - k_t^T D_t S_{t-1})^T, o_t = S_t^T q_t.
 
-    q, k, v = conv(W x) each (`ShortConvolution`). q and k are divided by sqrt(sum of squares + 1e-6), and q by
-    sqrt(dim). beta = sigmoid(b_proj x), per head.
+    q, k, v = conv(W x) each (`ShortConvolution`). q and k are divided by sqrt(sum of squares + 1e-6), and q also
+    by sqrt(dim). beta = sigmoid(b_proj x), per head.
     D_t = diag(e^{decay_t}), decay = lower_bound * sigmoid(e^{A_log} (f_b_proj f_a_proj x + dt_bias)).
     y = o_proj(RMSNorm(o) * sigmoid(g_b_proj g_a_proj x)), with the norm per head.
 
     forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (y [T, hidden], selected)
     The layer has no rope and ignores cos and sin. batch: complete packed sequences. selected: passed on unchanged.
     This class supports gradients but no cache; `dsa_layers.fuse` converts it to `PagedDeltaAttention`.
-    conv_width: tokens of the convolution. lower_bound: below 0. eps: of the norm. fp8, dtype, use_ue8m0: of the
+    conv_width: tokens that the convolution reads. lower_bound: below 0. eps: of the norm. fp8, dtype, use_ue8m0: of the
     projections except b_proj, see `make_linear`.
     Parameters: q_proj, k_proj, v_proj, f_b_proj, g_b_proj [heads * dim, ...], f_a_proj, g_a_proj [dim, hidden], b_proj
     [heads, hidden], q_conv1d, k_conv1d, v_conv1d, A_log fp32 [heads], dt_bias fp32 [heads * dim], o_norm [dim], o_proj.
@@ -120,11 +121,11 @@ class KimiDeltaAttention(nn.Module):
         return self._gates(x, torch.cat((q, k, v), -1), f, g)
 
     def joint_layers(self) -> tuple[nn.Module, ...]:
-        """Return the layers that multiply x."""
+        """Return the layers that can multiply x in one product (`join`): all projections of x except b_proj."""
         return self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.g_a_proj
 
     def _gates(self, x: torch.Tensor, mixed: torch.Tensor, f: torch.Tensor, g: torch.Tensor) -> DeltaInputs:
-        """Return the `DeltaInputs`. f, g: f_a_proj(x) and g_a_proj(x)."""
+        """Return the `DeltaInputs`. mixed: see there. f, g: f_a_proj(x) and g_a_proj(x)."""
         rate = (self.f_b_proj(f).float() + self.dt_bias.float()).unflatten(-1, (self.n_heads, self.dim))
         decay = self.lower_bound * torch.sigmoid(self.A_log.float().exp()[:, None] * rate)
         beta = self.b_proj(x).float().sigmoid()
@@ -155,8 +156,8 @@ class KimiDeltaAttention(nn.Module):
         return torch.cat([part.weight.float() for part in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
 
     def _output(self, out: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return y from o, fp32 [T, heads, dim]."""
-        return self.o_proj((self.o_norm(out) * gate.float().sigmoid()).to(dtype).flatten(1))
+        """Return y from o [T, heads, dim]. The norm and its product with the gate are fp32."""
+        return self.o_proj((self.o_norm(out.float()) * gate.float().sigmoid()).to(dtype).flatten(1))
 
 
 def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:

@@ -18,18 +18,18 @@ from dsa_layers.layers.rope import Angles
 
 class PooledIndexer(KeySelection):
     """I[t, p] = sum_h w[t, h] relu(q[t, h] . K[p]). Token t attends to the top_k / pool pools p with the largest I
-    among the pools that are complete at t, and to the tokens after the last complete pool up to t.
+    among the pools whose last token is t or earlier, and to the tokens after the last of these pools up to t.
 
     Pool p has the tokens pool * p to pool * p + pool - 1 of a sequence.
     q = wq_b(qr) per head
     K[p] = sum_j softmax_j(z_j + ape_j) k_j per channel, over the tokens j of pool p
     k = LayerNorm(wk(x)), z = gate x; w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
 
-    There is no rope of its own: `select` rotates q by its argument `rope`, but not k, so `rope` must be of angle 0.
+    The indexer has no rope of its own: `select` rotates q by its argument `rope`, but not k, so `rope` must be of angle 0.
     quantize: as in `LightningIndexer`, for q and K. fp8, dtype, use_ue8m0: of wq_b and wk, see `make_linear`. top_k: a
     multiple of pool. workspace, accumulators: see `KeySelection`.
-    `select` implements the protocol `Indexer`, except that the result is int32 [T, top_k + pool - 1]. It has no
-    gradient, and there is no `loss`.
+    `select` implements the protocol `Indexer`, except that the result is int32 [T, top_k + pool - 1]. The result has
+    no gradient, and there is no `loss`.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
     weights_proj [n_heads, hidden], index_kpool_compress_ape (ape) fp32 [pool, head_dim], index_kpool_compress_gate
     (gate) [head_dim, hidden].
@@ -92,7 +92,8 @@ class PooledIndexer(KeySelection):
         return torch.cat((self.k_norm(self.wk(x)), nn.functional.linear(x, self.index_kpool_compress_gate)), -1)
 
     def packed_keys(self, inputs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Return the K of all pools of complete sequences, fp32 [N, head_dim]. inputs: `pooled_inputs`."""
+        """Return K of every complete pool, fp32 [N, head_dim]. The batch has no earlier tokens. inputs:
+        `pooled_inputs`."""
         begins = packing.starts(batch.query_lens)
         ends = [begin + n // self.pool * self.pool for begin, n in zip(begins, batch.query_lens)]
         rows = packing.ranges(begins, ends, batch.device)

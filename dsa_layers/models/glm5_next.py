@@ -1,7 +1,7 @@
-"""GLM-5.3-Flash: Kimi delta attention in most layers, and in the others DeepSeek-V3.2's attention without rope and with
-an indexer of pools, over residual streams with DeepSeek-V4's hyper-connections.
+"""GLM-5.3-Flash. Most layers have Kimi delta attention. The others have DeepSeek-V3.2's attention without rope, with an
+indexer of pools. All layers have residual streams with DeepSeek-V4's hyper-connections.
 
-Source: `Glm5NextText` of transformers 5.
+Source: `Glm5NextTextModel` of transformers 5.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ class Glm5NextConfig(DeepseekV32Config):
     delta         the sizes of the layers with Kimi delta attention
     index_kpool   tokens per pool
     swiglu_limit  limit of every SwiGLU
-    hc_mult       number of residual streams; hc_sinkhorn_iters, hc_eps: see `HyperConnection`
+    hc_mult       number of residual streams; hc_sinkhorn_iters, hc_eps: iterations and hc_eps of `dsa.hyper_collapse`
     """
 
     model_type: ClassVar[str] = "glm5_next"
@@ -123,7 +123,7 @@ class Glm5NextConfig(DeepseekV32Config):
 
     first_k_dense_replace: int = computed(read_dense_layers)
     qk_rope_head_dim: int = only(0)
-    rope: RopeConfig = computed(lambda fields, known: RopeConfig(1.0, None))  # of no channels
+    rope: RopeConfig = computed(lambda fields, known: RopeConfig(1.0, None))  # unused: there are no rope channels
     indexer_rope_interleave: bool = only(True)  # without meaning: there is no rope
     index_share_for_mtp_iteration: bool = one_of(True, False, default=False)
     delta_layers: tuple[bool, ...] = computed(_read_layers)
@@ -142,7 +142,8 @@ class Glm5NextConfig(DeepseekV32Config):
 
 
 def _sparse_attention(config: Glm5NextConfig, precision: Precision) -> DSAAttention:
-    """Return the attention of a layer with an indexer. As published, kv_b_proj and the indexer have no FP8 weights."""
+    """Return the attention of a layer with an indexer. As in the published checkpoint, kv_b_proj and the
+    indexer have no FP8 weights."""
     layer = attention(config, precision, indexed=False, rope=False, rope_dim=ZERO_CHANNELS)
     rows = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
     layer.kv_b_proj = Linear(config.kv_lora_rank, rows, dtype=precision.dtype)
@@ -160,7 +161,8 @@ def _sparse_attention(config: Glm5NextConfig, precision: Precision) -> DSAAttent
 
 
 def _delta_attention(config: Glm5NextConfig, precision: Precision) -> KimiDeltaAttention:
-    """Return the attention of a layer without an indexer. As published, it has no FP8 weights."""
+    """Return the attention of a layer without an indexer. As in the published checkpoint, it has no FP8
+    weights."""
     delta = config.delta
     return KimiDeltaAttention(
         config.hidden_size,
@@ -175,8 +177,8 @@ def _delta_attention(config: Glm5NextConfig, precision: Precision) -> KimiDeltaA
 
 def _mlp(config: Glm5NextConfig, precision: Precision, *, dense: bool) -> MoE | SwiGLU:
     layer = mlp(config, precision, dense=dense, limit=config.swiglu_limit)
-    for swiglu in (layer if dense else layer.shared_experts,):
-        swiglu.limit = config.swiglu_limit
+    swiglu = layer if dense else layer.shared_experts  # `mlp` sets the limit of the routed experts only
+    swiglu.limit = config.swiglu_limit
     return layer
 
 
@@ -220,7 +222,7 @@ class _WithStates:
     page_size = 256
 
     def _layers(self) -> tuple["Glm5NextForCausalLM", Sequence[nn.Module]]:
-        """Return (the target model, the blocks whose layers the cache has)."""
+        """Return (the target model, the blocks whose attention layers use the cache)."""
         raise NotImplementedError
 
     def make_cache(

@@ -77,7 +77,7 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     """`DeepseekV32ForCausalLM` with a `GlmMoeDsaConfig`."""
 
 
-# Rows: an index that selects N rows of states. Slots: a function from Rows to int32 [N, top_k], the slots of each row's
+# Rows: an index that selects N rows of states. Slots: a function from Rows to int32 [N, K], the slots of each row's
 # selected keys in the drafter's cache, padded with -1.
 Rows = slice | torch.Tensor
 Slots = Callable[[Rows], torch.Tensor]

@@ -17,7 +17,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.config.fields import Fields, anything, computed, each_of, epsilon, integer, number, one_of, only
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.hyper_connections import HyperHead, IndependentHyperConnection
+from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.models.deepseek_v32 import (
     FP8_BLOCKS,
@@ -100,8 +100,8 @@ class HYV4DecoderBlock(DecoderBlock):
         hidden: int,
         self_attn: DSAAttention,
         mlp: MoE | SwiGLU,
-        attn_hc: IndependentHyperConnection,
-        ffn_hc: IndependentHyperConnection,
+        attn_hc: IndependentHyperConnection | HyperConnection,
+        ffn_hc: IndependentHyperConnection | HyperConnection,
         *,
         eps: float = 1e-6,
     ) -> None:

@@ -94,7 +94,7 @@ class _Losses(nn.Module):
         self._batch: SequenceBatch | None = None  # of the dense stage, whose steps have one shape
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self._stage is None:  # sequences need nothing of one another
+        if self._stage is None:  # sequences are independent, so each rank computes some of them
             own = tokens[self._ranks.rank :: self._ranks.size]
             if self._batch is None:
                 self._batch = SequenceBatch.without_cache([own.shape[1] - 1] * len(own), own.device)

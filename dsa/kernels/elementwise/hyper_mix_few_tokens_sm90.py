@@ -1,5 +1,6 @@
 """The projection of DeepSeek-V4's hyper-connections, for few tokens, and for shapes that hyper_mix_sm90.py does not
 support: mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
+high, middle and low are the matrix's three bf16 parts (hyper_mix_sums.py).
 
 Plan
 - A cluster of 8 CTAs computes 8 outputs of 16 or 32 tokens. A matrix of 24 outputs takes three clusters, so even with
@@ -8,7 +9,7 @@ Plan
 - A warp loads its slice of tokens and matrix directly into registers, 16 bytes per lane. These bytes are the operands
   of two mma instructions without any rearrangement, so they do not go through shared memory. Several blocks of 64
   channels are in flight at once.
-- The slices of a CTA are added through shared memory. The CTA sends their sum, its group, to the CTAs of the cluster
+- A CTA adds its slices through shared memory. The sum is called a group. The CTA sends it to the CTAs of the cluster
   that own the results; each CTA owns 1/8 of the tokens. The owners add the 8 groups and store.
 - Before it waits for the previous kernel, a warp prefetches its slice of the matrix to L2. It does not load the slice,
   because the previous kernel may still be writing the matrix.

@@ -186,8 +186,8 @@ def of_fewest_clocks(
 ) -> Config:
     """Return the configuration with the fewest modelled cycles. tile_clocks(config, rows, blocks) models a work tile.
     With one matrix, SMs compute work tiles in whole rounds, one tile per SM. With several matrices, the work is spread
-    evenly over the SMs. Routing spreads rows at random, so half of the matrices count with mean - sqrt(mean) rows, and
-    half with mean + sqrt(mean)."""
+    evenly over the SMs. Routing spreads rows at random, so the model assumes mean - sqrt(mean) rows for half of the
+    matrices that have rows, and mean + sqrt(mean) rows for the other half."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
     each = rows / used

@@ -451,8 +451,8 @@ class Fp8GemmSm90:
     def four_blocks(
         self, products: cutlass.Constexpr, operands, sums, scales, in_next_block, pipeline: Pipeline, state, slot
     ):
-        """Add SCALES blocks of channels to the sums of the first `products` products. -> (pipeline state, scale slot)
-        after them."""
+        """Compute the first `products` products over SCALES blocks of channels, and add them to `sums`. Return the
+        pipeline state and the scale slot after these blocks."""
         acc, ra, rb = operands
         # `multiply` sets a field of the wgmma object. An object that one branch changed cannot be used in another, so
         # each call makes an object.

@@ -80,7 +80,7 @@ class ScoreMainloop:
         self.consumer_warps, self.threads = 4 * groups, (groups + 1) * WARPGROUP
         self.consumer_registers, self.producer_registers = REGISTERS[groups]
         self.block_q = columns // heads  # queries per block
-        self.lane_q = self.block_q // 4  # queries whose scores a lane stores: every fourth of the block
+        self.lane_q = self.block_q // 4  # number of queries whose scores a lane stores: every fourth query
 
     def mma(self) -> cute.TiledMma:
         """Return the wgmma of keys [64, D] and queries [N, D], both e4m3 in shared memory, with fp32 or fp16

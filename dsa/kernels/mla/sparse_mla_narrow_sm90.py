@@ -63,7 +63,8 @@ class NarrowSparseMlaSm90:
         self.pitch = 2 * dim + PAD  # bytes per row
         self.chunks = 2 * dim // VECTOR
         self.stage_bytes = KEYS * self.pitch
-        # Rows of O in shared memory are 8 floats longer than O, so four rows are in different banks.
+        # A row of O in shared memory has 8 floats of padding. A warp stores 8 floats to each of four consecutive rows
+        # at a time, and with the padding all are in different banks.
         self.sum_pitch = dim_v + 8
         self.ring_bytes = max(STAGES * self.stage_bytes, HEADS * self.sum_pitch * 4)
 

@@ -5,7 +5,8 @@ channels are columns of W_UK or rows of W_UV.
 
 A dequantised weight is e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The order
 of the input channels (K) is free, as long as weights and tokens have the same order. The two kernels that use this
-module keep the order in memory: mla_absorb_queries_sm90.py and mla_values_cast_to_fp8_sm90.py.
+module take the channels in the order in which they are stored: mla_absorb_queries_sm90.py and
+mla_values_cast_to_fp8_sm90.py.
 """
 
 import cutlass

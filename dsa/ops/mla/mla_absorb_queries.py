@@ -29,7 +29,10 @@ KV_B_LIMITS = {"L": (HEAD_DIM_V,), "N": at_most(MAX_UP_PROJECTION_ROWS)}
 
 
 def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
-    """named: the argument that has these heads, for messages"""
+    """Raise ValueError unless `weight` has the same number of rows, at least `least`, for each of the `heads` heads.
+
+    named: the argument that has these heads, for messages
+    """
     rows = len(weight)
     if rows % heads if heads else rows:
         raise ValueError(f"kv_b[0]: rows must be a multiple of the {heads} heads of {named}, got {rows}")

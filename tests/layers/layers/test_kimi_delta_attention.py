@@ -82,6 +82,21 @@ def test_passes_over_a_cache_continue_the_sequences():
     assert done == [90, 90]
 
 
+@torch.no_grad()
+def test_a_sequence_continues_after_any_token_of_a_decoding_pass():
+    """A pass of one token and two drafts is repeated, as before the capture of a CUDA graph. Then the sequence continues
+    after 1, 2 or 3 of its tokens."""
+    module, x = fuse(layer()), torch.randn(20, HIDDEN)
+    expected = run(module, x, SequenceBatch.without_cache([20]))
+    for accepted in (1, 2, 3):
+        cache = cache_of(drafts=2)
+        run(module, x[:9], paged([9], [9], [1]), cache)
+        for total in (12, 12, 9 + accepted + 3):
+            table, lens, slots = (torch.tensor(n, dtype=torch.int32) for n in ([[0]], [total], [1]))
+            got = run(module, x[total - 3 : total], DecodeBatch(table, 128, lens, total, slots, next_n=3), cache)
+            assert torch.allclose(got, expected[total - 3 : total], atol=1e-5)
+
+
 def test_every_parameter_has_a_gradient():
     module = layer()
     run(module, torch.randn(9, HIDDEN), SequenceBatch.without_cache([6, 3])).square().sum().backward()

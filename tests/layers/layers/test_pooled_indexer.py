@@ -34,7 +34,7 @@ def indexer(**options):
 
 @torch.no_grad()
 def selected_by_formula(made, x, qr):
-    """Return the list of selected tokens of each token of one sequence."""
+    """Return, for each token of one sequence, the list of tokens that it selects."""
     k, z = made.k_norm(made.wk(x)), x @ made.index_kpool_compress_gate.T
     count = len(x) // POOL
     weights = (z[: count * POOL].unflatten(0, (count, POOL)) + made.index_kpool_compress_ape).softmax(1)
