@@ -73,8 +73,8 @@ class PagedDeltaAttention(KimiDeltaAttention):
         return out
 
     def _convolve(self, inputs: DeltaInputs, before: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-        # The kernel's cu_seqlens are read on the host, so a CUDA graph cannot capture the kernel. Decoding passes, which
-        # may be captured, have at most DRAFTS + 1 tokens per sequence.
+        # The kernel's cu_seqlens are read on the host, so a CUDA graph cannot capture it. Decoding passes, which may be
+        # captured, have at most DRAFTS + 1 tokens per sequence.
         prefills = max(lens, default=0) > DRAFTS + 1
         if prefills and self._has_kernels(inputs.mixed):
             made = delta_kernels.convolve(inputs.mixed, before, self.conv_weight(), lens)

@@ -52,8 +52,8 @@ def _in_chunks(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`delta_rule` for sequences of equal lengths: q, k, decay [..., heads, tokens, d], v [..., heads, tokens, dv], beta
-    [..., heads, tokens], state [..., heads, d, dv]."""
+    """`delta_rule` for sequences of equal lengths: q, k, decay [..., heads, tokens, d], v [..., heads, tokens, dv],
+    beta [..., heads, tokens], state [..., heads, d, dv]."""
     out = []
     for q_c, k_c, v_c, decay_c, beta_c in zip(*(x.split(CHUNK, -2) for x in (q, k, v, decay)), beta.split(CHUNK, -1)):
         tokens = k_c.shape[-2]

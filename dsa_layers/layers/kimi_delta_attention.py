@@ -14,8 +14,8 @@ from dsa_layers.layers.norm import RMSNorm
 
 
 class ShortConvolution(nn.Module):
-    """The weight of a causal convolution, y_t = silu(sum_j weight[:, 0, j] x_{t - width + 1 + j}) per channel, where x is
-    0 before the sequence. `convolve` computes it.
+    """The weight of a causal convolution, y_t = silu(sum_j weight[:, 0, j] x_{t - width + 1 + j}) per channel, where x
+    is 0 before the sequence. `convolve` computes it.
 
     Parameter: weight fp32 [channels, 1, width], as in `nn.Conv1d`.
     """

@@ -25,7 +25,8 @@ class PooledIndexer(KeySelection):
     K[p] = sum_j softmax_j(z_j + ape_j) k_j per channel, over the tokens j of pool p
     k = LayerNorm(wk(x)), z = gate x; w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
 
-    The indexer has no rope of its own: `select` rotates q by its argument `rope`, but not k, so `rope` must be of angle 0.
+    The indexer has no rope of its own: `select` rotates q by its argument `rope`, but not k, so `rope` must be of
+    angle 0.
     quantize: as in `LightningIndexer`, for q and K. fp8, dtype, use_ue8m0: of wq_b and wk, see `make_linear`. top_k: a
     multiple of pool. workspace, accumulators: see `KeySelection`.
     `select` implements the protocol `Indexer`, except that the result is int32 [T, top_k + pool - 1]. The result has

@@ -84,8 +84,8 @@ def test_passes_over_a_cache_continue_the_sequences():
 
 @torch.no_grad()
 def test_a_sequence_continues_after_any_token_of_a_decoding_pass():
-    """A pass of one token and two drafts is repeated, as before the capture of a CUDA graph. Then the sequence continues
-    after 1, 2 or 3 of its tokens."""
+    """A pass of one token and two drafts is repeated, as before the capture of a CUDA graph. Then the sequence
+    continues after 1, 2 or 3 of its tokens."""
     module, x = fuse(layer()), torch.randn(20, HIDDEN)
     expected = run(module, x, SequenceBatch.without_cache([20]))
     for accepted in (1, 2, 3):
