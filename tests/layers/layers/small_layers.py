@@ -10,11 +10,14 @@ from dsa_layers import DSAAttention, LightningIndexer, RotaryEmbedding, Sequence
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection
+from dsa_layers.layers.kimi_delta_attention import KimiDeltaAttention
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
+from dsa_layers.layers.pooled_indexer import PooledIndexer
 from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
+from dsa_layers.models.glm5_next import Glm5NextDecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 
 HIDDEN, RANK, STREAMS, RATIO = 256, 128, 4, 4
@@ -61,6 +64,24 @@ def hy_block() -> HYV4DecoderBlock:
     layer = attention(indexer(quantize=False), gate="x", sinks=True)
     nn.init.normal_(layer.sinks)
     return HYV4DecoderBlock(HIDDEN, layer, moe(), *connections)
+
+
+def delta_attention() -> KimiDeltaAttention:
+    layer = KimiDeltaAttention(HIDDEN, 2, dim=16)
+    nn.init.normal_(layer.A_log)
+    nn.init.normal_(layer.dt_bias)
+    return layer
+
+
+def delta_block() -> Glm5NextDecoderBlock:
+    return Glm5NextDecoderBlock(HIDDEN, delta_attention(), moe(), hyper(), hyper())
+
+
+def pooled_indexer() -> PooledIndexer:
+    layer = PooledIndexer(HIDDEN, RANK, n_heads=4, top_k=8, quantize=False)
+    nn.init.normal_(layer.index_kpool_compress_ape)
+    nn.init.normal_(layer.index_kpool_compress_gate, std=0.1)
+    return layer
 
 
 def compressor(dim=128, **options) -> Compressor:
@@ -131,14 +152,17 @@ CASES = {
     Compressor: Case(compressor, lambda layer, x: layer.compress(x, *ENTRY_ROPE, BATCH)),
     DSAAttention: Case(lambda: attention(indexer()), lambda layer, x: layer(x, *ROPE, BATCH)[0]),
     DecoderBlock: Case(decoder_block, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
+    Glm5NextDecoderBlock: Case(delta_block, lambda layer, x: layer(x, *ROPE, BATCH)[0], streams),
     HYV4DecoderBlock: Case(hy_block, lambda layer, x: layer(x, *ROPE, BATCH)[0], streams),
     HyperConnection: Case(hyper, expand_collapsed, streams),
     HyperDecoderBlock: Case(hyper_block, run_hyper_block, streams),
     HyperHead: Case(lambda: hyper(HyperHead), inputs=streams),
+    KimiDeltaAttention: Case(delta_attention, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
     LanguageModelHead: Case(lambda: LanguageModelHead(HIDDEN, 50)),
     LightningIndexer: Case(indexer, lambda layer, x: layer.select(x, x[:, :RANK], ROPE, BATCH)),
     MoE: Case(moe),
+    PooledIndexer: Case(pooled_indexer, lambda layer, x: layer.select(x, x[:, :RANK], ROPE, BATCH)),
     SwiGLU: Case(swiglu),
     WindowAttention: Case(window_attention, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
 }
-INDEXERS = (CompressedIndexer, LightningIndexer)  # their results are indices
+INDEXERS = (CompressedIndexer, LightningIndexer, PooledIndexer)  # their results are indices
