@@ -91,10 +91,6 @@ class PagedDeltaAttention(KimiDeltaAttention):
     def _has_kernels(self, x: torch.Tensor) -> bool:
         return x.is_cuda and x.dtype in HALVES and delta_kernels.installed()
 
-    def _without_cache(self, inputs: DeltaInputs, batch: TokenBatch) -> torch.Tensor:
-        before = inputs.mixed.new_zeros(len(batch.query_lens), self.conv_width - 1, inputs.mixed.shape[1])
-        return self._recur(self._convolve(inputs, before, batch.query_lens), inputs, batch.query_lens, None)[0]
-
     def _token_by_token(
         self, qkv: torch.Tensor, inputs: DeltaInputs, state: torch.Tensor, states: torch.Tensor, view: StateView
     ) -> torch.Tensor:

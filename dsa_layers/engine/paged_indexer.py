@@ -58,6 +58,14 @@ class PagedSelection(KeySelection):
     def head_weights(self, x: torch.Tensor) -> torch.Tensor:
         return fp32_product(x, self.weights_proj.weight, self.weight_scale)
 
+    def check_kind(self, cache: LayerCache) -> None:
+        """Raise ValueError unless the index pages store FP8 keys if and only if `quantize` is set."""
+        if self.quantize != cache.index_is_fp8:
+            raise ValueError(
+                f"cache: an indexer with quantize={self.quantize} needs "
+                f"{'FP8' if self.quantize else 'float'} index pages, got {cache.index.dtype}"
+            )
+
     def selectable(self, batch: TokenBatch) -> SelectableKeys:
         """Return the keys among which the indexer selects."""
         raise NotImplementedError
@@ -125,11 +133,7 @@ class PagedIndexer(PagedSelection, LightningIndexer):
         if cache.index is None:
             raise ValueError("cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)")
         check_pages(batch, cache.index.shape[1])
-        if self.quantize != cache.index_is_fp8:
-            raise ValueError(
-                f"cache: an indexer with quantize={self.quantize} needs "
-                f"{'FP8' if self.quantize else 'float'} index pages, got {cache.index.dtype}"
-            )
+        self.check_kind(cache)
         if self.quantize:
             norm = self.k_norm
             affine = norm.weight.float(), norm.bias.float()

@@ -36,11 +36,7 @@ class PagedPooledIndexer(PagedSelection, PooledIndexer):
         """Write `pooled_inputs` of the new tokens to the ring. The new tokens complete some pools: write the keys of
         these pools to the pages."""
         check_pages(batch, cache.page_size)
-        if self.quantize != cache.index_is_fp8:
-            raise ValueError(
-                f"cache: an indexer with quantize={self.quantize} needs "
-                f"{'FP8' if self.quantize else 'float'} index pages, got {cache.index.dtype}"
-            )
+        self.check_kind(cache)
         inputs = self.pooled_inputs(x)
         keys = self.pool_keys(self._last_inputs(inputs, batch, cache.pool_inputs)).to(x.dtype)
         slots = batch.entries(self.pool).slots  # -1 for tokens that complete no pool

@@ -107,9 +107,13 @@ class KimiDeltaAttention(nn.Module):
         check_tokens(x, batch.positions)
         check_no_cache(cache, batch)
         inputs = self._project(x)
-        before = inputs.mixed.new_zeros(len(batch.query_lens), self.conv_width - 1, inputs.mixed.shape[1])
-        out, _ = self._recur(self._convolve(inputs, before, batch.query_lens), inputs, batch.query_lens, None)
+        out = self._without_cache(inputs, batch)
         return self._output(out, inputs.gate, x.dtype), selected
+
+    def _without_cache(self, inputs: DeltaInputs, batch: TokenBatch) -> torch.Tensor:
+        """Return the first result of `_recur` for complete sequences."""
+        before = inputs.mixed.new_zeros(len(batch.query_lens), self.conv_width - 1, inputs.mixed.shape[1])
+        return self._recur(self._convolve(inputs, before, batch.query_lens), inputs, batch.query_lens, None)[0]
 
     def check_pass(self, x: torch.Tensor, batch: TokenBatch) -> None:
         """Raise TypeError or ValueError if x does not fit the weights, or if `check_batch` rejects `batch`."""
@@ -143,7 +147,8 @@ class KimiDeltaAttention(nn.Module):
     def _recur(
         self, qkv: torch.Tensor, inputs: DeltaInputs, lens: Sequence[int], states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (o, states after each sequence's new tokens), both fp32: the result of `delta_rule`.
+        """Return (o, states after each sequence's new tokens): the results of `delta_rule`. Kernels return o in qkv's
+        dtype.
 
         qkv: the result of `_convolve`. lens, states: see `delta_rule`.
         """

@@ -68,7 +68,7 @@ def _read_sources(fields: Fields, known: SimpleNamespace) -> tuple[int, ...]:
         fields.require(
             valid,
             "kv_source_layers",
-            f"for layer {i}, {i} or the last layer before it whose own latents others share, and with rope as it has",
+            f"for layer {i}, {i} or the last layer before it with latents that others share, and with rope as it has",
         )
     return sources
 

@@ -24,7 +24,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
-    """Return a function that replaces `Generator.stream`, and returns the growing list of (prompts, params) of its
+    """Return a function that replaces `Generator.stream`, and returns a growing list: the (prompts, params) of the
     calls. Call i yields the events of runs[i], or raises those that are exceptions. Further calls yield nothing."""
     calls = []
 

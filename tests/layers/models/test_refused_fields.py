@@ -18,7 +18,7 @@ LISTED_SHARED = "'index_topk_freq' makes layer 5 'full'; accepted: 'shared', as 
 TWO_SCHEDULES = {"compress_ratios": [], "layer_types": ["sliding_attention"]}
 WINDOW_HEAD = "'swa_head_dim' is 320; accepted: swa_qk_nope_head_dim and 64 channels with rope"
 YARN = published_config("mistral_large4_config.json")["rope_parameters"]
-SHARED = "the last layer before it whose own latents others share, and with rope as it has"
+SHARED = "the last layer before it with latents that others share, and with rope as it has"
 DEEPSEEK_V32 = [
     ({"sliding_window": 4096}, "'sliding_window' is 4096; accepted: null"),
     ({"quantization": {"group_size": 64, "bits": 4}}, "is {'bits': 4, 'group_size': 64}; accepted: null"),
