@@ -25,7 +25,8 @@ def kinds(model):
 
 
 def with_fp8_indexer(family, directory):
-    """Return (a `Pair`, the model that `load_model` makes from the pair's checkpoint). This model and `ours` compute index scores in FP8."""
+    """Return (a `Pair`, the model that `load_model` makes from the pair's checkpoint). This model and `ours` compute
+    index scores in FP8."""
     models = pair(family, directory, index_head_dim=128)
     own = load_model(directory, dtype=torch.float32, progress=False)
     own.precision = replace(own.precision, fp8_indexer=True)
