@@ -8,8 +8,16 @@ from dsa.ops.cache.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.cache.mla_cache_inputs import write_mla_cache
 from dsa.ops.cache.slot_mapping import slot_mapping
-from dsa.ops.elementwise.hyper_collapse_norm_cast import hyper_collapse_norm_cast_to_fp8
-from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand, hyper_head
+from dsa.ops.elementwise.hyper_collapse_norm_cast import (
+    hyper_collapse_independent_norm_cast_to_fp8,
+    hyper_collapse_norm_cast_to_fp8,
+)
+from dsa.ops.elementwise.hyper_connections import (
+    hyper_collapse,
+    hyper_collapse_independent,
+    hyper_expand,
+    hyper_head,
+)
 from dsa.ops.elementwise.hyper_expand_mix import hyper_expand_mix
 from dsa.ops.elementwise.hyper_mix import hyper_mix
 from dsa.ops.elementwise.rms_norm import rms_norm
@@ -23,7 +31,7 @@ from dsa.ops.gemm.linear_fp32 import linear_fp32
 from dsa.ops.gemm.per_token_cast_to_fp8 import per_token_cast_to_fp8
 from dsa.ops.gemm.rotary_cast_to_fp8 import rotary_cast_to_fp8
 from dsa.ops.gemm.scatter_cast_to_fp8 import scatter_cast_to_fp8
-from dsa.ops.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
+from dsa.ops.gemm.swiglu_cast_to_fp8 import gate_cast_to_fp8, swiglu_cast_to_fp8
 from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from dsa.ops.indexer.indexer_inputs import quantize_indexer_queries, write_indexer_keys
@@ -70,6 +78,7 @@ __all__ = [
     "fp8_gemm_nt",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
+    "gate_cast_to_fp8",
     "get_mla_metadata",
     "get_paged_mqa_logits_metadata",
     "grouped_fp8_fp4_gemm_nt",
@@ -77,6 +86,8 @@ __all__ = [
     "grouped_fp8_gemm_nt",
     "grouped_fp8_gemm_swiglu",
     "hyper_collapse",
+    "hyper_collapse_independent",
+    "hyper_collapse_independent_norm_cast_to_fp8",
     "hyper_collapse_norm_cast_to_fp8",
     "hyper_expand",
     "hyper_expand_mix",

@@ -1,6 +1,7 @@
 """Cases of norms, rotary embedding and hyper connections."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -168,7 +169,7 @@ def check_rotation(a: Given, found: Results) -> float:
     return assert_close("out", found[0], rotated(**given), abs_tol=1e-5, rel_tol=rounding, cos_tol=5e-6)
 
 
-# hyper_collapse, hyper_head, hyper_expand
+# hyper_collapse, hyper_collapse_independent, hyper_head, hyper_expand
 
 
 def collapse(
@@ -183,6 +184,15 @@ def collapse(
     streams, mix = new.f32(tokens, n, channels).to(dtype), size * new.f32(tokens, (2 + n) * n)
     tensors = {"streams": streams, "mix": mix, "base": new.f32((2 + n) * n), "scale": 0.5 + new.f32(3).sigmoid()}
     return {**tensors, "iterations": 3, "eps": 1e-6, "hc_eps": 1e-6, **options}
+
+
+def collapse_independent(
+    new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, magnitude: float = 2.0, **options: object
+) -> Given:
+    a = collapse(new, tokens, n, channels, **options)
+    own = {"mix": a["mix"][:, : 2 * n].contiguous(), "base": a["base"][: 2 * n], "scale": a["scale"][:2]}
+    del a["iterations"]
+    return {**a, **own, "magnitude": magnitude}
 
 
 def head(new: Maker, **sizes: object) -> Given:
@@ -225,21 +235,33 @@ def check_collapse(a: Given, found: Results) -> float:
     return near("x", found[0], x)
 
 
+def check_independent(a: Given, found: Results) -> float:
+    n = a["streams"].shape[1]
+    pre, post = logits(a, [n, n])
+    expected = a["magnitude"] * post.sigmoid() + a["hc_eps"]
+    assert_close("post", found[1], expected, abs_tol=2e-6, rel_tol=3e-5)
+    return near("x", found[0], weighted_sum(a, pre))
+
+
 def check_head(a: Given, found: Results) -> float:
     return near("x", found[0], weighted_sum(a, *logits(a, [a["streams"].shape[1]])))
 
 
-def expand(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, dtype: torch.dtype = BF16) -> Given:
+def expand(
+    new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, dtype: torch.dtype = BF16, mixed: bool = True
+) -> Given:
     y, streams = new.f32(tokens, channels).to(dtype), new.f32(tokens, n, channels).to(dtype)
-    return {"y": y, "streams": streams, "post": new.positive(tokens, n), "comb": new.positive(tokens, n, n)}
+    comb = new.positive(tokens, n, n) if mixed else None
+    return {"y": y, "streams": streams, "post": new.positive(tokens, n), "comb": comb}
 
 
 def check_expand(a: Given, found: Results) -> float:
-    y, streams, post, comb = (a[name].double() for name in ("y", "streams", "post", "comb"))
-    return near("streams", found[0], post[..., None] * y[:, None] + comb.mT @ streams)
+    y, streams, post = (a[name].double() for name in ("y", "streams", "post"))
+    mixed = streams if a["comb"] is None else a["comb"].double().mT @ streams
+    return near("streams", found[0], post[..., None] * y[:, None] + mixed)
 
 
-# hyper_mix, hyper_expand_mix, hyper_collapse_norm_cast_to_fp8
+# hyper_mix, hyper_expand_mix, hyper_collapse_norm_cast_to_fp8, hyper_collapse_independent_norm_cast_to_fp8
 
 
 def parts_of(weight: torch.Tensor) -> torch.Tensor:
@@ -262,8 +284,10 @@ def check_mix(a: Given, found: Results) -> float:
     return within("mix", found[0], v @ weight.T, 4e-6 * (v.abs() @ weight.abs().T))
 
 
-def expand_and_mix(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, outputs: int = 24) -> Given:
-    return expand(new, tokens, n, channels) | {"parts": mix(new, 1, n, channels, outputs)["parts"]}
+def expand_and_mix(
+    new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, outputs: int = 24, mixed: bool = True
+) -> Given:
+    return expand(new, tokens, n, channels, mixed=mixed) | {"parts": mix(new, 1, n, channels, outputs)["parts"]}
 
 
 def check_expand_and_mix(a: Given, found: Results) -> float:
@@ -282,22 +306,22 @@ def sublayer(
     channels: int = 256,
     norm_eps: float = 1e-6,
     use_ue8m0: bool = True,
+    made: Callable[..., Given] = collapse,
     **options: float,
 ) -> Given:
     """Make arguments of `hyper_collapse_norm_cast_to_fp8` whose tokens have magnitudes from 1e-3 to 1e3. A token's mix
     has the magnitude of the token's streams, because mix is a projection of them."""
-    a, size = collapse(new, tokens, n, channels, **options), every_size(new, tokens)[:, None]
+    a, size = made(new, tokens, n, channels, **options), every_size(new, tokens)[:, None]
     sized = {"streams": (a["streams"] * size[..., None]).to(BF16), "mix": a["mix"] * size}
     return {**a, **sized, "weight": new.f32(channels), "norm_eps": norm_eps, "use_ue8m0": use_ue8m0}
 
 
 def check_sublayer(a: Given, found: Results) -> float:
-    """Require the same bits as `hyper_collapse` followed by `rms_norm_cast_to_fp8`, and compare the norm with
-    float64."""
+    """Require the same bits as the collapse followed by `rms_norm_cast_to_fp8`, and compare the norm with float64."""
     own = {name: a[name] for name in a if name not in ("weight", "norm_eps", "use_ue8m0")}
-    x, post, comb = dsa.hyper_collapse(**own)
+    x, *weights = (dsa.hyper_collapse_independent if "magnitude" in a else dsa.hyper_collapse)(**own)
     cast = dsa.rms_norm_cast_to_fp8(x, a["weight"], a["norm_eps"], a["use_ue8m0"])
-    equal("y q q_scale post comb", found, (*cast, post, comb))
+    equal("y q q_scale post comb" if len(weights) == 2 else "y q q_scale post", found, (*cast, *weights))
     return check_norm({"x": x, "weight": a["weight"], "eps": a["norm_eps"]}, found[:1])
 
 
@@ -327,7 +351,8 @@ CASES = [
         written=("out",),
     ),
     Case("hyper_collapse", collapse, check_collapse, {"tokens": 37, "channels": 264, "iterations": 20}),
-    Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}),
+    Case("hyper_collapse_independent", collapse_independent, check_independent, {"tokens": 37, "channels": 264}),
+    Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}, more=({"mixed": False},)),
     Case("hyper_head", head, check_head, {"tokens": 37, "channels": 264}),
     # 1793 tokens select the persistent variant of hyper_mix_sm90.py, whose partial sums a second kernel adds. 300
     # tokens select the variant with clusters in the same file. 37 tokens select the kernel for few tokens.
@@ -344,12 +369,18 @@ CASES = [
         check_sublayer,
         {"tokens": 37, "channels": 640, "iterations": 20},
     ),
+    Case(
+        "hyper_collapse_independent_norm_cast_to_fp8",
+        partial(sublayer, made=collapse_independent),
+        check_sublayer,
+        {"tokens": 37, "channels": 640},
+    ),
     # Four tokens select the fused kernel. 40 tokens select the separate kernels of `hyper_expand` and `hyper_mix`.
     Case(
         "hyper_expand_mix",
         expand_and_mix,
         check_expand_and_mix,
         {"tokens": 4, "channels": 264},
-        more=({"tokens": 40, "channels": 128},),
+        more=({"mixed": False}, {"tokens": 40, "channels": 128}),
     ),
 ]

@@ -220,6 +220,18 @@ def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> 
     return [(h + s).float().to(gate.dtype).float() for s in (-slack, 0.0, slack)]
 
 
+def gate(new: Maker, shape: Sequence[int] = (3, 200), halves: bool = False, **options: object) -> Given:
+    a = swiglu(new, shape, limit=None, halves=halves, **options)
+    return {"gate": a["gate"], "x": a["up"], "use_ue8m0": a["use_ue8m0"]}
+
+
+def gate_bounds(gate: torch.Tensor, x: torch.Tensor) -> Results:
+    """Return `swiglu_bounds` of h = sigmoid(gate) * x."""
+    h = torch.sigmoid(gate.double()) * x.double()
+    slack = (h.abs() * 2**-20 + 1e-36 * x.double().abs()).where(h.isfinite(), 0.0)
+    return [(h + s).float().to(gate.dtype).float() for s in (-slack, 0.0, slack)]
+
+
 def within(name: str, found: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
     """Require found numbers between low and high, and NaN where both bounds are NaN."""
     inside = ((found >= low) & (found <= high)) | (found.isnan() & low.isnan() & high.isnan())
@@ -228,14 +240,22 @@ def within(name: str, found: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 
 
 def check_swiglu(a: Given, found: Results) -> float:
-    """Require scales and values between those of the smallest and the largest h that `swiglu_bounds` allows."""
+    return check_bounds(a, found, swiglu_bounds(a["gate"], a["up"], a["limit"]))
+
+
+def check_gate(a: Given, found: Results) -> float:
+    return check_bounds(a, found, gate_bounds(a["gate"], a["x"]))
+
+
+def check_bounds(a: Given, found: Results, bounds: Results) -> float:
+    """Require scales and values between those of the smallest and the largest h. bounds: as from `swiglu_bounds`."""
     (q, scale), channels = found, a["gate"].shape[-1]
 
     def scale_of(h: torch.Tensor) -> torch.Tensor:
         padded = torch.nn.functional.pad(h, (0, -channels % BLOCK))
         return dsa.reference.per_token_cast_to_fp8(padded, a["use_ue8m0"])[1]
 
-    low, exact, high = swiglu_bounds(a["gate"], a["up"], a["limit"])
+    low, exact, high = bounds
     smallest = torch.minimum(low.abs(), high.abs()).where(low.signbit() == high.signbit(), 0.0)
     within("scale", scale, scale_of(smallest), scale_of(torch.maximum(low.abs(), high.abs())))
     each = 1 / scale.repeat_interleave(BLOCK, -1)[..., :channels]
@@ -560,6 +580,7 @@ CASES = [
         {"shape": (33, 200), "halves": True},
         more=({"limit": None, "use_ue8m0": False},),
     ),
+    Case("gate_cast_to_fp8", gate, check_gate, {"shape": (33, 200), "halves": True}, more=({"use_ue8m0": False},)),
     Case("per_block_cast_to_fp8", weight_cast, check_weight_cast, {"rows": 300, "columns": 200}),
     Case("dequantize_per_block", weight, check_weight, {"rows": 300, "columns": 200}),
     Case("fp8_gemm_nt", product, check_product, {"rows": 70, "columns": 392, "channels": 400}),

@@ -13,12 +13,15 @@ from dsa_bench.peers import hyper_connections as peers
 
 # op, tokens, channels of a stream
 SHAPES = [(op, tokens, d) for d in (4096, 7168) for tokens in (16384, 4096, 128, 1) for op in ("collapse", "expand")]
+SHAPES += [(f"independent {op}", tokens, 2816) for tokens in (4096, 128, 1) for op in ("collapse", "expand")]
 SHAPES += [("head", tokens, 4096) for tokens in (128, 1)]
 SHAPES += [("mix and collapse", tokens, d) for d in (4096, 7168) for tokens in (16384, 4096, 128, 1)]
 PROBED = [(op, 128, 4096) for op in ("collapse", "expand", "mix and collapse")]
 _SIZES = {  # per token: number of rows of D bf16 channels, and of fp32 numbers, that are read and written
     "collapse": (5, OUTPUTS + 20),
     "expand": (9, 20),
+    "independent collapse": (5, 12),
+    "independent expand": (9, 4),
     "head": (5, 4),
     "mix and collapse": (9, 2 * OUTPUTS + 20),
 }
@@ -29,16 +32,21 @@ def _inputs(op: str, tokens: int, d: int) -> Inputs:
     streams = bf16(tokens, 4, d)
     if op == "collapse":
         return streams, f32(tokens, OUTPUTS), f32(OUTPUTS), f32(3)
+    if op == "independent collapse":
+        return streams, f32(tokens, 8), f32(8), f32(2)
     if op == "head":
         return streams, f32(tokens, 4), f32(4), f32(1)
     if op == "mix and collapse":
         return streams, (f32(3, OUTPUTS, 4 * d) * (4 * d) ** -0.5).bfloat16(), f32(OUTPUTS), f32(3)
-    return bf16(tokens, d), streams, *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
+    sizes = ((4,), (4, 4)) if op == "expand" else ((4,),)
+    return bf16(tokens, d), streams, *(torch.rand(tokens, *size, device="cuda") for size in sizes)
 
 
 _OPS = {  # op: (ours, the formula in PyTorch, the peers or None)
     "collapse": (dsa.hyper_collapse, reference.hyper_collapse, peers.collapse),
     "expand": (dsa.hyper_expand, reference.hyper_expand, peers.expand),
+    "independent collapse": (dsa.hyper_collapse_independent, reference.hyper_collapse_independent, None),
+    "independent expand": (dsa.hyper_expand, reference.hyper_expand, None),
     "head": (dsa.hyper_head, reference.hyper_head, None),
     "mix and collapse": (
         lambda streams, parts, *rest: dsa.hyper_collapse(streams, dsa.hyper_mix(streams, parts), *rest),

@@ -8,13 +8,14 @@ from typing import TypeVar
 from torch import nn
 
 from dsa_layers.engine.fused_blocks import (
+    FusedConnection,
     FusedDecoderBlock,
-    FusedGlm5NextBlock,
     FusedHead,
     FusedHyperBlock,
     FusedHyperConnection,
     FusedHyperHead,
     FusedHYV4Block,
+    FusedIndependentHyperConnection,
 )
 from dsa_layers.engine.fused_moe import FusedMoE, FusedSwiGLU
 from dsa_layers.engine.joint_linear import join
@@ -29,7 +30,7 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead
+from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.kimi_delta_attention import KimiDeltaAttention
 from dsa_layers.layers.linear import LanguageModelHead
@@ -38,7 +39,6 @@ from dsa_layers.layers.pooled_indexer import PooledIndexer
 from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import DeepseekV4ForCausalLM, HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
-from dsa_layers.models.glm5_next import Glm5NextDecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 
 # {layer: its faster version for inference}
@@ -50,11 +50,11 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     WindowAttention: PagedWindowAttention,
     DecoderBlock: FusedDecoderBlock,
     DeepseekV4ForCausalLM: SplitDeepseekV4,
-    Glm5NextDecoderBlock: FusedGlm5NextBlock,
     HYV4DecoderBlock: FusedHYV4Block,
     HyperConnection: FusedHyperConnection,
     HyperDecoderBlock: FusedHyperBlock,
     HyperHead: FusedHyperHead,
+    IndependentHyperConnection: FusedIndependentHyperConnection,
     KimiDeltaAttention: PagedDeltaAttention,
     LanguageModelHead: FusedHead,
     LightningIndexer: PagedIndexer,
@@ -67,13 +67,12 @@ _PARTS: dict[type[nn.Module], dict[str, tuple[type, ...]]] = {
     CompressedAttention: {"compressor": (PagedCompressor, type(None))},
     CompressedIndexer: {"compressor": (PagedCompressor,)},
     DecoderBlock: {"self_attn": (PagedAttention, PagedWindowAttention), "mlp": (FusedSwiGLU, FusedMoE)},
-    Glm5NextDecoderBlock: {
+    HYV4DecoderBlock: {
         "self_attn": (PagedAttention, PagedDeltaAttention),
         "mlp": (FusedSwiGLU, FusedMoE),
-        "attn_hc": (FusedHyperConnection,),
-        "ffn_hc": (FusedHyperConnection,),
+        "attn_hc": (FusedHyperConnection, FusedIndependentHyperConnection),
+        "ffn_hc": (FusedHyperConnection, FusedIndependentHyperConnection),
     },
-    HYV4DecoderBlock: {"self_attn": (PagedAttention,), "mlp": (FusedSwiGLU, FusedMoE)},
     HyperDecoderBlock: {
         "attn": (PagedCompressedAttention,),
         "ffn": (FusedMoE,),
@@ -111,7 +110,7 @@ def fuse(module: Module) -> Module:
             for block, after in pairwise(part):
                 if type(block) is type(after) is FusedHyperBlock:
                     block.following = (after.hc_attn,)
-                elif type(block) is type(after) is FusedGlm5NextBlock:
+                elif type(block) is type(after) is FusedHYV4Block:
                     block.following = (after.attn_hc,)
     module.requires_grad_(False)
     if not any(parameter.is_meta for parameter in module.parameters()):
@@ -126,7 +125,7 @@ def prepare(module: nn.Module) -> None:
     """
     join(module)
     for part in module.modules():
-        if isinstance(part, FusedHyperConnection | FusedHyperHead):
+        if isinstance(part, FusedConnection | FusedHyperHead):
             part.prepare()
     make_parts(module)
 

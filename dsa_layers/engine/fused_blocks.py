@@ -13,12 +13,11 @@ from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.joint_linear import Cast, norm_and_cast, norm_cast_scaling
 from dsa_layers.layers.compressed_attention import Angles
-from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, StreamMixing
+from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection, StreamMixing
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
-from dsa_layers.models.glm5_next import Glm5NextDecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
@@ -56,32 +55,8 @@ class FusedDecoderBlock(DecoderBlock):
         return (placement.all_gather(x)[0] if self.is_last else x), selected
 
 
-class FusedHYV4Block(HYV4DecoderBlock, FusedDecoderBlock):
-    """`HYV4DecoderBlock` with a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`."""
-
-    @torch.no_grad()
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        batch: TokenBatch,
-        cache: LayerCache | None = None,
-        selected: Selected | None = None,
-    ) -> tuple[torch.Tensor, Selected]:
-        placement = placement_of(batch, self.ranks)
-        x = placement.local(x) if self.is_first else x
-        y, post = self.attn_hc.collapse(x)
-        _, normed, cast = norm_and_cast(self.input_layernorm, y, self.self_attn.joint_layers())
-        y, selected = self.self_attn(normed, cos, sin, batch, cache, selected, cast=cast)
-        x = self.attn_hc.expand(y, x, post)
-        y, post = self.ffn_hc.collapse(x)
-        _, normed, cast = norm_and_cast(self.post_attention_layernorm, y, self.mlp.joint_layers())
-        x = self.ffn_hc.expand(self.mlp(normed, cast=cast, placement=placement), x, post)
-        return (placement.all_gather(x)[0] if self.is_last else x), selected
-
-
-Weights = tuple[torch.Tensor, torch.Tensor]  # (post, comb), the last two results of `HyperConnection.collapse`
+# (post, comb), or (post,) for independent streams: the results of `collapse` without the first one
+Weights = tuple[torch.Tensor, ...]
 
 
 class MixedStreams(NamedTuple):
@@ -144,8 +119,8 @@ def split_in_bf16(weight: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts)
 
 
-class FusedHyperConnection(_FusedMixing, HyperConnection):
-    """`HyperConnection` for inference. A block applies a sublayer to `mixed`, a `MixedStreams`, as follows:
+class FusedConnection(_FusedMixing):
+    """A hyper-connection for inference. A block applies a sublayer to `mixed`, a `MixedStreams`, as follows:
 
         x, cast, weights = enter(mixed, norm, readers)
         mixed = leave(sublayer(x, cast), mixed, weights, following)
@@ -155,13 +130,16 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
     fuse if they can.
     """
 
+    with_norm_and_cast: str  # the name of the op that computes `collapse`, norm and FP8 cast
+
     def enter(
         self, mixed: MixedStreams, norm: RMSNorm, readers: tuple[torch.nn.Module, ...]
     ) -> tuple[torch.Tensor, Cast | None, Weights]:
-        """Return (x, cast, (post, comb)).
+        """Return (x, cast, weights).
 
-        x     norm(collapse(mixed.streams)), [T, D]
-        cast  x in FP8 with scales, for the layers `readers`; None as in `norm_and_cast`
+        x        norm(the first result of collapse), [T, D]
+        cast     x in FP8 with scales, for the layers `readers`; None as in `norm_and_cast`
+        weights  the other results of collapse
         """
         x, mix = mixed
         use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], readers)
@@ -172,21 +150,34 @@ class FusedHyperConnection(_FusedMixing, HyperConnection):
         mix = self.project(x) if mix is None else mix
         parameters = self.base.float(), self.scale.float(), norm.weight.float()
         options = {**self.options(), "norm_eps": norm.eps, "use_ue8m0": use_ue8m0}
-        x, *rest = dsa.hyper_collapse_norm_cast_to_fp8(x, mix, *parameters, **options)
-        return x, tuple(rest[:2]), tuple(rest[2:])
+        x, q, q_scale, *weights = getattr(dsa, self.with_norm_and_cast)(x, mix, *parameters, **options)
+        return x, (q, q_scale), tuple(weights)
 
     def leave(
-        self, y: torch.Tensor, mixed: MixedStreams, weights: Weights, following: "FusedHyperConnection | None"
+        self, y: torch.Tensor, mixed: MixedStreams, weights: Weights, following: "FusedConnection | None"
     ) -> MixedStreams:
         """Return the new streams, with the projection of `following` if one op computes both.
 
         y        [T, D]: the output of the sublayer
-        weights  (post, comb), which `enter` returned
+        weights  those that `enter` returned
         """
         parts = None if following is None else following.parts_for(mixed.streams)
         if parts is None:
             return MixedStreams(self.expand(y, mixed.streams, *weights), None)
-        return MixedStreams(*dsa.hyper_expand_mix(y, mixed.streams, *weights, parts))
+        post, comb = (*weights, None)[:2]
+        return MixedStreams(*dsa.hyper_expand_mix(y, mixed.streams, post, comb, parts))
+
+
+class FusedHyperConnection(FusedConnection, HyperConnection):
+    """`HyperConnection` for inference."""
+
+    with_norm_and_cast = "hyper_collapse_norm_cast_to_fp8"
+
+
+class FusedIndependentHyperConnection(FusedConnection, IndependentHyperConnection):
+    """`IndependentHyperConnection` for inference."""
+
+    with_norm_and_cast = "hyper_collapse_independent_norm_cast_to_fp8"
 
 
 class FusedHyperHead(_FusedMixing, HyperHead):
@@ -229,10 +220,10 @@ class FusedHyperBlock(HyperDecoderBlock):
         return placement.all_gather(streams.streams)[0] if self.is_last else streams.streams
 
 
-class FusedGlm5NextBlock(Glm5NextDecoderBlock, FusedDecoderBlock):
-    """`Glm5NextDecoderBlock` with fused parts. following: see `FusedHyperBlock`."""
+class FusedHYV4Block(HYV4DecoderBlock, FusedDecoderBlock):
+    """`HYV4DecoderBlock` with fused parts. following: see `FusedHyperBlock`."""
 
-    following: tuple[FusedHyperConnection, ...] = ()
+    following: tuple[FusedConnection, ...] = ()
 
     @torch.no_grad()
     def forward(

@@ -467,6 +467,13 @@ class PagedAttention(DSAAttention):
         out, lse = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
         return out if self.sinks is None else self._apply_sinks(out, lse.transpose(0, 1))
 
+    def _output(self, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        by_channel = gate is not None and gate.shape == values.shape and self.v_dim % BLOCK == 0
+        if not by_channel or type(self.o_proj) is not BlockFP8Linear:
+            return super()._output(values, gate)
+        cast = dsa.gate_cast_to_fp8(gate, values, self.o_proj.use_ue8m0)
+        return self.o_proj.multiply(tuple(part.flatten(1) for part in cast), values.dtype)
+
     def _options(self) -> dict[str, Any]:
         """Return the keyword arguments of sparse attention that batch invariance and sinks add."""
         return of_attention() | ({} if self.sinks is None else {"attn_sink": self.sinks})

@@ -1,5 +1,5 @@
 """Hyper-connections, which replace the residual stream by several streams. DeepSeek-V4's mix the streams by
-approximately doubly stochastic matrices; Hy4's do not mix them."""
+approximately doubly stochastic matrices; Hy4's streams are independent."""
 
 from typing import Any
 
@@ -56,12 +56,9 @@ class HyperConnection(StreamMixing):
 class IndependentHyperConnection(StreamMixing):
     """Hy4's hyper-connection of one sublayer. It does not mix the residual streams: X'_k = X_k + post_k y.
 
-    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n]). With v, the flattened streams:
-      m = fn v / sqrt(mean(v^2) + eps)
-      pre = sigmoid(scale_0 m[:n] + base[:n]) + hc_eps
-      post = magnitude sigmoid(scale_1 m[n:] + base[n:]) + hc_eps
-      x = sum_k pre_k X_k, the sublayer's input
-    expand(y [T, D], X, post) -> X' [T, n, D]. y is the sublayer's output.
+    collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n]): `dsa.hyper_collapse_independent` of X and mix = fn v, with
+    the flattened streams v. x is the sublayer's input.
+    expand(y [T, D], X, post) -> X' [T, n, D], the new streams: `dsa.hyper_expand`. y is the sublayer's output.
     Parameters, fp32: fn [2 n, n D], base [2 n], scale [2].
     Source: `HYV4HyperConnection` of transformers 5.
     """
@@ -70,17 +67,19 @@ class IndependentHyperConnection(StreamMixing):
         self, hidden: int, streams: int, *, magnitude: float = 2.0, eps: float = 1e-6, hc_eps: float = 1e-6
     ) -> None:
         super().__init__(hidden, streams, 2 * streams, 2)
-        self.streams, self.magnitude, self.eps, self.hc_eps = streams, magnitude, eps, hc_eps
+        self.magnitude, self.eps, self.hc_eps = magnitude, eps, hc_eps
 
-    def collapse(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean_square = x.flatten(1).float().square().mean(-1, keepdim=True)
-        mix = self.project(x) * torch.rsqrt(mean_square + self.eps)
-        pre, post = torch.sigmoid(mix * self.scale.repeat_interleave(self.streams) + self.base).chunk(2, -1)
-        collapsed = ((pre + self.hc_eps)[..., None] * x.float()).sum(1).to(x.dtype)
-        return collapsed, self.magnitude * post + self.hc_eps
+    def collapse(self, x: torch.Tensor, mix: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (x, post). mix: fn v, if the caller has already computed it."""
+        mix = self.project(x) if mix is None else mix
+        return dsa.hyper_collapse_independent(x, mix, self.base.float(), self.scale.float(), **self.options())
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `dsa.hyper_collapse_independent`."""
+        return {"magnitude": self.magnitude, "eps": self.eps, "hc_eps": self.hc_eps}
 
     def expand(self, y: torch.Tensor, x: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
-        return (post[..., None] * y[:, None].float() + x.float()).to(x.dtype)
+        return dsa.hyper_expand(y, x, post)
 
 
 class HyperHead(StreamMixing):

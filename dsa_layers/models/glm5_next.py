@@ -182,10 +182,6 @@ def _mlp(config: Glm5NextConfig, precision: Precision, *, dense: bool) -> MoE | 
     return layer
 
 
-class Glm5NextDecoderBlock(HYV4DecoderBlock):
-    """`HYV4DecoderBlock` with DeepSeek-V4's hyper-connections (`HyperConnection`)."""
-
-
 class Glm5NextModel(DeepseekV32Model):
     """`DeepseekV32Model` over residual streams, without rope. Every stream begins as the embedding; the final norm
     reads the mean of the streams."""
@@ -198,7 +194,7 @@ class Glm5NextModel(DeepseekV32Model):
     def make_rope(config: Glm5NextConfig) -> RotaryEmbedding:
         return RotaryEmbedding(torch.zeros(ZERO_CHANNELS // 2, device="cpu"))  # angle 0 at every position
 
-    def make_layer(self, config: Glm5NextConfig, precision: Precision, layer: int) -> Glm5NextDecoderBlock:
+    def make_layer(self, config: Glm5NextConfig, precision: Precision, layer: int) -> HYV4DecoderBlock:
         of_delta, dense = config.delta_layers[layer], layer < config.first_k_dense_replace
         parts = (
             (_delta_attention if of_delta else _sparse_attention)(config, precision),
@@ -207,7 +203,7 @@ class Glm5NextModel(DeepseekV32Model):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         streams = {"iterations": config.hc_sinkhorn_iters, "eps": eps, "hc_eps": config.hc_eps}
         connections = (HyperConnection(hidden, config.hc_mult, **streams) for _ in range(2))
-        return Glm5NextDecoderBlock(hidden, *parts, *connections, eps=eps)
+        return HYV4DecoderBlock(hidden, *parts, *connections, eps=eps)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(tokens)[:, None].expand(-1, self._streams, -1).contiguous()

@@ -143,7 +143,14 @@ def test_gradients_run_the_formula(call, named_launches):
         named_launches.clear()
 
 
-@pytest.mark.parametrize("op", ["add_rms_norm_cast_to_fp8", "hyper_collapse_norm_cast_to_fp8"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "add_rms_norm_cast_to_fp8",
+        "hyper_collapse_independent_norm_cast_to_fp8",
+        "hyper_collapse_norm_cast_to_fp8",
+    ],
+)
 def test_what_is_cast_has_no_gradient(op, request):
     """The first pass runs the reference, the second runs kernels."""
     for _ in range(2):

@@ -71,14 +71,18 @@ OPTIONS = {
     "apply_rotary": ROTATIONS,
     "apply_rotary into out": ROTATIONS,
     "hyper_collapse": every(*STREAMS, iterations=[1, 2, 20]),
+    "hyper_collapse_independent": every(*STREAMS, magnitude=[0.5, 2.0]),
     "hyper_head": STREAMS,
-    "hyper_expand": every(tokens=[0, 3], n=[1, 2, 4], dtype=[F32]),
+    "hyper_expand": every(tokens=[0, 3], n=[1, 2, 4], dtype=[F32], mixed=BOTH),
     "hyper_mix": by_name(
         "tokens", "n", "channels", "outputs", of=[(5, 4, 6, 24), (3, 1, 7, 1), (2, 3, 16, 4), (0, 4, 8, 24)]
     ),
-    "hyper_expand_mix": by_name("n", "outputs", of=[(4, 24), (1, 3), (2, 5)]),
+    "hyper_expand_mix": every(*by_name("n", "outputs", of=[(4, 24), (1, 3), (2, 5)]), mixed=BOTH),
     "hyper_collapse_norm_cast_to_fp8": every(
         n=[1, 4], use_ue8m0=BOTH, iterations=[2], eps=[0.5], hc_eps=[0.25], norm_eps=[2.0]
+    ),
+    "hyper_collapse_independent_norm_cast_to_fp8": every(
+        n=[1, 4], use_ue8m0=BOTH, magnitude=[3.0], eps=[0.5], hc_eps=[0.25], norm_eps=[2.0]
     ),
     "per_token_cast_to_fp8": every(
         *by_name("shape", "gran_k", of=[((2, 3, 128), 64), ((2, 3, 256), 128)]),
@@ -91,6 +95,7 @@ OPTIONS = {
     "swiglu_cast_to_fp8": every(
         shape=[(2, 3, 256), (5, 200), (0, 200), (3, 0)], use_ue8m0=BOTH, limit=[None, 0.5, 7], dtype=FLOATS
     ),
+    "gate_cast_to_fp8": every(shape=[(2, 3, 256), (5, 200), (0, 200), (3, 0)], use_ue8m0=BOTH, dtype=FLOATS),
     # A block larger than the weight contains the whole weight.
     "per_block_cast_to_fp8": every(
         *by_name("rows", "columns", "block", of=[(576, 200, 128), (3, 200, 2**31 - 1), (10, 7, 4)]), use_ue8m0=BOTH
@@ -259,7 +264,9 @@ def test_strides_change_no_bit(name, sizes):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["rms_norm", "hyper_collapse", "hyper_expand", "hyper_head"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "hyper_collapse", "hyper_collapse_independent", "hyper_expand", "hyper_head"]
+)
 def test_results_are_rounded_once(name, dtype):
     case = BY_NAME[name]
     given = case.arguments(dtype=dtype)
@@ -275,7 +282,7 @@ WITHOUT_GRADIENTS = {"moe_gate": {"bias"}, "route_to_experts": {"bias"}}
 @pytest.mark.parametrize(
     "name",
     [
-        *("hyper_collapse", "hyper_expand", "hyper_mix", "hyper_expand_mix"),
+        *("hyper_collapse", "hyper_collapse_independent", "hyper_expand", "hyper_mix", "hyper_expand_mix"),
         *("moe_gate", "route_to_experts", "route_by_table", "mha_varlen_fwd"),
     ],
 )

@@ -17,6 +17,7 @@ from dsa.cute.sm90 import LOG2E
 from dsa.kernels.elementwise.limits import HYPER_STREAMS
 
 COUNT = (2 + HYPER_STREAMS) * HYPER_STREAMS  # elements of mix per token: 4 of pre, 4 of post, 16 of comb
+INDEPENDENT_COUNT = 2 * HYPER_STREAMS  # the same for independent streams, which have no comb
 WORDS = 4  # 32-bit words in 16 bytes
 
 
@@ -78,6 +79,15 @@ def shared_by_shuffles(own: Float32) -> cute.Tensor:
 
 
 @cute.jit
+def independent_stream(y: cute.Tensor, stream: cute.Tensor, given: Float32) -> cute.Tensor:
+    """Return given * y + stream in fp32, for the channels [width] of y. given: the token's element of post."""
+    acc = cute.make_rmem_tensor((cute.size(y),), Float32)
+    for i in cutlass.range_constexpr(cute.size(y)):
+        acc[i] = cute.math.fma(given, y[i].to(Float32), stream[i].to(Float32))
+    return acc
+
+
+@cute.jit
 def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
     """Return given * y + sum_j weights[j] streams[:, j], j < 4, in fp32, for the channels [width] of y. given: the
     token's element of post for the new stream. weights: the token's column of comb for the new stream."""
@@ -119,6 +129,16 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
         for j in cutlass.range_constexpr(HYPER_STREAMS):
             out[i * HYPER_STREAMS + j] = rows[i] * a[i, j] * columns[j]
     return given, out
+
+
+@cute.jit
+def independent_post(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inverse, magnitude, hc_eps):
+    """-> post [4] of one token, by the formula of `dsa.hyper_collapse_independent`. mix [8]: the token's row. base [8];
+    scale [2]. inverse: as in `post_and_comb`."""
+    given = _logits(mix, base, 1, inverse * scale[1])
+    for k in cutlass.range_constexpr(HYPER_STREAMS):
+        given[k] = cute.math.fma(magnitude, sigmoid(given[k]), hc_eps)
+    return given
 
 
 @cute.jit

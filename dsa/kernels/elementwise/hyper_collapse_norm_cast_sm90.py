@@ -16,6 +16,7 @@ Plan
   the kernel, because Sinkhorn takes longer. Before it waits for the previous kernel, the first CTA prefetches weights,
   base and scale to L2: in decode, they were last read in the previous step and may no longer be in L2.
 - With more than CTAS tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency occurs once for all of them.
+- Independent streams (Hy4) have no comb, so the extra warp computes only post.
 Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
 Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
 Roofline: bound by memory, 11 D bytes per token. With few tokens, bound by latency: of memory, of the sum over the CTA,
@@ -35,15 +36,17 @@ from dsa.cute.registers import converted, filled, loaded, sum_in_order
 from dsa.cute.sm90 import WARP, opaque, thread_and_cta
 from dsa.kernels.elementwise.hyper_arithmetic import (
     COUNT,
+    INDEPENDENT_COUNT,
     WORDS,
     add_squares,
+    independent_post,
     numbers_of,
     post_and_comb,
     shared_by_shuffles,
     sigmoid,
     weighted_sum,
 )
-from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS, INDEPENDENT_NORM_TILES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
@@ -55,7 +58,8 @@ STREAMS_BARRIER, NORM_BARRIER = 1, 2  # named barriers
 class HyperCollapseNormCastSm90:
     """threads: threads per CTA of the separate collapse kernel (hyper_connections_sm90). lanes, vectors: threads per
     row and vectors per thread of the separate norm kernel (rms_norm_sm90). use_ue8m0: whether the cast's scales are
-    powers of two."""
+    powers of two. If comb is None, the streams are independent: mix and base contain the elements of pre and post, and
+    iterations is None. Otherwise magnitude is None."""
 
     def __init__(self, threads: int, lanes: int, vectors: int, use_ue8m0: bool):
         self.lanes, self.vectors, self.use_ue8m0 = lanes, vectors, use_ue8m0
@@ -74,11 +78,12 @@ class HyperCollapseNormCastSm90:
         q: cute.Tensor,
         q_scale: cute.Tensor,
         post: cute.Tensor,
-        comb: cute.Tensor,
-        iterations: Int32,
+        comb: cute.Tensor | None,
+        iterations: Int32 | None,
         eps: Float32,
         hc_eps: Float32,
         norm_eps: Float32,
+        magnitude: Float32 | None,
         stream,
     ):
         tokens = streams.shape[0]
@@ -87,7 +92,7 @@ class HyperCollapseNormCastSm90:
         of_row = Float32(1.0) / Float32(streams.shape[2])
         self.kernel(
             *(streams, mix, base, scale, weight, y, q, q_scale, post, comb),
-            *(together, iterations, of_streams, of_row, eps, hc_eps, norm_eps),
+            *(together, iterations, of_streams, of_row, eps, hc_eps, norm_eps, magnitude),
         ).launch(
             grid=(cute.ceil_div(tokens, together), 1, 1),
             block=(self.threads, 1, 1),
@@ -107,14 +112,15 @@ class HyperCollapseNormCastSm90:
         q: cute.Tensor,
         q_scale: cute.Tensor,
         post: cute.Tensor,
-        comb: cute.Tensor,
+        comb: cute.Tensor | None,
         together: Int32,
-        iterations: Int32,
+        iterations: Int32 | None,
         of_streams: Float32,
         of_row: Float32,
         eps: Float32,
         hc_eps: Float32,
         norm_eps: Float32,
+        magnitude: Float32 | None,
     ):
         tid, block = thread_and_cta()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -127,13 +133,12 @@ class HyperCollapseNormCastSm90:
         count = cutlass.min(together, streams.shape[0] - first)
         if tid == 0 and block == 0:
             prefetch_to_l2(Int64(weight.iterator.toint()), weight.shape[0] * 4)
-            prefetch_to_l2(Int64(base.iterator.toint()), Int32(COUNT * 4))
+            prefetch_to_l2(Int64(base.iterator.toint()), Int32(base.shape[0] * 4))
             cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[Int64(scale.iterator.toint())])
         wait_for_prerequisite_grids()
         if warp == self.warps:
-            self.mixing(
-                mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps
-            )
+            given = mix, base, scale, logits, squares, post, comb, first, count
+            self.mixing(*given, iterations, of_streams, eps, hc_eps, magnitude)
         else:
             # This is 0, but the compiler cannot know it (see `weighted_sum`).
             zero = Uint32(together >> 8)
@@ -145,25 +150,33 @@ class HyperCollapseNormCastSm90:
                 self.norm_and_cast(x, weight, y, q, q_scale, sums[None, i], first + i, of_row, norm_eps, opaque(tid))
 
     @cute.jit
-    def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
+    def mixing(
+        self, mix, base, scale, logits, squares, post, comb, first, count, iterations, share, eps, hc_eps, magnitude
+    ):
         """The extra warp's role: compute post and comb, one token per lane. For pre, which the other warps compute,
         write four products mix * scale and then four elements of base to `logits`."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
         numbers, bias = loaded(mix[first + own, None]), loaded(base)
-        scales = cute.make_rmem_tensor((3,), Float32)
-        for i in cutlass.range_constexpr(3):
+        parts = scale.shape[0]
+        scales = cute.make_rmem_tensor((parts,), Float32)
+        for i in cutlass.range_constexpr(parts):
             scales[i] = scale[i]
         if lane < count:
             for k in cutlass.range_constexpr(HYPER_STREAMS):
                 logits[k, lane], logits[HYPER_STREAMS + k, lane] = numbers[k] * scales[0], bias[k]
         for _ in cutlass.range(count, unroll=1):
             cute.arch.barrier(barrier_id=STREAMS_BARRIER, number_of_threads=self.threads)
-        inverse = self.inverse(squares[None, own], of_streams, eps)
-        given, weights = post_and_comb(numbers, bias, scales, inverse, iterations, hc_eps)
-        if lane < count:
-            cute.autovec_copy(given, post[first + lane, None])
-            cute.autovec_copy(weights, comb[first + lane, None])
+        inverse = self.inverse(squares[None, own], share, eps)
+        if const_expr(comb is None):
+            given = independent_post(numbers, bias, scales, inverse, magnitude, hc_eps)
+            if lane < count:
+                cute.autovec_copy(given, post[first + lane, None])
+        else:
+            given, weights = post_and_comb(numbers, bias, scales, inverse, iterations, hc_eps)
+            if lane < count:
+                cute.autovec_copy(given, post[first + lane, None])
+                cute.autovec_copy(weights, comb[first + lane, None])
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
@@ -251,9 +264,9 @@ class HyperCollapseNormCastSm90:
 @cached
 def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
     """-> f(streams [T, 4, D] bf16, mix [T, 24], base [24], scale [3], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
-    q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps); T, iterations > 0, D a
-    multiple of 128 and at most lanes * vectors 16-byte vectors. y, q, q_scale, post and comb are results. Rows of all
-    tensors but scale and q_scale start at multiples of 16 bytes."""
+    q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps, None); T, iterations > 0,
+    D a multiple of 128 and at most lanes * vectors 16-byte vectors. y, q, q_scale, post and comb are results. Rows of
+    all tensors but scale and q_scale start at multiples of 16 bytes."""
     tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
     return compile_sm90(
         HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),
@@ -267,14 +280,40 @@ def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use
         fake_rows(Float32, tokens, groups, align=4),
         fake_rows(Float32, tokens, HYPER_STREAMS),
         fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
-        *(Int32(1), Float32(0.0), Float32(0.0), Float32(0.0)),
+        *(Int32(1), Float32(0.0), Float32(0.0), Float32(0.0), None),
+        fake_stream(),
+    )
+
+
+@cached
+def compile_hyper_collapse_independent_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
+    """-> f(streams [T, 4, D] bf16, mix [T, 8], base [8], scale [2], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
+    q_scale [T, D / 128], post [T, 4] fp32, None, None, eps, hc_eps, norm_eps, magnitude); T > 0. y, q, q_scale and post
+    are results. D and the rows as in `compile_hyper_collapse_norm_cast`."""
+    tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
+    return compile_sm90(
+        HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),
+        fake_rows(BFloat16, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, INDEPENDENT_COUNT),
+        fake_rows(Float32, INDEPENDENT_COUNT),
+        fake_rows(Float32, 2, align=4),
+        fake_rows(Float32, channels),
+        fake_rows(BFloat16, tokens, channels),
+        fake_rows(Float8E4M3FN, tokens, channels),
+        fake_rows(Float32, tokens, groups, align=4),
+        fake_rows(Float32, tokens, HYPER_STREAMS),
+        *(None, None, Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)),
         fake_stream(),
     )
 
 
 def shipped_variants() -> Variants:
     return [
-        (compile_hyper_collapse_norm_cast, (*tile, use_ue8m0))
-        for tile in HYPER_NORM_TILES
+        (function, (*tile, use_ue8m0))
+        for function, tiles in (
+            (compile_hyper_collapse_norm_cast, HYPER_NORM_TILES),
+            (compile_hyper_collapse_independent_norm_cast, INDEPENDENT_NORM_TILES),
+        )
+        for tile in tiles
         for use_ue8m0 in (True, False)
     ]

@@ -1,5 +1,5 @@
-"""DeepSeek-V4's hyper-connections: collapse four residual streams into a sublayer's input, and expand the sublayer's
-output to four new streams.
+"""Hyper-connections: collapse four residual streams into a sublayer's input, and expand the sublayer's output to four
+new streams. DeepSeek-V4's mix the streams by a matrix, comb; Hy4's streams are independent and have no comb.
 
 Plan, collapse
 - A CTA processes one token at a time. Its threads load all four streams into registers, 16 bytes per load, and use them
@@ -13,6 +13,7 @@ Plan, collapse
 Plan, expand
 - A thread loads 16 bytes of a token's sublayer output and of each of the token's four streams, and computes 16 bytes of
   each new stream.
+Independent streams: without comb, nothing follows the mean square but four sigmoids. All other parts are the same.
 Shared memory: in collapse, one sum per warp and token, and per token the reciprocal of the root mean square.
 Constraints: four streams, D a multiple of 8, rows at multiples of 16 bytes; in collapse, D at most 2048 vectors of 16
 bytes.
@@ -31,8 +32,11 @@ from dsa.cute.registers import converted, filled, loaded
 from dsa.cute.sm90 import WARP, opaque, thread_and_cta
 from dsa.kernels.elementwise.hyper_arithmetic import (
     COUNT,
+    INDEPENDENT_COUNT,
     WORDS,
     add_squares,
+    independent_post,
+    independent_stream,
     new_stream,
     post_and_comb,
     shared_by_shuffles,
@@ -52,7 +56,8 @@ EXPAND_THREADS = 128
 
 class HyperCollapseSm90:
     """The collapse. If post and comb are None, the kernel collapses the streams for the model's head. mix and base then
-    contain only pre's elements, and a CTA has only one token."""
+    contain only pre's elements, and a CTA has only one token. If only comb is None, the streams are independent: mix
+    and base contain the elements of pre and post, and iterations is None. Otherwise magnitude is None."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
@@ -70,16 +75,18 @@ class HyperCollapseSm90:
         x: cute.Tensor,
         post: cute.Tensor | None,
         comb: cute.Tensor | None,
-        iterations: Int32,
+        iterations: Int32 | None,
         eps: Float32,
         hc_eps: Float32,
+        magnitude: Float32 | None,
         stream,
     ):
         tokens = streams.shape[0]
         most = 1 if const_expr(post is None) else MAX_TOKENS
         together = cutlass.min(cute.ceil_div(tokens, CTAS), most)
         share = Float32(1.0) / Float32(HYPER_STREAMS * streams.shape[2])
-        self.kernel(streams, mix, base, scale, x, post, comb, together, iterations, share, eps, hc_eps).launch(
+        sizes = together, iterations, share, eps, hc_eps, magnitude
+        self.kernel(streams, mix, base, scale, x, post, comb, *sizes).launch(
             grid=(cute.ceil_div(tokens, together), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.ctas,
@@ -99,10 +106,11 @@ class HyperCollapseSm90:
         post: cute.Tensor | None,
         comb: cute.Tensor | None,
         together: Int32,
-        iterations: Int32,
+        iterations: Int32 | None,
         share: Float32,
         eps: Float32,
         hc_eps: Float32,
+        magnitude: Float32 | None,
     ):
         tid, block = thread_and_cta()
         smem = cutlass.memory.SmemAllocator()
@@ -130,9 +138,13 @@ class HyperCollapseSm90:
             cute.arch.sync_warp()
             if tid < i:
                 t = first + tid
-                given, weights = post_and_comb(mix[t, None], base, scale, scales[tid], iterations, hc_eps)
-                cute.autovec_copy(given, post[t, None])
-                cute.autovec_copy(weights, comb[t, None])
+                if const_expr(comb is None):
+                    given = independent_post(mix[t, None], base, scale, scales[tid], magnitude, hc_eps)
+                    cute.autovec_copy(given, post[t, None])
+                else:
+                    given, weights = post_and_comb(mix[t, None], base, scale, scales[tid], iterations, hc_eps)
+                    cute.autovec_copy(given, post[t, None])
+                    cute.autovec_copy(weights, comb[t, None])
 
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
@@ -168,12 +180,20 @@ class HyperCollapseSm90:
 
 
 class HyperExpandSm90:
+    """The expansion. If comb is None, the streams are independent."""
+
     def __init__(self, dtype: type[cutlass.Numeric]):
         self.dtype, self.width = dtype, 128 // dtype.width
 
     @cute.jit
     def __call__(
-        self, y: cute.Tensor, streams: cute.Tensor, post: cute.Tensor, comb: cute.Tensor, out: cute.Tensor, stream
+        self,
+        y: cute.Tensor,
+        streams: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor | None,
+        out: cute.Tensor,
+        stream,
     ):
         vectors = y.shape[1] // self.width
         total = y.shape[0] * vectors
@@ -188,7 +208,7 @@ class HyperExpandSm90:
         y: cute.Tensor,
         streams: cute.Tensor,
         post: cute.Tensor,
-        comb: cute.Tensor,
+        comb: cute.Tensor | None,
         out: cute.Tensor,
         divisor: cute.FastDivmodDivisorV2,
         total: Int32,
@@ -202,20 +222,24 @@ class HyperExpandSm90:
             for j in cutlass.range_constexpr(HYPER_STREAMS):
                 cute.autovec_copy(cute.local_tile(streams[t, j, None], (self.width,), (at,)), raw[None, j])
             cute.autovec_copy(cute.local_tile(y[t, None], (self.width,), (at,)), raw[None, HYPER_STREAMS])
-            given, weights = loaded(post[t, None]), loaded(comb[t, None])
+            given = loaded(post[t, None])
+            weights = None if const_expr(comb is None) else loaded(comb[t, None])
             for k in cutlass.range_constexpr(HYPER_STREAMS):
-                of_stream = cute.make_tensor(
-                    weights.iterator + k, cute.make_layout(HYPER_STREAMS, stride=HYPER_STREAMS)
-                )
-                acc = new_stream(raw[None, HYPER_STREAMS], raw, given[k], of_stream)
+                if const_expr(comb is None):
+                    acc = independent_stream(raw[None, HYPER_STREAMS], raw[None, k], given[k])
+                else:
+                    of_stream = cute.make_tensor(
+                        weights.iterator + k, cute.make_layout(HYPER_STREAMS, stride=HYPER_STREAMS)
+                    )
+                    acc = new_stream(raw[None, HYPER_STREAMS], raw, given[k], of_stream)
                 cute.autovec_copy(converted(acc, self.dtype), cute.local_tile(out[t, k, None], (self.width,), (at,)))
 
 
 @cached
 def compile_hyper_collapse(dtype: str, threads: int, steps: int):
     """-> f(streams [T, 4, D] dtype, mix [T, 24], base [24], scale [3] fp32, x [T, D] dtype, post [T, 4], comb [T, 16]
-    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps 16-byte vectors. x, post and comb are
-    results. Rows of all tensors but scale start at multiples of 16 bytes."""
+    fp32, iterations, eps, hc_eps, None); T, iterations > 0, D at most threads * steps 16-byte vectors. x, post and
+    comb are results. Rows of all tensors but scale start at multiples of 16 bytes."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),
@@ -226,15 +250,35 @@ def compile_hyper_collapse(dtype: str, threads: int, steps: int):
         fake_rows(element, tokens, channels),
         fake_rows(Float32, tokens, HYPER_STREAMS),
         fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
-        *(Int32(1), Float32(0.0), Float32(0.0)),
+        *(Int32(1), Float32(0.0), Float32(0.0), None),
+        fake_stream(),
+    )
+
+
+@cached
+def compile_hyper_collapse_independent(dtype: str, threads: int, steps: int):
+    """-> f(streams [T, 4, D] dtype, mix [T, 8], base [8], scale [2] fp32, x [T, D] dtype, post [T, 4] fp32, None, None,
+    eps, hc_eps, magnitude); T > 0, D at most threads * steps 16-byte vectors. x and post are results. Rows of all
+    tensors but scale start at multiples of 16 bytes."""
+    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    return compile_sm90(
+        HyperCollapseSm90(element, threads, steps),
+        fake_rows(element, tokens, HYPER_STREAMS, channels),
+        fake_rows(Float32, tokens, INDEPENDENT_COUNT),
+        fake_rows(Float32, INDEPENDENT_COUNT),
+        fake_rows(Float32, 2, align=4),
+        fake_rows(element, tokens, channels),
+        fake_rows(Float32, tokens, HYPER_STREAMS),
+        *(None, None, Float32(0.0), Float32(0.0), Float32(0.0)),
         fake_stream(),
     )
 
 
 @cached
 def compile_hyper_head(dtype: str, threads: int, steps: int):
-    """-> f(streams [T, 4, D] dtype, mix [T, 4], base [4], scale [1] fp32, x [T, D] dtype, None, None, 1, eps, hc_eps);
-    T > 0, D at most threads * steps 16-byte vectors. Rows of all tensors but scale start at multiples of 16 bytes."""
+    """-> f(streams [T, 4, D] dtype, mix [T, 4], base [4], scale [1] fp32, x [T, D] dtype, None, None, 1, eps, hc_eps,
+    None); T > 0, D at most threads * steps 16-byte vectors. Rows of all tensors but scale start at multiples of 16
+    bytes."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),
@@ -243,22 +287,22 @@ def compile_hyper_head(dtype: str, threads: int, steps: int):
         fake_rows(Float32, HYPER_STREAMS),
         fake_rows(Float32, 1, align=4),
         fake_rows(element, tokens, channels),
-        *(None, None, Int32(1), Float32(0.0), Float32(0.0)),
+        *(None, None, Int32(1), Float32(0.0), Float32(0.0), None),
         fake_stream(),
     )
 
 
 @cached
-def compile_hyper_expand(dtype: str):
+def compile_hyper_expand(dtype: str, mixed: bool):
     """-> f(y [T, D], streams [T, 4, D] dtype, post [T, 4], comb [T, 16] fp32, out [T, 4, D] dtype); T, D > 0. Rows
-    start at multiples of 16 bytes."""
+    start at multiples of 16 bytes. mixed: whether there is a comb, else f takes None."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperExpandSm90(element),
         fake_rows(element, tokens, channels),
         fake_rows(element, tokens, HYPER_STREAMS, channels),
         fake_rows(Float32, tokens, HYPER_STREAMS),
-        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
+        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS) if mixed else None,
         fake_rows(element, tokens, HYPER_STREAMS, channels),
         fake_stream(),
     )
@@ -267,6 +311,7 @@ def compile_hyper_expand(dtype: str):
 def shipped_variants() -> Variants:
     return [
         *((compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
+        *((compile_hyper_collapse_independent, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
         *((compile_hyper_head, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES),
-        *((compile_hyper_expand, (dtype,)) for dtype in DTYPES),
+        *((compile_hyper_expand, (dtype, mixed)) for dtype in DTYPES for mixed in (True, False)),
     ]

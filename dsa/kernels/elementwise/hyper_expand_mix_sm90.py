@@ -1,4 +1,5 @@
-"""DeepSeek-V4's hyper-connections between two sublayers, for few tokens: the new streams and their projection.
+"""Hyper-connections between two sublayers, for few tokens: the new streams and their projection. DeepSeek-V4's mix the
+streams by a matrix, comb; Hy4's streams are independent and have no comb.
 
 Plan
 - As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, and each of the cluster's 64
@@ -11,6 +12,7 @@ Plan
 - A cluster has 2 outputs, so that 24 outputs occupy 96 CTAs. With one token, loading the matrix determines the time: an
   SM loads 90 KB per microsecond, so more CTAs load the matrix faster. The other 6 columns of an mma repeat these two
   outputs.
+- Without comb, a new stream needs only the old stream with its number, so a lane loads that one instead of four.
 - A warp loads the matrix by cp.async while it computes the new streams. cp.async needs no registers, so the registers
   are free for the loads of several tokens. Before it waits for the previous kernel, a warp prefetches its slice of the
   matrix to L2.
@@ -23,7 +25,7 @@ Roofline: bound by memory: the matrix is read once. Latency: launch, one round o
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -32,7 +34,7 @@ from dsa.cute.pipeline import Mbarriers, expect_bytes
 from dsa.cute.registers import converted, filled, loaded
 from dsa.cute.slices import slice_start
 from dsa.cute.sm90 import WARP, warp_and_lane
-from dsa.kernels.elementwise.hyper_arithmetic import WORDS, new_stream
+from dsa.kernels.elementwise.hyper_arithmetic import WORDS, independent_stream, new_stream
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
@@ -57,10 +59,12 @@ ROW = TOGETHER * BLOCK + VECTOR  # stride of rows in shared memory, padded so th
 
 
 class HyperExpandMixSm90:
-    """most: upper limit on the number of tokens. It is at most 8."""
+    """most: upper limit on the number of tokens. It is at most 8. mixed: whether the streams are mixed, else comb is
+    None."""
 
-    def __init__(self, most: int):
-        self.most, self.at_once = most, min(most, AT_ONCE)
+    def __init__(self, most: int, mixed: bool):
+        self.most, self.at_once, self.mixed = most, min(most, AT_ONCE), mixed
+        self.old = HYPER_STREAMS if mixed else 1  # old streams that a new stream needs
 
     @cute.jit
     def __call__(
@@ -68,7 +72,7 @@ class HyperExpandMixSm90:
         y: cute.Tensor,
         streams: cute.Tensor,
         post: cute.Tensor,
-        comb: cute.Tensor,
+        comb: cute.Tensor | None,
         parts: cute.Tensor,
         new: cute.Tensor,
         mix: cute.Tensor,
@@ -89,7 +93,7 @@ class HyperExpandMixSm90:
         y: cute.Tensor,
         streams: cute.Tensor,
         post: cute.Tensor,
-        comb: cute.Tensor,
+        comb: cute.Tensor | None,
         parts: cute.Tensor,
         new: cute.Tensor,
         mix: cute.Tensor,
@@ -194,7 +198,7 @@ class HyperExpandMixSm90:
                 # read after it.
                 cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
                 for i in cutlass.range_constexpr(self.at_once):
-                    words = cute.recast_tensor(raw[None, HYPER_STREAMS, i], Uint32)
+                    words = cute.recast_tensor(raw[None, self.old, i], Uint32)
                     words.store(words.load() ^ zero[0])
                 self.expand(raw, weights, new, kept, t, stream, at, exists and column == 0, lane)
             cute.arch.cp_async_wait_group(0)
@@ -217,19 +221,22 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
-        """Load operands of `at_once` tokens from `first` on. -> (the four old streams and then y at this lane's vector,
-        bf16 [8, 5, tokens]; their weights in new stream `stream`, fp32 [5, tokens]). If the vector does not exist, all
-        results are zeros."""
-        raw = filled((VECTOR, HYPER_STREAMS + 1, self.at_once), 0.0, BFloat16)
-        weights = filled((HYPER_STREAMS + 1, self.at_once), 0.0)
+        """Load operands of `at_once` tokens from `first` on. -> (the old streams that new stream `stream` needs, and
+        then y, at this lane's vector, bf16 [8, old + 1, tokens]; their weights in the new stream, fp32 [old + 1,
+        tokens], of which an independent old stream needs none). If the vector does not exist, all results are
+        zeros."""
+        raw = filled((VECTOR, self.old + 1, self.at_once), 0.0, BFloat16)
+        weights = filled((self.old + 1, self.at_once), 0.0)
         if exists:
             for i in cutlass.range_constexpr(self.at_once):
                 t = cutlass.min(first + i, streams.shape[0] - 1)
-                for j in cutlass.range_constexpr(HYPER_STREAMS):
-                    cute.autovec_copy(cute.local_tile(streams[t, j, None], (VECTOR,), (at,)), raw[None, j, i])
-                    weights[j, i] = comb[t, j * HYPER_STREAMS + stream]
-                cute.autovec_copy(cute.local_tile(y[t, None], (VECTOR,), (at,)), raw[None, HYPER_STREAMS, i])
-                weights[HYPER_STREAMS, i] = post[t, stream]
+                for j in cutlass.range_constexpr(self.old):
+                    source = j if const_expr(self.mixed) else stream
+                    cute.autovec_copy(cute.local_tile(streams[t, source, None], (VECTOR,), (at,)), raw[None, j, i])
+                    if const_expr(self.mixed):
+                        weights[j, i] = comb[t, j * HYPER_STREAMS + stream]
+                cute.autovec_copy(cute.local_tile(y[t, None], (VECTOR,), (at,)), raw[None, self.old, i])
+                weights[self.old, i] = post[t, stream]
         return raw, weights
 
     @cute.jit
@@ -238,9 +245,10 @@ class HyperExpandMixSm90:
         (shared memory) and, if `stores`, to `new` (global memory)."""
         for i in cutlass.range_constexpr(self.at_once):
             t = cutlass.min(first + i, new.shape[0] - 1)
-            acc = new_stream(
-                raw[None, HYPER_STREAMS, i], raw[None, None, i], weights[HYPER_STREAMS, i], weights[None, i]
-            )
+            if const_expr(self.mixed):
+                acc = new_stream(raw[None, self.old, i], raw[None, None, i], weights[self.old, i], weights[None, i])
+            else:
+                acc = independent_stream(raw[None, self.old, i], raw[None, 0, i], weights[self.old, i])
             packed = converted(acc, BFloat16)
             cute.autovec_copy(packed, cute.local_tile(kept[None, t], (VECTOR,), (lane,)))
             if stores:
@@ -248,18 +256,18 @@ class HyperExpandMixSm90:
 
 
 @cached
-def compile_hyper_expand_mix(most: int):
+def compile_hyper_expand_mix(most: int, mixed: bool):
     """-> f(y [T, D], streams [T, 4, D] bf16, post [T, 4], comb [T, 16] fp32, parts [3, C, 4 D], new [T, 4, D] bf16, mix
     [T, C] fp32); T from 1 to `most`, C, D > 0. new and mix are results. Rows of all tensors but mix start at multiples
-    of 16 bytes."""
+    of 16 bytes. mixed: whether there is a comb, else f takes None."""
     tokens, count = cute.sym_int(), cute.sym_int()
     channels, width = (cute.sym_int(divisibility=CHANNEL_MULTIPLE) for _ in range(2))
     return compile_sm90(
-        HyperExpandMixSm90(most),
+        HyperExpandMixSm90(most, mixed),
         fake_rows(BFloat16, tokens, channels),
         fake_rows(BFloat16, tokens, HYPER_STREAMS, channels),
         fake_rows(Float32, tokens, HYPER_STREAMS),
-        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS),
+        fake_rows(Float32, tokens, HYPER_STREAMS * HYPER_STREAMS) if mixed else None,
         fake_rows(BFloat16, PARTS, count, width),
         fake_rows(BFloat16, tokens, HYPER_STREAMS, channels),
         fake_rows(Float32, tokens, count, align=4),
@@ -268,4 +276,4 @@ def compile_hyper_expand_mix(most: int):
 
 
 def shipped_variants() -> Variants:
-    return [(compile_hyper_expand_mix, (most,)) for most in EXPAND_MIX_TOKENS]
+    return [(compile_hyper_expand_mix, (most, mixed)) for most in EXPAND_MIX_TOKENS for mixed in (True, False)]

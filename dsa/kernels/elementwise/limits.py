@@ -38,6 +38,9 @@ MAX_MIX_TOKENS, MAX_MIX_WIDTH, MAX_MIX_OUTPUTS = 2**31 - 512, 2**30, 8 * 65535
 # Collapse, norm and cast, bf16: (threads of the separate collapse kernel, threads per row of the separate norm kernel,
 # vectors per thread of the separate norm kernel), from the shortest rows to the longest.
 HYPER_NORM_TILES = ((128, 32, 2), (128, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4))
+# Independent streams use the second tile for the shortest rows too, with the same bits, because ptxas spills registers
+# in the first one.
+INDEPENDENT_NORM_TILES = HYPER_NORM_TILES[1:]
 # The largest numbers of tokens of the kernel's three variants.
 EXPAND_MIX_TOKENS = (1, 2, 4)
 MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # two per cluster, and at most 65535 clusters in the grid's y dimension

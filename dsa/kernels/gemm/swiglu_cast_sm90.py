@@ -1,4 +1,5 @@
-"""SwiGLU and the cast of its result to FP8 e4m3 with one scale per token and 128 channels, in one pass.
+"""SwiGLU and the cast of its result to FP8 e4m3 with one scale per token and 128 channels, in one pass. The variant for
+attention's gate computes h = sigmoid(gate) * up instead.
 
 h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e-4) / 448;   q = e4m3(h * (1 / scale))
 With `limit`, gate and up are clamped first (swiglu_epilogue.py). With `use_ue8m0`, scale is rounded up to a power of
@@ -48,8 +49,10 @@ RESIDENT = 10  # CTAs per SM of the variant for grouped products, which has 48 r
 
 
 class SwigluCastSm90:
-    def __init__(self, use_ue8m0: bool, ragged: bool):
-        self.use_ue8m0, self.ragged = use_ue8m0, ragged
+    """silu: whether h = silu(gate) * up, else sigmoid(gate) * up."""
+
+    def __init__(self, use_ue8m0: bool, ragged: bool, silu: bool = True):
+        self.use_ue8m0, self.ragged, self.silu = use_ue8m0, ragged, silu
         self.width = SWIGLU_MULTIPLE if ragged else CHANNELS
 
     @cute.jit
@@ -95,7 +98,11 @@ class SwigluCastSm90:
         self.copy(ups, up[row, None], channel, write=False)
         h = cute.make_rmem_tensor((CHANNELS,), Float32)
         for i in cutlass.range_constexpr(CHANNELS):
-            h[i] = swiglu(gates[i].to(Float32), ups[i].to(Float32), limit)
+            g, u = gates[i].to(Float32), ups[i].to(Float32)
+            if const_expr(self.silu):
+                h[i] = swiglu(g, u, limit)
+            else:
+                h[i] = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-g)) * u
         round_to(h, gate.element_type)
         s = quantize(h, CHANNELS, self.use_ue8m0)
         out = converted(h, Float8E4M3FN)
@@ -182,6 +189,13 @@ def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool
 
 
 @cached
+def compile_gate_cast(dtype: str, use_ue8m0: bool, ragged: bool):
+    """-> f(gate, x, q, scale, None), like `compile_swiglu_cast` with h = sigmoid(gate) * x."""
+    operands = _operands(dtype, False, SWIGLU_MULTIPLE if ragged else GROUP)
+    return compile_sm90(SwigluCastSm90(use_ue8m0, ragged, silu=False), *operands, fake_stream())
+
+
+@cached
 def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
     """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas), which computes what `compile_swiglu_cast` does
     for the rows before ends[E - 1], or for all rows if ends[E - 1] is out of range. I is a multiple of 128, E > 0.
@@ -197,4 +211,8 @@ def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
 def shipped_variants() -> Variants:
     kinds = [(dtype, *options) for dtype in CAST_DTYPES for options in itertools.product((True, False), repeat=2)]
     plain = [(compile_swiglu_cast, (*kind, ragged)) for kind in kinds for ragged in (True, False)]
-    return plain + [(compile_swiglu_cast_of_matrices, kind) for kind in kinds]
+    gates = [
+        (compile_gate_cast, (dtype, use_ue8m0, ragged))
+        for dtype, use_ue8m0, ragged in itertools.product(CAST_DTYPES, (True, False), (True, False))
+    ]
+    return plain + gates + [(compile_swiglu_cast_of_matrices, kind) for kind in kinds]

@@ -1,5 +1,5 @@
-"""DeepSeek-V4's hyper-connections: from residual streams to a sublayer's input, and from the sublayer's output to new
-streams."""
+"""Hyper-connections: from residual streams to a sublayer's input, and from the sublayer's output to new streams. The
+streams of DeepSeek-V4 are mixed by a matrix; those of Hy4 are independent."""
 
 import math
 
@@ -25,7 +25,7 @@ from dsa.runtime.declare import (
     rows_at_16_bytes,
 )
 
-__all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
+__all__ = ["hyper_collapse", "hyper_collapse_independent", "hyper_expand", "hyper_head"]
 
 MOST_ITERATIONS = 1000  # more than Sinkhorn needs to converge
 STREAMS = {"n": at_least(1), "D": at_least(1)}
@@ -36,6 +36,16 @@ HYPER_COLLAPSE = Arguments(
     base=Tensor("(2+n)*n", F32, layout=ALIGNED),
     scale=Tensor("3", F32, layout=CONTIGUOUS),
     iterations=Int(most=MOST_ITERATIONS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+)
+HYPER_COLLAPSE_INDEPENDENT = Arguments(
+    limits=STREAMS,
+    streams=Tensor("T n D", FLOATS, layout=ROWS),
+    mix=Tensor("T 2*n", F32, layout=ALIGNED),
+    base=Tensor("2*n", F32, layout=ALIGNED),
+    scale=Tensor("2", F32, layout=CONTIGUOUS),
+    magnitude=Number(),
     eps=Number(least=0),
     hc_eps=Number(least=0),
 )
@@ -53,9 +63,10 @@ HYPER_EXPAND = Arguments(
     y=Tensor("T D", FLOATS, layout=ROWS),
     streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
     post=Tensor("T n", F32, layout=ALIGNED),
-    comb=Tensor("T n n", F32, layout=ALIGNED),
+    comb=Tensor("T n n", F32, optional=True, layout=ALIGNED),
 )
 LIMITS = {"n": (HYPER_STREAMS,), "D": multiple_of(CHANNEL_MULTIPLE), "T*D": at_most(MAX_HYPER_CHANNELS)}
+COLLAPSE_LIMITS = LIMITS | {"D*itemsize": at_most(16 * math.prod(HYPER_TILES[-1]))}
 
 
 def hyper_collapse(
@@ -98,13 +109,50 @@ def hyper_collapse(
     return _hyper_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
 
 
-def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
+def hyper_collapse_independent(
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    magnitude: float = 2.0,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x = sum_k pre_k X_k, and post, with which `hyper_expand` adds the sublayer's output to every stream.
+
+    v is the concatenation of a token's n streams, and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of n
+    numbers a, then n numbers b:
+      pre  = sigmoid(a) + hc_eps
+      post = magnitude sigmoid(b) + hc_eps
+
+    streams  X [T, n, D] fp32, bf16 or fp16
+    mix      [T, 2 n] fp32: a linear projection of v
+    base     [2 n] fp32
+    scale    [2] fp32: one for a and one for b
+    magnitude    a finite number, `hc_magnitude` of Hy4's configuration
+    eps, hc_eps  finite numbers, at least 0
+
+    Returns x [T, D] in streams' dtype and post [T, n] fp32, contiguous. Everything is computed in fp32, and x is
+    rounded once. NaN and infinities stay in their token. Differentiable: if a gradient is asked for, the formula runs
+    in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel with the limits of `hyper_collapse`. The kernel and the reference sum in different orders.
+    Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation, no
+    workspace.
+    Source: `HYV4HyperConnection` of transformers 5.
+    """
+    return _hyper_collapse_independent(streams, mix, base, scale, magnitude, eps, hc_eps)
+
+
+def hyper_expand(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once. Without comb: X'_k = post_k y + X_k.
 
     y        [T, D] in streams' dtype: the sublayer's output
     streams  X [T, n, D] fp32, bf16 or fp16
     post     [T, n] fp32
-    comb     [T, n, n] fp32
+    comb     [T, n, n] fp32; None for independent streams
 
     Returns X' [T, n, D] in streams' dtype, contiguous. Differentiable: if a gradient is asked for, the formula runs in
     PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
@@ -151,10 +199,13 @@ def _head_results(streams: torch.Tensor) -> torch.Tensor:
 
 
 def _collapse_results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, n, channels = streams.shape
-    x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
-    post, comb = (torch.empty(tokens, *s, dtype=torch.float32, device=streams.device) for s in ((n,), (n, n)))
-    return x, post, comb
+    tokens, n, _ = streams.shape
+    return *_independent_results(streams), torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
+
+
+def _independent_results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    post = torch.empty(streams.shape[:2], dtype=torch.float32, device=streams.device)
+    return _head_results(streams), post
 
 
 def _expand_results(streams: torch.Tensor) -> torch.Tensor:
@@ -165,7 +216,7 @@ def _expand_results(streams: torch.Tensor) -> torch.Tensor:
     arguments=HYPER_COLLAPSE,
     reference=reference.hyper_collapse,
     results=_collapse_results,
-    limits=LIMITS | {"D*itemsize": at_most(16 * math.prod(HYPER_TILES[-1]))},
+    limits=COLLAPSE_LIMITS,
     differentiable=True,
 )
 def _hyper_collapse(
@@ -183,8 +234,34 @@ def _hyper_collapse(
     if x.shape[0]:
         rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
         launch = compile_hyper_collapse(dtype_name(streams.dtype), *_tile(streams))
-        launch(rows, mix, base, scale, x, post, comb.flatten(1), iterations, float(eps), float(hc_eps))
+        launch(rows, mix, base, scale, x, post, comb.flatten(1), iterations, float(eps), float(hc_eps), None)
     return x, post, comb
+
+
+@op(
+    arguments=HYPER_COLLAPSE_INDEPENDENT,
+    reference=reference.hyper_collapse_independent,
+    results=_independent_results,
+    limits=COLLAPSE_LIMITS,
+    differentiable=True,
+)
+def _hyper_collapse_independent(
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    magnitude: float,
+    eps: float,
+    hc_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.elementwise.hyper_connections_sm90 import compile_hyper_collapse_independent
+
+    x, post = _independent_results(streams)
+    if x.shape[0]:
+        rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
+        launch = compile_hyper_collapse_independent(dtype_name(streams.dtype), *_tile(streams))
+        launch(rows, mix, base, scale, x, post, None, None, float(eps), float(hc_eps), float(magnitude))
+    return x, post
 
 
 @op(
@@ -194,13 +271,16 @@ def _hyper_collapse(
     limits=LIMITS,
     differentiable=True,
 )
-def _hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+def _hyper_expand(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor | None
+) -> torch.Tensor:
     from dsa.kernels.elementwise.hyper_connections_sm90 import compile_hyper_expand
 
     out = _expand_results(streams)
     if y.shape[0]:
-        y, rows, post, weights = (rows_at_16_bytes(t) for t in (y, streams, post, comb.flatten(1)))
-        compile_hyper_expand(dtype_name(streams.dtype))(y, rows, post, weights, out)
+        y, rows, post = (rows_at_16_bytes(t) for t in (y, streams, post))
+        weights = None if comb is None else rows_at_16_bytes(comb.flatten(1))
+        compile_hyper_expand(dtype_name(streams.dtype), comb is not None)(y, rows, post, weights, out)
     return out
 
 
@@ -208,7 +288,7 @@ def _hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
     arguments=HYPER_HEAD,
     reference=reference.hyper_head,
     results=_head_results,
-    limits=LIMITS | {"D*itemsize": at_most(16 * math.prod(HYPER_TILES[-1]))},
+    limits=COLLAPSE_LIMITS,
     differentiable=True,
 )
 def _hyper_head(
@@ -225,7 +305,7 @@ def _hyper_head(
     if x.shape[0]:
         rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
         launch = compile_hyper_head(dtype_name(streams.dtype), *_tile(streams))
-        launch(rows, mix, base, scale, x, None, None, 1, float(eps), float(hc_eps))
+        launch(rows, mix, base, scale, x, None, None, 1, float(eps), float(hc_eps), None)
     return x
 
 

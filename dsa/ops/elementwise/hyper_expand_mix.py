@@ -1,4 +1,4 @@
-"""DeepSeek-V4's hyper-connections between two sublayers: `hyper_expand` and the next sublayer's `hyper_mix` in one
+"""Hyper-connections between two sublayers: `hyper_expand` and the next sublayer's `hyper_mix` in one
 op."""
 
 import torch
@@ -16,20 +16,20 @@ HYPER_EXPAND_MIX = Arguments(
     y=Tensor("T D", BF16, layout=ROWS),
     streams=Tensor("T n D", BF16, layout=ROWS),
     post=Tensor("T n", F32, layout=ALIGNED),
-    comb=Tensor("T n n", F32, layout=ALIGNED),
+    comb=Tensor("T n n", F32, optional=True, layout=ALIGNED),
     parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
 )
 
 
 def hyper_expand_mix(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor | None, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """X' = `dsa.hyper_expand(y, streams, post, comb)`, the new streams, and mix = `dsa.hyper_mix(X', parts)`.
 
     y        [T, D] bf16: a sublayer's output
     streams  X [T, n, D] bf16
     post     [T, n] fp32
-    comb     [T, n, n] fp32
+    comb     [T, n, n] fp32; None for independent streams
     parts    [3, C, n D] bf16: the projection of the next sublayer, as in `dsa.hyper_mix`
 
     Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous, bit-identical to the results of the two functions.
@@ -59,7 +59,7 @@ def _hyper_expand_mix(
     y: torch.Tensor,
     streams: torch.Tensor,
     post: torch.Tensor,
-    comb: torch.Tensor,
+    comb: torch.Tensor | None,
     parts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from dsa.kernels.elementwise.hyper_expand_mix_sm90 import compile_hyper_expand_mix
@@ -70,7 +70,8 @@ def _hyper_expand_mix(
         return new, hyper_mix._hyper_mix.launch_on(y.device, new, parts)
     new, mix = _results(streams, parts)
     if tokens:
-        rows = [rows_at_16_bytes(t) for t in (y, streams, post, comb.flatten(1), parts)]
-        launch = compile_hyper_expand_mix(next(most for most in EXPAND_MIX_TOKENS if tokens <= most))
-        launch(*rows, new, mix)
+        y, streams, post, parts = (rows_at_16_bytes(t) for t in (y, streams, post, parts))
+        weights = None if comb is None else rows_at_16_bytes(comb.flatten(1))
+        most = next(most for most in EXPAND_MIX_TOKENS if tokens <= most)
+        compile_hyper_expand_mix(most, comb is not None)(y, streams, post, weights, parts, new, mix)
     return new, mix

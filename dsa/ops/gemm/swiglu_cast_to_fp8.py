@@ -1,4 +1,7 @@
-"""SwiGLU and the FP8 cast of the result, for the down projection."""
+"""SwiGLU, or a sigmoid gate, and the FP8 cast of the result, for the next product."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -20,7 +23,7 @@ from dsa.runtime.declare import (
     with_dims,
 )
 
-__all__ = ["swiglu_cast_to_fp8"]
+__all__ = ["gate_cast_to_fp8", "swiglu_cast_to_fp8"]
 
 
 SWIGLU_CAST_TO_FP8 = Arguments(
@@ -30,6 +33,12 @@ SWIGLU_CAST_TO_FP8 = Arguments(
     use_ue8m0=Flag(),
     limit=Number(optional=True),
 )
+GATE_CAST_TO_FP8 = Arguments(
+    gate=Tensor("... I", FLOATS, layout=ROWS, merged=(0, -1)),
+    x=Tensor("... I", FLOATS, like="gate", layout=ROWS, merged=(0, -1)),
+    use_ue8m0=Flag(),
+)
+LIMITS = {"I": multiple_of(SWIGLU_MULTIPLE)}
 
 
 def swiglu_cast_to_fp8(
@@ -55,6 +64,19 @@ def swiglu_cast_to_fp8(
     return _swiglu_cast_to_fp8(gate, up, use_ue8m0, limit)
 
 
+def gate_cast_to_fp8(gate: torch.Tensor, x: torch.Tensor, use_ue8m0: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """q = round_to_e4m3(h * (1 / scale)) with h = sigmoid(gate) * x: `per_token_cast_to_fp8(h, use_ue8m0)` in one pass.
+
+    gate, x    [..., I] bf16, fp16 or fp32, of the same dtype
+    use_ue8m0  as in `dsa.swiglu_cast_to_fp8`
+
+    Results, errors, limits and bits are those of `dsa.swiglu_cast_to_fp8` with this h and without a limit; the absolute
+    error of h is at most 1e-36 * |x|, and sigmoid(-inf) is 0.
+    Source: the gate of Hy4's attention, `HYV4Attention` of transformers 5.
+    """
+    return _gate_cast_to_fp8(gate, x, use_ue8m0)
+
+
 def _results(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.empty(gate.shape, dtype=torch.float8_e4m3fn, device=gate.device)
     blocks = -(-gate.shape[-1] // GROUP)
@@ -65,20 +87,34 @@ def _results(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     arguments=SWIGLU_CAST_TO_FP8,
     reference=reference.swiglu_cast_to_fp8,
     results=_results,
-    limits={"I": multiple_of(SWIGLU_MULTIPLE)},
+    limits=LIMITS,
 )
 def _swiglu_cast_to_fp8(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from dsa.kernels.gemm.swiglu_cast_sm90 import compile_swiglu_cast
 
+    kind = dtype_name(gate.dtype), use_ue8m0, limit is not None
+    return _launch(partial(compile_swiglu_cast, *kind), gate, up, None if limit is None else float(limit))
+
+
+@op(arguments=GATE_CAST_TO_FP8, reference=reference.gate_cast_to_fp8, results=_results, limits=LIMITS)
+def _gate_cast_to_fp8(gate: torch.Tensor, x: torch.Tensor, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.gemm.swiglu_cast_sm90 import compile_gate_cast
+
+    return _launch(partial(compile_gate_cast, dtype_name(gate.dtype), use_ue8m0), gate, x, None)
+
+
+def _launch(
+    compile_cast: Callable[[bool], Callable[..., None]], gate: torch.Tensor, up: torch.Tensor, limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """compile_cast: takes whether the last group of a row has fewer than 128 channels, and returns the kernel"""
     q, scale = _results(gate)
     if gate.numel():
         channels = gate.shape[-1]
         operands = rows_at_16_bytes(with_dims(gate, 2)), rows_at_16_bytes(with_dims(up, 2))
-        bound = None if limit is None else float(limit)
-        launch = compile_swiglu_cast(dtype_name(gate.dtype), use_ue8m0, limit is not None, channels % GROUP != 0)
-        launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)
+        results = q.view(-1, channels), scale.view(-1, scale.shape[-1])
+        compile_cast(channels % GROUP != 0)(*operands, *results, limit)
     return q, scale
 
 

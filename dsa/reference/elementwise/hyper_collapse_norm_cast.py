@@ -1,10 +1,10 @@
-"""The input of a sublayer with DeepSeek-V4's hyper-connections: the weighted sum of the residual streams, its RMS norm,
-and the FP8 cast."""
+"""The input of a sublayer with hyper-connections: the weighted sum of the residual streams, its RMS norm, and the FP8
+cast."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.reference.elementwise.hyper_connections import hyper_collapse
+from dsa.reference.elementwise.hyper_connections import hyper_collapse, hyper_collapse_independent
 from dsa.reference.elementwise.rms_norm_cast import rms_norm_cast_to_fp8
 
 
@@ -29,3 +29,26 @@ def hyper_collapse_norm_cast_to_fp8(
     """
     x, post, comb = hyper_collapse(streams, mix, base, scale, iterations=iterations, eps=eps, hc_eps=hc_eps)
     return (*rms_norm_cast_to_fp8(x, weight, norm_eps, use_ue8m0), post, comb)
+
+
+@without_autocast
+@torch.no_grad()
+def hyper_collapse_independent_norm_cast_to_fp8(
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    magnitude: float = 2.0,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+    use_ue8m0: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, post = hyper_collapse_independent(...), and then (y, q, q_scale) = rms_norm_cast_to_fp8(x, ...).
+
+    Returns (y, q, q_scale, post). Arguments as in `dsa.hyper_collapse_independent_norm_cast_to_fp8`.
+    """
+    x, post = hyper_collapse_independent(streams, mix, base, scale, magnitude=magnitude, eps=eps, hc_eps=hc_eps)
+    return *rms_norm_cast_to_fp8(x, weight, norm_eps, use_ue8m0), post

@@ -1,4 +1,5 @@
-"""DeepSeek-V4's manifold-constrained hyper-connections between n residual streams and a sublayer."""
+"""Hyper-connections between n residual streams and a sublayer: DeepSeek-V4's manifold-constrained ones, and Hy4's with
+independent streams."""
 
 import torch
 
@@ -47,12 +48,44 @@ def hyper_collapse(
 
 
 @without_autocast
-def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """X'_k = post_k y + sum_j comb[j, k] X_j: new streams, computed in fp32 and rounded once.
+def hyper_collapse_independent(
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    magnitude: float = 2.0,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x = sum_k pre_k X_k, and post, with which `hyper_expand` adds the sublayer's output to every stream.
+
+    v is the concatenation of a token's n streams X_k, and z = mix / sqrt(mean(v^2) + eps). z * scale + base consists of
+    n numbers a and n numbers b; `scale` has one number for a and one for b.
+      pre  = sigmoid(a) + hc_eps
+      post = magnitude sigmoid(b) + hc_eps
+
+    Returns (x, post). Everything is computed in fp32, and x is rounded once. Gradients flow to every tensor. Arguments
+    as in `dsa.hyper_collapse_independent`.
+    Source: `HYV4HyperConnection` of transformers 5.
+    """
+    v = streams.flatten(1).float().contiguous()
+    z = mix * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    pre, post = torch.sigmoid(z * scale.repeat_interleave(streams.shape[1]) + base).chunk(2, -1)
+    x = torch.einsum("tk,tkd->td", pre + hc_eps, streams.float()).to(streams.dtype)
+    return x.contiguous(), (magnitude * post + hc_eps).contiguous()
+
+
+@without_autocast
+def hyper_expand(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X'_k = post_k y + sum_j comb[j, k] X_j, or post_k y + X_k without comb: new streams, computed in fp32 and rounded
+    once.
 
     Gradients flow to every tensor. Arguments as in `dsa.hyper_expand`.
     """
-    mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
+    mixed = streams.float() if comb is None else torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's hyper-connections between two sublayers: the new residual streams and their projection."""
+"""Hyper-connections between two sublayers: the new residual streams and their projection."""
 
 import torch
 
@@ -9,7 +9,7 @@ from dsa.reference.elementwise.hyper_mix import hyper_mix
 
 @without_autocast
 def hyper_expand_mix(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor | None, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (X', mix), where X' = hyper_expand(y, streams, post, comb) and mix = hyper_mix(X', parts).
 

@@ -1,4 +1,4 @@
-"""SwiGLU and the FP8 cast of the result, for the down projection."""
+"""SwiGLU, or a sigmoid gate, and the FP8 cast of the result, for the next product."""
 
 import torch
 
@@ -19,11 +19,24 @@ def swiglu_cast_to_fp8(
     fewer than 128. Arguments as in `dsa.swiglu_cast_to_fp8`.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
-    channels = gate.shape[-1]
     g, u = gate.float(), up.float()
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    h = (torch.nn.functional.silu(g) * u).to(gate.dtype)
+    return _cast((torch.nn.functional.silu(g) * u).to(gate.dtype), use_ue8m0)
+
+
+@torch.no_grad()
+@without_autocast
+def gate_cast_to_fp8(gate: torch.Tensor, x: torch.Tensor, use_ue8m0: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """`per_token_cast_to_fp8(h, use_ue8m0)` with h = sigmoid(gate) * x, computed in fp32 and rounded to gate's dtype.
+
+    The last block of channels may have fewer than 128. Arguments as in `dsa.gate_cast_to_fp8`.
+    """
+    return _cast((torch.sigmoid(gate.float()) * x.float()).to(gate.dtype), use_ue8m0)
+
+
+def _cast(h: torch.Tensor, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    channels = h.shape[-1]
     # Padding with zeros does not change a block's scale.
     q, scale = per_token_cast_to_fp8(torch.nn.functional.pad(h, (0, -channels % BLOCK)), use_ue8m0)
     return q[..., :channels].contiguous(), scale

@@ -1,4 +1,4 @@
-"""hyper_collapse, hyper_expand and hyper_head on the GPU: every size and option, strides, non-finite numbers, and the
+"""The collapses, hyper_expand and hyper_head on the GPU: every size and option, strides, non-finite numbers, and the
 projection of the layer HyperConnection."""
 
 import pytest
@@ -22,7 +22,7 @@ from tests.gpu.case_checks import (
 )
 from tests.gpu.op_checks import assert_same_bits
 
-CASES = COLLAPSE, EXPAND, HEAD = cases_of("hyper_connections")
+CASES = COLLAPSE, INDEPENDENT, EXPAND, HEAD = cases_of("hyper_connections")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -33,8 +33,10 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_size_is_right(sizes, record_error):
     for case in CASES:
         verify(case, sizes, record_error)
-    x, (into, *_) = (case.run(case.arguments("cuda", **sizes)) for case in (HEAD, COLLAPSE))
-    assert_same_bits(x, [into])
+    verify(EXPAND, sizes | {"mixed": False}, record_error)
+    x, *others = (case.run(case.arguments("cuda", **sizes)) for case in (HEAD, COLLAPSE, INDEPENDENT))
+    for into, *_ in others:
+        assert_same_bits(x, [into])
 
 
 @by_sizes(
@@ -45,6 +47,16 @@ def test_every_size_is_right(sizes, record_error):
 )
 def test_every_option_is_right(sizes, record_error):
     verify(COLLAPSE, sizes, record_error)
+
+
+@by_sizes(
+    [
+        {"tokens": 50, "channels": 512, "dtype": torch.float32, **options}
+        for options in [{"magnitude": 0.0}, {"magnitude": -3.0, "eps": 0.5}, {"magnitude": 100.0, "hc_eps": 0.0}]
+    ]
+)
+def test_every_option_of_independent_streams_is_right(sizes, record_error):
+    verify(INDEPENDENT, sizes, record_error)
 
 
 @pytest.mark.parametrize("size", [0.0, 30.0, 1e4, 1e30])
@@ -76,8 +88,8 @@ def test_zeros_are_right(case):
 @pytest.mark.parametrize(
     ("case", "place"),
     [
-        *((case, ("streams", 6, 0, 3)) for case in (COLLAPSE, EXPAND)),
-        *((COLLAPSE, ("mix", 6, 3)), (EXPAND, ("comb", 6, 0, 3))),
+        *((case, ("streams", 6, 0, 3)) for case in (COLLAPSE, INDEPENDENT, EXPAND)),
+        *((COLLAPSE, ("mix", 6, 3)), (INDEPENDENT, ("mix", 6, 3)), (EXPAND, ("comb", 6, 0, 3))),
     ],
 )
 @pytest.mark.parametrize("tokens", [10, 4099])

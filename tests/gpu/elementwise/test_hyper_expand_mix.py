@@ -12,8 +12,8 @@ from tests.gpu.op_checks import assert_equal, replays
 (CASE,) = cases_of("hyper_expand_mix")
 
 
-def inputs(tokens, channels=4096, seed=0):
-    return [*CASE.arguments("cuda", seed, tokens=tokens, channels=channels).values()]
+def inputs(tokens, channels=4096, seed=0, mixed=True):
+    return [*CASE.arguments("cuda", seed, tokens=tokens, channels=channels, mixed=mixed).values()]
 
 
 def two_ops(y, streams, post, comb, parts):
@@ -31,7 +31,8 @@ def two_ops(y, streams, post, comb, parts):
 def test_every_size_is_right(sizes, record_error):
     """The fused kernel runs for up to 4 tokens. With an odd number of outputs, the last cluster computes one output
     instead of two."""
-    verify(CASE, sizes, record_error)
+    for mixed in (True, False):
+        verify(CASE, sizes | {"mixed": mixed}, record_error)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])
@@ -45,14 +46,16 @@ def test_layouts_change_no_bit(channels, tokens):
 def test_what_is_not_finite_is_where_the_two_ops_have_it(of, value):
     given = CASE.arguments("cuda", tokens=8, channels=256)
     given[of][6].view(-1)[3] = value
-    assert_equal(dsa.hyper_expand_mix(**given), two_ops(**given))
+    for own in (given, given | {"comb": None}):
+        assert_equal(dsa.hyper_expand_mix(**own), two_ops(**own))
 
 
-@pytest.mark.parametrize("tokens, channels, busy", [(1, 4096, False), (8, 4096, False), (8, 7168, True)])
-def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("tokens, channels, busy", [(1, 4096, False), (4, 4096, False), (4, 7168, True)])
+def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy, mixed):
     """A kernel can begin before the previous kernel ends, and CTAs of a cluster send data to each other. If `busy`,
     matrix products on a second stream occupy SMs, so that some clusters start late."""
-    given, a = inputs(tokens, channels), torch.randn(4096, 4096, device="cuda").bfloat16()
+    given, a = inputs(tokens, channels, mixed=mixed), torch.randn(4096, 4096, device="cuda").bfloat16()
     expected = two_ops(*given)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -64,13 +67,14 @@ def test_a_thousand_runs_have_the_same_bits(tokens, channels, busy):
         assert_equal(got, expected)
 
 
+@pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens):
+def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens, mixed):
     seeds = iter(range(1, 6))
 
     def renew():
-        y, streams, post, comb, parts = inputs(tokens, seed=next(seeds))
-        return y, streams, post, comb * 0.25, parts
+        y, streams, post, comb, parts = inputs(tokens, seed=next(seeds), mixed=mixed)
+        return y, streams, post, comb * 0.25 if mixed else None, parts
 
     def run(y, new, *rest, op=dsa.hyper_expand_mix):
         mixes = []
@@ -79,6 +83,6 @@ def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens):
             mixes.append(mix)
         return new, *mixes
 
-    given = inputs(tokens)
+    given = inputs(tokens, mixed=mixed)
     for found in replays(run, given, renew, times=5):
         assert_equal(found, run(*given, op=two_ops))

@@ -1,5 +1,5 @@
-"""swiglu_cast_to_fp8 on the GPU. A relative error of up to 2^-20 is allowed in h = silu(gate) * up. The rounding of h
-to the dtype of gate and the FP8 cast must be exact."""
+"""swiglu_cast_to_fp8 and gate_cast_to_fp8 on the GPU. A relative error of up to 2^-20 is allowed in h, for example in
+silu(gate) * up. The rounding of h to the dtype of gate and the FP8 cast must be exact."""
 
 from itertools import product
 
@@ -13,8 +13,9 @@ from dsa.runtime.checks import dtype_name
 from tests.gpu.attention import INF, NAN, checked
 from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid, verify
 
-(CASE,) = cases_of("swiglu_cast_to_fp8")
+CASE, GATE = cases_of("swiglu_cast_to_fp8")
 OPTIONS = {"limit": (None, 7.0), "use_ue8m0": (True, False)}
+GATES = {"dtype": (torch.bfloat16, torch.float16, torch.float32), "use_ue8m0": (True, False), "halves": (False,)}
 KINDS = {"dtype": (torch.bfloat16, torch.float16, torch.float32), **OPTIONS}
 
 
@@ -47,6 +48,24 @@ def test_special_values_are_right(sizes, channels):
     gate[4, 5], up[5, 200], gate[6, 7], gate[7, 130], up[8, 500], up[9, 1] = NAN, NAN, INF, -INF, INF, -INF
     gate[10], up[10], gate[11], up[11] = -200.0, 3.0, torch.finfo(torch.bfloat16).tiny / 4, 1.0
     checked(CASE, given)
+
+
+@by_sizes(
+    grid(shape=[*product((1, 7, 1024), (128, 200, 2048)), (33, 8), (33, 1000), (32768, 2048), (6, 4, 384)], **GATES)
+)
+def test_every_gated_shape_is_right(sizes, record_error):
+    verify(GATE, sizes, record_error)
+
+
+def test_every_sigmoid_is_right():
+    gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16).view(-1, 128)
+    for x, factor, use_ue8m0 in ((gate, 1.0, False), (gate.float(), -0.3, True)):
+        checked(GATE, {"gate": x, "x": torch.full_like(x, factor), "use_ue8m0": use_ue8m0})
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (20, 200), (6, 4, 384)])
+def test_layouts_change_no_bit_of_a_gate(shape):
+    check_layouts(GATE, ("gate", "x"), shape=shape)
 
 
 @by_sizes(grid(shape=((64, 512), (20, 200), (6, 4, 384), (9, 128)), limit=(None, 1.0)))

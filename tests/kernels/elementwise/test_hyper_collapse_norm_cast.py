@@ -10,17 +10,21 @@ from dsa.kernels.elementwise import limits, rms_norm_sm90
 from tests.kernels.variants import assert_counts, shipped
 
 
-@shipped(kernels.compile_hyper_collapse_norm_cast)
-def test_no_load_of_the_streams_waits_for_another(sass, in_order, arguments):
+@shipped(kernels.compile_hyper_collapse_norm_cast, kernels.compile_hyper_collapse_independent_norm_cast)
+def test_no_load_of_the_streams_waits_for_another(sass, in_order, compile_function, arguments):
     _, lanes, vectors, use_ue8m0 = arguments
-    # LDG: mix and base (24 numbers each, four per load), 3 scales, and the vectors of four streams. The fp32 norm
-    # weights need two loads per vector.
-    assert_counts(sass, LDG=2 * 6 + 3 + 4 * vectors + 2 * vectors, BAR=2 + (lanes > 32))
+    mixed = compile_function is kernels.compile_hyper_collapse_norm_cast
+    # LDG: mix and base (24 or 8 numbers each, four per load), the scales, and the vectors of four streams. The fp32
+    # norm weights need two loads per vector.
+    numbers = 2 * 6 + 3 if mixed else 2 * 2 + 2
+    assert_counts(sass, LDG=numbers + 4 * vectors + 2 * vectors, BAR=2 + (lanes > 32))
     # STG: per vector the norm, its e4m3 values and a scale; one for post and four for comb.
-    assert_counts(sass, STG=3 * vectors + 5)
+    assert_counts(sass, STG=3 * vectors + (5 if mixed else 1))
     assert bool(sass.instructions["CALL"]) == (not use_ue8m0)  # the call is the division by the scale
-    # Two CTAs per SM for the longest rows, else four. Registers are allocated in multiples of 8.
-    assert (sass.registers + 7) // 8 * 8 * (lanes + 32) <= 65536 // (2 if lanes == 256 else 4)
+    # Two CTAs per SM for the longest rows, else four, or three with independent streams: their loads in flight suffice
+    # for the bandwidth, too. Registers are allocated in multiples of 8.
+    ctas = 2 if lanes == 256 else 4 if mixed else 3
+    assert (sass.registers + 7) // 8 * 8 * (lanes + 32) <= 65536 // ctas
     # The loads of the streams are one run: no multiply-add comes between them. The warp for post and comb has shorter
     # runs.
     (instructions,) = in_order

@@ -4,7 +4,7 @@ from dsa.kernels.gemm import swiglu_cast_sm90 as kernels
 from tests.kernels.variants import assert_counts, shipped
 
 
-@shipped(kernels.compile_swiglu_cast, kernels.compile_swiglu_cast_of_matrices)
+@shipped(kernels.compile_swiglu_cast, kernels.compile_gate_cast, kernels.compile_swiglu_cast_of_matrices)
 def test_sass(sass, compile_function, arguments):
     dtype, use_ue8m0, *_ = arguments
     # of_matrices: one load for the last element of `ends`. ragged: rows whose last group has fewer than 128 channels

@@ -9,7 +9,7 @@ from torch import nn
 from dsa_layers import DSAAttention, LightningIndexer, RotaryEmbedding, SequenceBatch, rope_frequencies
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import CompressedIndexer, Compressor
-from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection
+from dsa_layers.layers.hyper_connections import HyperConnection, HyperHead, IndependentHyperConnection, StreamMixing
 from dsa_layers.layers.kimi_delta_attention import KimiDeltaAttention
 from dsa_layers.layers.linear import LanguageModelHead
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
@@ -17,7 +17,6 @@ from dsa_layers.layers.pooled_indexer import PooledIndexer
 from dsa_layers.layers.window_attention import WindowAttention
 from dsa_layers.models.deepseek_v4 import HyperDecoderBlock
 from dsa_layers.models.deepseek_v32 import DecoderBlock
-from dsa_layers.models.glm5_next import Glm5NextDecoderBlock
 from dsa_layers.models.hy_v4 import HYV4DecoderBlock
 
 HIDDEN, RANK, STREAMS, RATIO = 256, 128, 4, 4
@@ -73,10 +72,6 @@ def delta_attention() -> KimiDeltaAttention:
     return layer
 
 
-def delta_block() -> Glm5NextDecoderBlock:
-    return Glm5NextDecoderBlock(HIDDEN, delta_attention(), moe(), hyper(), hyper())
-
-
 def pooled_indexer() -> PooledIndexer:
     layer = PooledIndexer(HIDDEN, RANK, n_heads=4, top_k=8, quantize=False)
     nn.init.normal_(layer.index_kpool_compress_ape)
@@ -104,7 +99,7 @@ def indexed_attention(heads=4) -> CompressedAttention:
     return compressed_attention(compressor(512), compressed_indexer(heads))
 
 
-def hyper(kind=HyperConnection) -> HyperConnection | HyperHead:
+def hyper(kind=HyperConnection) -> StreamMixing:
     made = kind(HIDDEN, STREAMS)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -127,7 +122,7 @@ def streams(dtype=torch.float32) -> torch.Tensor:
     return torch.randn(TOKENS, STREAMS, HIDDEN).to(dtype)
 
 
-def expand_collapsed(connection: HyperConnection, x: torch.Tensor) -> torch.Tensor:
+def expand_collapsed(connection: HyperConnection | IndependentHyperConnection, x: torch.Tensor) -> torch.Tensor:
     y, *weights = connection.collapse(x)
     return connection.expand(y, x, *weights)
 
@@ -152,11 +147,11 @@ CASES = {
     Compressor: Case(compressor, lambda layer, x: layer.compress(x, *ENTRY_ROPE, BATCH)),
     DSAAttention: Case(lambda: attention(indexer()), lambda layer, x: layer(x, *ROPE, BATCH)[0]),
     DecoderBlock: Case(decoder_block, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
-    Glm5NextDecoderBlock: Case(delta_block, lambda layer, x: layer(x, *ROPE, BATCH)[0], streams),
     HYV4DecoderBlock: Case(hy_block, lambda layer, x: layer(x, *ROPE, BATCH)[0], streams),
     HyperConnection: Case(hyper, expand_collapsed, streams),
     HyperDecoderBlock: Case(hyper_block, run_hyper_block, streams),
     HyperHead: Case(lambda: hyper(HyperHead), inputs=streams),
+    IndependentHyperConnection: Case(lambda: hyper(IndependentHyperConnection), expand_collapsed, streams),
     KimiDeltaAttention: Case(delta_attention, lambda layer, x: layer(x, *ROPE, BATCH)[0]),
     LanguageModelHead: Case(lambda: LanguageModelHead(HIDDEN, 50)),
     LightningIndexer: Case(indexer, lambda layer, x: layer.select(x, x[:, :RANK], ROPE, BATCH)),

@@ -3,9 +3,9 @@
 import pytest
 
 from dsa.cases import cases_of
-from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_TILES
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_TILES, INDEPENDENT_NORM_TILES
 
-(CASE,) = cases_of("hyper_collapse_norm_cast")
+MIXED, INDEPENDENT = cases_of("hyper_collapse_norm_cast")
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,8 @@ from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_TILES
     ],
 )
 def test_channels_choose_the_kernel(launches, channels, tile):
-    CASE.run(CASE.arguments(channels=channels))
-    ((found, _),) = launches
+    for case in (MIXED, INDEPENDENT):
+        case.run(case.arguments(channels=channels))
+    (found, _), (independent, _) = launches
     assert found == (*tile, True) and tile in HYPER_NORM_TILES and tile[0] in {t for t, _ in HYPER_TILES}
+    assert independent == (*max(tile, INDEPENDENT_NORM_TILES[0]), True)

@@ -1,4 +1,4 @@
-"""`hyper_collapse`: the bytes of one stream of a token determine the kernel's tile (threads, 16-byte vectors per thread
+"""The collapses: the bytes of one stream of a token determine the kernel's tile (threads, 16-byte vectors per thread
 and stream)."""
 
 import pytest
@@ -6,9 +6,10 @@ import torch
 
 from dsa.cases import cases_of
 
-COLLAPSE, *_ = cases_of("hyper_connections")
+COLLAPSES = cases_of("hyper_connections")[:2]
 
 
+@pytest.mark.parametrize("case", COLLAPSES, ids=lambda case: case.name)
 @pytest.mark.parametrize(
     ("channels", "dtype", "tile"),
     [
@@ -23,7 +24,7 @@ COLLAPSE, *_ = cases_of("hyper_connections")
         (8192, torch.float32, (512, 4)),
     ],
 )
-def test_channels_choose_the_kernel_of_collapse(launches, channels, dtype, tile):
-    COLLAPSE.run(COLLAPSE.arguments(channels=channels, dtype=dtype))
+def test_channels_choose_the_kernel_of_collapse(launches, channels, dtype, tile, case):
+    case.run(case.arguments(channels=channels, dtype=dtype))
     ((found, _),) = launches
     assert found == (str(dtype).removeprefix("torch."), *tile) and tile[0] * tile[1] * 16 >= channels * dtype.itemsize

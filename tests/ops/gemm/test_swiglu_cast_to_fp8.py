@@ -30,6 +30,18 @@ def test_what_the_kernel_gets(dtype, channels, limit, launches):
     assert scale_rows.shape == (6, 2) and scale_rows.data_ptr() == scale.data_ptr()
 
 
+@pytest.mark.parametrize("channels", [200, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_kernel_of_a_gate_gets(dtype, channels, launches):
+    """Attention's gate can be a part of a wider projection."""
+    gate, x = torch.randn(2, 3, 2 * channels).to(dtype)[..., channels:], torch.randn(2, 3, channels).to(dtype)
+    q, _ = dsa.gate_cast_to_fp8(gate, x, False)
+    [(variant, (gates, values, q_rows, _, limit))] = launches
+    assert variant == (dtype_name(dtype), False, channels == 200) and limit is None
+    assert gates.stride() == (2 * channels, 1) and gates.data_ptr() == gate.data_ptr()
+    assert values.data_ptr() == x.data_ptr() and q_rows.data_ptr() == q.data_ptr()
+
+
 def test_a_single_vector(launches):
     q, scale = dsa.swiglu_cast_to_fp8(torch.zeros(128), torch.zeros(128))
     assert q.shape == (128,) and scale.shape == (1,) and launches[0][1][0].shape == (1, 128)

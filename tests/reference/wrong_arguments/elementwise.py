@@ -59,7 +59,14 @@ WRONG = {
         ({"y": zeros(2, 16, dtype=BF16)}, "streams: shape must be [2, n, 16], got [3, 4, 16] (sizes as of y)"),
         ({"post": zeros(3, 3)}, "post: shape must be [3, 4]"),
         ({"comb": zeros(3, 4, 3)}, "comb: shape must be [3, 4, 4]"),
-        ({"comb": None}, "comb: must be a torch.Tensor, got NoneType"),
+        ({"comb": 1.0}, "comb: must be a torch.Tensor, got float"),
+    ],
+    "hyper_collapse_independent": [
+        ({"mix": zeros(3, 24)}, "mix: shape must be [3, 8], got [3, 24]"),
+        ({"base": zeros(24)}, "base: shape must be [8]"),
+        ({"scale": zeros(3)}, "scale: shape must be [2]"),
+        ({"magnitude": float("inf")}, "magnitude: must be finite, got inf"),
+        ({"hc_eps": -1.0}, "hc_eps: must be at least 0, got -1.0"),
     ],
     "hyper_head": [
         ({"mix": zeros(3, 24)}, "mix: shape must be [3, 4], got [3, 24]"),
@@ -94,5 +101,11 @@ WRONG = {
         (other_streams(4, 192), "streams: D must be a multiple of 128, at least 128, got 192"),
         (other_streams(4, 0), "streams: D must be a multiple of 128, at least 128, got 0"),
         (other_streams(0, 256), "streams: n must be at least 1, got 0"),
+    ],
+    "hyper_collapse_independent_norm_cast_to_fp8": [
+        ({"mix": zeros(3, 24)}, "mix: shape must be [3, 8], got [3, 24]"),
+        ({"streams": zeros(3, 4, 256)}, "streams: dtype must be bfloat16, got float32"),
+        ({"weight": zeros(128)}, "weight: shape must be [256], got [128]"),
+        ({"magnitude": "2"}, "magnitude: must be a number, got '2'"),
     ],
 }
