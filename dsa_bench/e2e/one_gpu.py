@@ -1,7 +1,7 @@
 """Whole models that fit on one GPU, with random FP8 weights: a checkpoint on disk is loaded and generated from.
 
-There is a row for loading, and one per prompt length and number of decoding sequences. Each workload runs twice and the
-second run counts, because in the first the engine captures its decoding passes.
+There is a row for loading, and one per prompt length and number of decoding sequences. A prompt runs twice and the
+second run counts. Decoding steps count after the prompts of all sequences and WARM_UP steps.
 """
 
 import shutil
@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 
-from dsa_bench.e2e.command import Row, Tell, of_models
-from dsa_bench.e2e.stacks import FP8, fill
+from dsa.runtime.variants import Variant
+from dsa_bench.e2e.command import Row, Tell, asked_of, in_order, of_models
+from dsa_bench.e2e.stacks import FP8, fill, model_of
 from dsa_bench.harness.calls import free
 from dsa_layers.config.fields import Fields
-from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.engine import Engine
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.io.loading import load_model
 from dsa_layers.io.published import published_manifest, scales_of
 from dsa_layers.io.save import write_shards
 from dsa_layers.io.tensors import TORCH_DTYPES
 from dsa_layers.models.family import config_of, published_config
+from dsa_layers.models.protocols import CheckpointModel
 
 _HY4_LAYERS = 34
 # {name: (the pinned configuration's file, the fields that differ)}. Hy4's sizes are the class defaults of transformers
@@ -51,8 +53,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PROMPTS = (4096, 16384, 65536, 131072)
-SEQUENCES, CONTEXT, STEPS = (1, 8, 32, 64), 4096, 64
+SEQUENCES, CONTEXT = (1, 8, 32, 64), 4096
+CHUNK = 8192  # the most prompt tokens of a pass
+WARM_UP, STEPS = 4, 64
 OPTIONS = of_models(MODELS)
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    file, changes = MODELS[name]
+    return published_config(file) | changes | {"quantization_config": FP8}
+
+
+def asked(models: Sequence[str]) -> list[Variant]:
+    """Return the kernels that the rows need."""
+    prompts = [[(min(n - at, CHUNK), at)] for n in PROMPTS for at in range(0, n, CHUNK)] + [[(CONTEXT, 0)] * 2]
+    steps = [(count, CONTEXT + 1) for count in SEQUENCES]
+    return in_order(asked_of(model_of(fields_of(name)), prompts, steps) for name in models)
 
 
 def write_random(fields: dict[str, Any], directory: Path, device: str) -> int:
@@ -78,11 +94,10 @@ def write_random(fields: dict[str, Any], directory: Path, device: str) -> int:
 
 def rows(models: Sequence[str], tell: Tell, device: str = "cuda", folder: str | None = None) -> Iterator[Row]:
     for name in models:
-        file, changes = MODELS[name]
         directory = Path(tempfile.mkdtemp(dir=folder))
         try:
             begin = time.perf_counter()
-            stored = write_random(published_config(file) | changes | {"quantization_config": FP8}, directory, device)
+            stored = write_random(fields_of(name), directory, device)
             written = time.perf_counter() - begin
             tell(f"{name}: {stored / 1e9:.1f} GB written in {written:.1f} s")
             yield from rows_of(name, directory, stored, tell, device)
@@ -97,40 +112,65 @@ def rows_of(name: str, directory: Path, stored: int, tell: Tell, device: str) ->
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
-    model.config = replace(model.config, eos_token_ids=())  # every sequence gets all its tokens
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
     yield {"shape": f"{name}: load", "seconds": seconds, "GB": stored / 1e9, "memory_gb": held / 1e9}
     tell(f"{name}: loaded in {seconds:.1f} s")
-    for length in PROMPTS:
-        row = _timed(model, [length], 1, device)
-        yield {"shape": f"{name}: prefill 1 x {length}", **row, "tokens_s": length / row["seconds"]}
-    for count in SEQUENCES:
-        whole, first = (_timed(model, [CONTEXT] * count, new, device) for new in (STEPS + 1, 1))
-        ms = (whole["seconds"] - first["seconds"]) / STEPS * 1e3
-        yield {
-            "shape": f"{name}: decode {count} x {CONTEXT}",
-            "ms": ms,
-            "tokens_s": count / ms * 1e3,
-            "memory_gb": whole["memory_gb"],
-        }
+    yield from workloads(name, model, device)
     tell(f"{name}: done")
 
 
-def _timed(model: Any, lengths: Sequence[int], new: int, device: str) -> Row:
-    """Return the seconds of a generation of `new` tokens per prompt, in its second run, and the most memory in use."""
-    vocabulary = model.config.vocab_size
-    prompts = [[(7 * i + at) % vocabulary for at in range(n)] for i, n in enumerate(lengths)]
-    pages = sum(-(-(n + new) // model.page_size) for n in lengths)
-    generator = Generator(model, cache_tokens=pages * model.page_size, max_sequences=len(lengths))
+def workloads(name: str, model: CheckpointModel, device: str) -> Iterator[Row]:
+    model.config = replace(model.config, eos_token_ids=())  # every sequence gets all its tokens
+    for length in PROMPTS:
+        seconds, memory = _prompt(model, length, device)
+        row = {"seconds": seconds, "tokens_s": length / seconds, "memory_gb": memory}
+        yield {"shape": f"{name}: prefill 1 x {length}", **row}
+    for count in SEQUENCES:
+        seconds, memory = _steps(model, count, device)
+        row = {"ms": 1e3 * seconds, "tokens_s": count / seconds, "memory_gb": memory}
+        yield {"shape": f"{name}: decode {count} x {CONTEXT}", **row}
+
+
+def _prompt(model: CheckpointModel, length: int, device: str) -> tuple[float, float]:
+    """Return the seconds until the first token of a prompt, in the second of two runs, and the most GB in use."""
+    engine = _engine(model, 1, length + 1, device)
     seconds = 0.0
+    for run in range(2):
+        engine.add_request(_tokens(model, run, length), SamplingParams(max_tokens=1))
+        begin = time.perf_counter()
+        while engine.unfinished:
+            engine.step()
+        seconds = time.perf_counter() - begin
+    return seconds, _peak(device)
+
+
+def _steps(model: CheckpointModel, count: int, device: str) -> tuple[float, float]:
+    """Return the seconds of a decoding step of `count` sequences, the mean of STEPS steps, and the most GB in use."""
+    tokens = -(-count * CONTEXT // CHUNK) + WARM_UP + STEPS + 1  # the first sequence also decodes between prefills
+    engine = _engine(model, count, CONTEXT + tokens, device)
+    prompts = [_tokens(model, i, CONTEXT) for i in range(count)]
+    waiting = {engine.add_request(prompt, SamplingParams(max_tokens=tokens)) for prompt in prompts}
+    while waiting:
+        waiting -= {event.sequence for event in engine.step()}
+    for _ in range(WARM_UP):
+        engine.step()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        assert len(engine.step()) == count
+    return (time.perf_counter() - begin) / STEPS, _peak(device)
+
+
+def _engine(model: CheckpointModel, sequences: int, tokens: int, device: str) -> Engine:
+    """Return an engine with room for sequences of `tokens` tokens, and begin to measure memory."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        begin = time.perf_counter()
-        done = generator.generate(prompts, SamplingParams(max_tokens=new))
-        seconds = time.perf_counter() - begin
-        assert all(len(each.tokens) == new for each in done)
-    return {
-        "seconds": seconds,
-        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
-    }
+    cached = sequences * -(-tokens // model.page_size) * model.page_size
+    return Engine(model, cache_tokens=cached, max_sequences=sequences, prefill_chunk=CHUNK)
+
+
+def _tokens(model: CheckpointModel, number: int, count: int) -> list[int]:
+    return [(7 * number + at) % model.config.vocab_size for at in range(count)]
+
+
+def _peak(device: str) -> float:
+    return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0

@@ -18,7 +18,7 @@ def test_rows_of_small_models(name, monkeypatch, tmp_path):
     small = {key: value for key, value in (fields | SMALL[name]).items() if key != "first_k_dense_replace"}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
     monkeypatch.setitem(one_gpu.MODELS, name, (file, small | ids))
-    for attribute, value in (("PROMPTS", (20,)), ("SEQUENCES", (2,)), ("CONTEXT", 8), ("STEPS", 3)):
+    for attribute, value in (("PROMPTS", (20,)), ("SEQUENCES", (2,)), ("CONTEXT", 8), ("STEPS", 3), ("CHUNK", 16)):
         monkeypatch.setattr(one_gpu, attribute, value)
     load, prefill, decode = one_gpu.rows([name], lambda line: None, "cpu", str(tmp_path))
     assert load["GB"] > 0.001 and load["seconds"] > 0
