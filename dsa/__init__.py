@@ -12,12 +12,7 @@ from dsa.ops.elementwise.hyper_collapse_norm_cast import (
     hyper_collapse_independent_norm_cast_to_fp8,
     hyper_collapse_norm_cast_to_fp8,
 )
-from dsa.ops.elementwise.hyper_connections import (
-    hyper_collapse,
-    hyper_collapse_independent,
-    hyper_expand,
-    hyper_head,
-)
+from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_collapse_independent, hyper_expand, hyper_head
 from dsa.ops.elementwise.hyper_expand_mix import hyper_expand_mix
 from dsa.ops.elementwise.hyper_mix import hyper_mix
 from dsa.ops.elementwise.rms_norm import rms_norm

@@ -31,8 +31,8 @@ MOST_ROWS = 32768  # limit of a prefill pass's new tokens
 MOST_SEQUENCES = 1024  # limit of a decoding pass
 MOST_KEYS = 2**24  # limit of a decoding pass: number of sequences * tokens of the longest sequence
 # Limit of a prefill pass's index scores: new tokens * earlier tokens. A pass with more scores would only have more
-# chunks (`KeySelection.select_packed`). Passes of up to FUSED_TOKENS new tokens are not limited, so that they request
-# the kernels of `dsa.indexer_select` too.
+# chunks (`KeySelection.select_packed`). Passes of up to FUSED_TOKENS new tokens are exempt, so that they also request
+# the kernels of `dsa.indexer_select`.
 MOST_SCORES = 2**29
 META = torch.device("meta")
 
@@ -40,7 +40,7 @@ META = torch.device("meta")
 def model_variants(config: ModelConfig, precision: Precision, *, drafts: int = 0, gpus: int = 1) -> list[Variant]:
     """Return the kernel variants for sm_90 that a generator's passes over the model request, sorted.
 
-    The result also has the shipped variants that differ from a requested one only in the tile.
+    The result also contains the shipped variants that differ from a requested variant only in the tile.
     drafts: the number of draft tokens; if it is above 0, the drafter's variants are included
     gpus: the number of GPUs that share the model. The result is the variants of one rank, with the kernels of
     `dsa.parallel.one_shot_sum` for 2 to 8 GPUs
@@ -68,9 +68,9 @@ class SilentRanks(Ranks):
 def without_memory(
     config: ModelConfig, precision: Precision, *, drafter: bool = False, gpus: int = 1
 ) -> tuple[CheckpointModel, Cache]:
-    """Return the model on the meta device, fused and split as `load_model` does it, and a cache for the model.
+    """Return the model on the meta device, fused and split as by `load_model`, and a cache for the model.
 
-    Only the first layer of each kind (`_kind`) computes. The other layers pass on their input.
+    Only the first layer of each kind (`_kind`) runs. The other layers pass on their input.
     drafter: whether the model has its drafter
     gpus: the number of GPUs that share the model; the result is one rank's part
     Raises DoesNotDivide if the GPUs cannot share the model evenly.
@@ -108,7 +108,7 @@ def _kind(layer: nn.Module) -> tuple:
 def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
     """Run prefill passes of one and of several sequences, with and without earlier tokens, and decoding passes.
 
-    drafts: the number of draft tokens, above 0 if the model has a drafter. Its passes then follow the model's passes
+    drafts: the number of draft tokens, above 0 if the model has a drafter. The drafter's passes then follow the model's
     """
     context, top_k = model.config.max_position_embeddings, model.config.index_topk
     lengths = [n for n in (1, top_k, 4 * top_k, 16 * top_k) if n < context]
@@ -129,7 +129,7 @@ def run_passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> None:
 def prefill(model: CheckpointModel, cache: Cache, sequences: list[tuple[int, int]]) -> None:
     """Run a prefill pass of the model and, if it has a drafter, of the drafter.
 
-    sequences: (number of new tokens, number of earlier tokens) of each sequence. All sequences have the same pages,
+    sequences: (number of new tokens, number of earlier tokens) of each sequence. All sequences can use the same pages,
     because nothing is written on the meta device
     """
     pages = range(-(-max(map(sum, sequences)) // cache.page_size))
@@ -162,5 +162,5 @@ def decode(model: CheckpointModel, cache: Cache, count: int, tokens: int, drafts
 
 
 def _drafters(model: CheckpointModel, cache: Cache) -> Cache:
-    """Return a cache for the drafter. Its pages have the same number and size as those of `cache`."""
+    """Return a cache for the drafter, with as many pages as `cache`, of the same size."""
     return model.drafter.make_cache(cache.allocator.num_pages, cache.page_size, META, state_slots=MOST_SEQUENCES)

@@ -63,7 +63,8 @@ def predictions(
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Numbers of keys per token and layer, averaged over all tokens of a sequence and all layers.
+    """Numbers of keys per token and layer, averaged over all tokens of a sequence and all layers that `keys_read`
+    counts.
 
     read     keys that a token's attention reads
     dense    keys that dense attention over the same cache would read
@@ -78,17 +79,17 @@ class KeyCounts:
 
     @property
     def share(self) -> float:
-        """The fraction of the keys of dense attention that tokens read."""
+        """The number of keys read, as a fraction of the keys that dense attention reads."""
         return self.read / self.dense
 
 
 def keys_read(model: nn.Module, length: int) -> KeyCounts:
     """Return the numbers of keys that the tokens of a sequence of `length` tokens read. No pass runs.
 
-    A token reads the keys that it sees, at most the `top_k` of the layer's indexer, or the window of a layer that has
-    one. With a `PooledIndexer` it also reads the tokens after the last complete pool. In DeepSeek-V4 it reads its
-    window and at most `top_k` compressed entries, or all entries in a layer without an indexer. The layers of a
-    `drafter` do not count.
+    A token reads at most `top_k` of the keys that it sees, or the window in a `WindowAttention` layer. With a
+    `PooledIndexer` it also reads the tokens after the last complete pool. In DeepSeek-V4 it reads its window and at
+    most `top_k` compressed entries, or all entries in a layer without an indexer. Layers of a `drafter` and layers with
+    Kimi delta attention do not count.
     Raises ValueError for a model without attention layers of `dsa_layers`.
     """
     visible = torch.arange(1, integer("length", length, at_least=1) + 1)
@@ -127,7 +128,7 @@ def all_keys(model: nn.Module, longest: int) -> AbstractContextManager[None]:
 
     longest  the maximum number of tokens per sequence
 
-    It is meant for prefill. The model's attention layers may have any class with an attribute `indexer`, which is an
+    It is meant for prefill. The model's attention layers may be of any class with an attribute `indexer`, which is an
     `Indexer` or None. Raises ValueError for a model without indexers.
     """
     return _changed_indexers(model, lambda layer: ("top_k", max(longest, layer.indexer.top_k)))
@@ -137,7 +138,7 @@ def latest_keys(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager for sliding-window attention: every token reads the latest `top_k` keys that it sees. In
     DeepSeek-V4 it reads its window and the latest `top_k` compressed entries.
 
-    The model's attention layers may have any class with the attribute `indexer`, as for `all_keys`, and the method
+    The model's attention layers may be of any class with the attribute `indexer`, as for `all_keys`, and the method
     `selectable(batch)`, which returns the keys among which the indexer selects.
     Raises ValueError for a model without indexers.
     """
@@ -150,7 +151,8 @@ def _changed_indexers(model: nn.Module, change: Callable[[Any], tuple[str, Any]]
 
     change: a function from a layer to (attribute's name, temporary value)
     """
-    # Keep one layer per indexer: a wrapper, for example of activation checkpointing, has the attributes of its layer.
+    # Keep one layer per indexer, because a wrapper module, for example of activation checkpointing, forwards its
+    # layer's attributes.
     layers = {id(m.indexer): m for m in model.modules() if getattr(m, "indexer", None) is not None}.values()
     if not layers:
         raise ValueError(
@@ -170,8 +172,8 @@ def _latest(layer: Any) -> tuple[str, Callable[..., torch.Tensor]]:
     top_k, selectable = (indexer.selects, indexer.selectable) if pooled else (indexer.top_k, layer.selectable)
 
     def latest(batch: TokenBatch, in_slots: bool) -> torch.Tensor:
-        """Return the last top_k visible keys of each token in ascending order, padded with -1. They are cache slots if
-        `in_slots`, else positions."""
+        """Return the last top_k visible keys of each token in ascending order, padded with -1. A key is given as a
+        cache slot if `in_slots`, else as a position."""
         keys = selectable(batch)
         visible = keys.visible_keys[:, None]
         found = (visible - top_k).clamp(min=0) + torch.arange(top_k, dtype=torch.int32, device=visible.device)

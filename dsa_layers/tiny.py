@@ -1,7 +1,7 @@
 """Write a small checkpoint of a model family, with random weights, for demonstrations and tests.
 
-Dimensions that kernels support only in some sizes have their published sizes; the others are small. The checkpoint has
-the files of a published one: config.json, tokenizer, and shards of tensors with the published names.
+If kernels support only some sizes of a dimension, the dimension has its published size. The others are small. The
+checkpoint has the files of a published one: config.json, tokenizer, and shards of tensors with the published names.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from dsa_layers.io.weights import Part, unpacked
 from dsa_layers.models.family import config_of, family
 from dsa_layers.models.registry import FAMILIES
 
-_SHARD_BYTES = 12 * 2**20  # small, so that a tiny checkpoint has several shards, as published ones have
+_SHARD_BYTES = 12 * 2**20  # small, so that a tiny checkpoint has several shards, as published checkpoints have
 
 _GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 0.95}
 
@@ -50,8 +50,8 @@ def write_tiny_checkpoint(
 
     model: the `model_type`, a key of `dsa_layers.models.registry.FAMILIES`.
     seed: the seed of the random weights. The weights before quantisation do not depend on `quantized`.
-    quantized: whether projections and experts are quantised: in FP8 blocks of 128 x 128 with scales, and for
-    deepseek_v4 with experts in FP4. False: these weights are BF16.
+    quantized: whether projections and experts are quantised: to FP8 with a scale per 128 x 128 block, except
+    deepseek_v4's experts, which are FP4. False: these weights are BF16.
     The tokenizer is trained on the source code of this package.
     Raises ValueError for another `model`; TypeError or ValueError, which names the argument, for another wrong
     argument; FileExistsError if `directory` exists and is not empty.
@@ -87,7 +87,7 @@ def write_tiny_checkpoint(
 
 
 def _before_quantisation(info: TensorInfo) -> TensorInfo:
-    """Return the shape and dtype that the values of the tensor `info` have before they are quantised."""
+    """Return the shape and dtype of a tensor's values before quantisation. info: the tensor's description."""
     return info if info.dtype not in KINDS else TensorInfo(unpacked(info.shape, KINDS[info.dtype]), "F32")
 
 
@@ -103,11 +103,11 @@ def random_values(name: str, shape: tuple[int, ...], generator: torch.Generator,
         return 1 + 0.1 * values
     if name.endswith(("attn_sink", "learnable_sink_param", "ape", "_base")):
         return 0.5 * values
-    if len(shape) == 1:  # biases, and factors of which 0 is the neutral value
+    if len(shape) == 1:  # biases, and factors for which 0 is neutral
         return 0.1 * values
     if name.endswith(("embed_tokens.weight", "embed.weight", "tok_embeddings.weight")):
         return values
-    # Matrices have unit gain. In a language model head, a gain of 2 makes the logits differ more.
+    # Matrices have unit gain, except the language model head, whose gain of 2 makes the logits differ more.
     gain = 2 if name.endswith(("head.weight", "output.weight")) else 1
     return values * gain * shape[1] ** -0.5
 

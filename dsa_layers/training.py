@@ -47,8 +47,8 @@ class IndexerStage:
 
     Raises ValueError for a model whose indexers cannot be trained: no layer has the attribute `indexer_stage`, or a
     layer with this attribute has no indexer with the method `loss` (`dsa_layers.layers.indexer.Indexer`). So
-    DeepSeek-V4 and models in which layers share an indexer (IndexShare) are refused. So are models with sinks, which
-    the loss would ignore, and parts of a model (`load_model(..., mesh=)`), which lack some heads.
+    DeepSeek-V4 and models in which layers share an indexer (IndexShare) are refused. Also raises ValueError for models
+    with sinks, which the loss would ignore, and for parts of a model (`load_model(..., mesh=)`), which lack some heads.
 
     The inputs and the target of an indexer are detached. The indexers' loss therefore has gradients only for the
     indexers' parameters, and the language model's loss only for all other parameters. Scores are not quantised.
@@ -76,7 +76,7 @@ class IndexerStage:
         self._layers = _trained_layers(model, drafter)
         self._kls: list[torch.Tensor] = []
         self._without_gradients = False  # whether _kls contains losses of a pass that ran without gradients
-        self._before: list[list] = []  # per open `with` block, the previous indexer_stage of every layer
+        self._before: list[list] = []  # per open `with` block: every layer's indexer_stage before the block
 
     def __enter__(self) -> Self:
         if not self._before:  # drop losses of earlier passes without gradients
@@ -132,8 +132,8 @@ class IndexerStage:
 
         Raises RuntimeError if no losses were added since the last call. Inside the `with` block and with gradients
         enabled, also raises RuntimeError if a pass ran without gradients (under torch.no_grad(), or checkpointed with
-        use_reentrant=True) although an indexer's parameter requires them, and drops all collected losses. The start of
-        the next `with` block drops losses without gradients that this method has not returned.
+        use_reentrant=True) although an indexer's parameter requires them, and drops all collected losses. Losses
+        without gradients that this method has not returned are dropped at the start of the next `with` block.
         """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
@@ -145,8 +145,8 @@ class IndexerStage:
                 "activations with use_reentrant=False, and take the loss of a pass under torch.no_grad() there, too, "
                 "before the next pass"
             )
-        # `sum` gives the losses of all tokens one upstream gradient, expanded. The backward pass of
-        # `dsa.indexer_warmup_attention` then only scales the index keys' saved gradient.
+        # The gradient of `sum` is one value expanded to all tokens (stride 0). From this, the backward pass of
+        # `dsa.indexer_warmup_attention` knows that it only needs to scale the index keys' saved gradient.
         total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
         self._forget()
         return total
@@ -157,8 +157,9 @@ class IndexerStage:
 
 
 def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
-    """Return the layers with the attribute `indexer_stage`, except those with a window, and the drafter's only if
-    `drafter`. Raise ValueError if there is no such layer, or if one has sinks or no indexer with `loss`."""
+    """Return the layers with the attribute `indexer_stage`, except `WindowAttention` layers. Include the drafter's
+    layers only if `drafter`. Raise ValueError if there is no such layer, or if a layer has sinks or no indexer with
+    `loss`."""
     drafters = [getattr(module, "drafter", None) for module in model.modules() if not drafter]
     left_out = {module for one in drafters if isinstance(one, nn.Module) for module in one.modules()}
     # getattr_static ignores wrappers, for example of activation checkpointing, that forward their layer's attributes.

@@ -27,8 +27,8 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def found_instead(directory: Path) -> str:
-    """Return the end of an error message about a missing file: it names a file of `directory` in another format, or is
-    empty if there is none."""
+    """Return the end of an error message about a missing file. It names a file of `directory` in another format, or is
+    empty if there is no such file."""
     for pattern, what in _OTHER_FORMATS:
         files = sorted(path.name for path in directory.glob(pattern))
         if files:
@@ -64,11 +64,12 @@ def read_text(path: Path, error: type[ValueError], max_bytes: int) -> str:
 
 
 def read_json_object(path: Path, error: type[ValueError], max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in the file `path`. Raise `error` if it has none, or as `read_text` does."""
+    """Return the JSON object in the file `path`. Raise `error` if the file has no JSON object, or as `read_text`
+    does."""
     text = read_text(path, error, max_bytes)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as problem:  # ValueError also for integers with too many digits for Python
+    except (ValueError, RecursionError) as problem:  # ValueError also for integers with too many digits
         raise error(f"{path}: not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise error(f"{path}: must hold a JSON object, got {shown_json(value)}")

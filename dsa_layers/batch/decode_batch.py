@@ -26,7 +26,7 @@ class DecodeBatch(TokenBatch):
     state_slots      int32 [B]: for each sequence, its row in the tensors that have one row per sequence; may be None
                      if the cache stores all data in pages
     next_n           new tokens per sequence. A cache with windows per sequence has room for at most
-                     dsa_layers.cache.drafts.DRAFTS + 1 new tokens; its layers raise ValueError for more
+                     dsa_layers.cache.drafts.DRAFTS + 1 new tokens; for more, the layers raise ValueError
 
     If the model's `captures_decode` is true, a CUDA graph can capture a pass and the construction of its batch. A
     replay reads the values that the caller has written to the same tensors, with lengths up to max_key_len.
@@ -113,9 +113,9 @@ class DecodeBatch(TokenBatch):
 
 
 class Running(Protocol):
-    """The interface of a running sequence. tokens: its text; the cache has all of these tokens except the last one.
-    drafts: guesses of the next tokens, equally many in all sequences of a pass. pages, state_slot: numbers in the
-    cache."""
+    """The interface of a running sequence. tokens: the sequence's text; the cache has all of these tokens except the
+    last one. drafts: guesses of the next tokens, equally many in all sequences of a pass. pages, state_slot: the
+    sequence's page numbers and state slot in the cache."""
 
     tokens: Sequence[int]
     drafts: Sequence[int]

@@ -8,8 +8,8 @@ import torch
 
 
 class Placement:
-    """The placement of a pass over T tokens that one rank computes. Its subclasses in `dsa_layers.parallel.placement`
-    are for several ranks.
+    """The rows that a rank stores in a pass over T tokens. This class is for one rank; the subclasses in
+    `dsa_layers.parallel.placement` are for several ranks.
 
     Tensors between layers, such as residual streams, have one row per token. The local rows of a rank are the rows of
     these tensors that the rank stores: all T rows, or only some if `sharded`. A layer that needs all rows of a tensor,
@@ -25,18 +25,18 @@ class Placement:
         return x
 
     def local_cached(self, x: Any) -> Any:
-        """Return `local(x)`, or for a tuple of tensors x the tuple of their local rows. A sharded placement caches the
-        result, because several layers of the pass read the same x, for example angles."""
+        """Return `local(x)`. If x is a tuple of tensors, return the tuple of their local rows. A sharded placement
+        caches the result, because several layers of the pass read the same x, for example angles."""
         return self.local(x)
 
     def local_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
-        """Return int32 [B + 1]: for each of the sequence boundaries `bounds`, int32 [B + 1] in all rows, the number of
-        local rows before it. A sharded placement caches the result."""
+        """Return int32 [B + 1]: the number of local rows before each sequence boundary. bounds int32 [B + 1]: the
+        boundaries among all rows. A sharded placement caches the result."""
         return bounds
 
     def all_gather(self, *local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all rows [T, ...] of each tensor in `local`, which have this rank's local rows. Each rank sends its
-        rows of all tensors in one message."""
+        """Return all rows [T, ...] of each tensor in `local`. These tensors have this rank's local rows. Each rank
+        sends its rows of all tensors in one message."""
         return local
 
     def start_all_gather(self, *local: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:

@@ -84,7 +84,7 @@ class SelectableKeys:
     def most_selected(self, columns: int) -> torch.Tensor | None:
         """Return int32 [B], in a decoding pass: the number of keys that each sequence's last token sees. Return None if
         `least_visible` is at least `columns`. The result is for topk_length or extra_topk_length of
-        `dsa.flash_mla_with_kvcache` with indices of `columns` columns. This op treats a larger number as `columns`."""
+        `dsa.flash_mla_with_kvcache` with indices of `columns` columns. A number above `columns` counts as `columns`."""
         if self.least_visible >= columns:
             return None
         return self.visible_keys if self.next_n == 1 else self._last_visible

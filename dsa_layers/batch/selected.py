@@ -21,7 +21,7 @@ class Selected:
     batch         batch of the layer that selected the keys; None if the pass has no tokens
     counted_in    the meaning of the values of topk_indices: positions in the sequence, rows among all packed keys of
                   `batch`, or slots in the cache of `batch`
-    placement     the placement whose local rows topk_indices and bits have
+    placement     topk_indices and bits have the local rows of this placement
     bits          the selected keys in the format of `dsa.selection_bits` if the layer attended to selected keys in the
                   multi-head form (engine/attention_form.py), else None
     """

@@ -79,7 +79,8 @@ class SequenceBatch(TokenBatch):
         state_slots: Sequence[int] | None = None,
     ) -> "SequenceBatch":
         """Return a batch of sequences with a paged cache. pages: for each sequence, a list of its physical page
-        numbers. Raise TypeError or ValueError for invalid or too few pages and for what the constructor refuses."""
+        numbers. Raise TypeError or ValueError for invalid pages, too few pages, and arguments that the constructor
+        rejects."""
         if not isinstance(pages, Sequence):
             raise TypeError(f"pages: must be a list of pages for each sequence, got {shown(pages)}")
         pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
@@ -175,8 +176,8 @@ def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_key_lens(query_lens: Sequence[int], key_lens: Sequence[int], room: Sequence[int] | None) -> None:
-    """Raise ValueError if a sequence's key length is below its query length or above its number in `room`: the number
-    of tokens that its pages can hold. room is None without pages."""
+    """Raise ValueError if a sequence's key length is below its query length or above its `room`. room: for each
+    sequence, the number of tokens that its pages can hold; None without pages."""
     if all(map(le, query_lens, key_lens)) and (room is None or all(map(le, key_lens, room))):
         return
     for i, (new, total) in enumerate(zip(query_lens, key_lens)):

@@ -82,7 +82,7 @@ class TokenBatch(SelectableKeys):
 
     def windows(self, window: int, ring: int) -> WindowView:
         """Return the view of windows of `window` tokens in rings of `ring` slots. The layers of the pass share it.
-        Raise ValueError if next_n is above ring - window + 1, the new tokens that a ring has room for."""
+        Raise ValueError if next_n is above ring - window + 1, the number of new tokens for which a ring has room."""
         most = ring - window + 1
         if self.next_n > most:
             raise ValueError(f"batch: next_n must be at most {most} with this cache, got {self.next_n}")

@@ -125,7 +125,7 @@ class WindowBlocks(NamedTuple):
     """The new tokens of a pass in blocks of consecutive tokens of a sequence. All tokens of a block attend to the same
     rows of keys, under a mask.
 
-    rows       int64 [N]: the rows, after sorting by `WindowView.order`, of the blocks' keys, block after block
+    rows       int64 [N]: the rows of the blocks' keys, block after block, counted after sorting by `WindowView.order`
     cu_tokens  int32 [blocks + 1]: the first new token of each block, then the number of new tokens
     cu_keys    int32 [blocks + 1]: where each block's keys begin in `rows`, then N
     most       the largest number of keys of a block
@@ -183,8 +183,8 @@ class WindowView:
 
     @cached_property
     def before_slots(self) -> torch.Tensor:
-        """int64 [B, window - 1]: the slots of the last tokens before each sequence's new tokens; -1 before its first
-        token."""
+        """int64 [B, window - 1]: the slots of the last tokens before each sequence's new tokens; -1 where a sequence
+        has fewer tokens."""
         batch = self.batch
         steps = torch.arange(1 - self.window, 0, device=batch.device)
         positions = batch.earlier_lens_tensor.long()[:, None] + steps
@@ -198,8 +198,9 @@ class WindowView:
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """int64 [sum(earlier_lens) + T]: row order[i] becomes row i. Before, the earlier tokens of all sequences
-        precede all new tokens. After, rows are sorted by sequence, and each sequence has its earlier tokens first."""
+        """int64 [sum(earlier_lens) + T]: row order[i] becomes row i. Before sorting, the earlier tokens of all
+        sequences precede all new tokens. After sorting by sequence, each sequence's earlier tokens precede its new
+        tokens."""
         earlier, new = self.earlier_lens, self.batch.query_lens
         first_new = sum(earlier)
         begins = list(chain(*zip(packing.starts(earlier), (first_new + row for row in packing.starts(new)))))

@@ -15,8 +15,9 @@ from dsa_layers.cache.kv_cache import Cache, check_storage
 class EntryCache:
     """The cache of one compressor of a layer.
 
-    pages  [pages, P, 1, width]: the entries, P per page, in a layout of `dsa.write_compressed_kv`. width: with a
-           float dtype, the channels of an entry; with uint8, its bytes: 584, or channels + 4 in an indexer's cache
+    pages  [pages, P, 1, width]: the entries, P per page, in a layout of `dsa.write_compressed_kv`. width: with a float
+           dtype, the channels of an entry; with uint8, the bytes of an entry: 584, or channels + 4 in an indexer's
+           cache
     state  fp32 [state slots, n, 2, c]: the compressor's two projections, each of c channels, of the last n tokens of a
            sequence (`Compressor.state_shape`)
     """

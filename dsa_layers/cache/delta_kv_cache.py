@@ -17,7 +17,7 @@ class DeltaCache:
 
     inputs  [state slots, conv_width + DRAFTS, 1, channels] in a float dtype: for each sequence a ring of the
             convolution's inputs for its latest tokens (`WindowView`)
-    states  fp32 [state slots, drafts + 2, heads, dim, dim]: for each sequence, states S (`StateView`)
+    states  fp32 [state slots, drafts + 2, heads, dim, dim]: for each sequence, the latest states S (`StateView`)
     """
 
     inputs: torch.Tensor
@@ -28,8 +28,8 @@ class DeltaCache:
 class PooledLayerCache(LayerCache):
     """The cache of a layer with a `PooledIndexer`. `index` has one key per pool of tokens.
 
-    pool_inputs  [state slots, pool + DRAFTS, 1, 2 * index_dim] in a float dtype: for each sequence a ring of k and z of
-                 its latest tokens
+    pool_inputs  [state slots, pool + DRAFTS, 1, 2 * index_dim] in a float dtype: for each sequence a ring of
+                 `PooledIndexer.pooled_inputs` of its latest tokens
     """
 
     pool_inputs: torch.Tensor
@@ -37,7 +37,7 @@ class PooledLayerCache(LayerCache):
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """The sizes of `DeltaCache`. channels: of the convolution's inputs."""
+    """The sizes of a `DeltaCache`. channels: number of channels of the convolution's inputs."""
 
     conv_width: int
     channels: int
@@ -52,7 +52,7 @@ class DeltaKVCache(PagedKVCache):
     pool         tokens per index key
     drafts       the largest number of draft tokens in a decoding pass, up to DRAFTS. The cache keeps the states after
                  the latest drafts + 2 tokens of decoding passes, because drafts can be rejected, and because a decoding
-                 pass must not overwrite the state that it begins with: before a CUDA graph is captured, its pass runs
+                 pass must not overwrite the state that it begins with: the first pass of a CUDA graph runs twice
     dtype        a float dtype, the storage of the rings
     state_slots  number of state slots; a sequence needs one
     options      further arguments of `PagedKVCache`, for the layers with an indexer

@@ -114,7 +114,7 @@ class CacheSizes:
 
     def pages(self, room: int, sequences: int) -> int:
         """Return the number of pages that fit into `room` bytes together with min(pages, sequences) state slots.
-        sequences: the maximum number at a time."""
+        sequences: the maximum number of concurrent sequences."""
         pages = max(room, 0) // (self.page + self.slot)
         if pages > sequences:
             pages = (room - sequences * self.slot) // self.page
@@ -140,11 +140,11 @@ LATENT_FP8_BYTES = 656  # per token: 512 e4m3 latent channels, 4 fp32 scales, 64
 class LayerCache:
     """The cache pages of one layer. P: tokens per page.
 
-    latent  [pages, P, 1, latent_dim] in a float dtype: latent | rope key; or uint8 [pages, P, 1, 656], V3.2's layout
-            of `dsa.write_kv_cache`
+    latent  [pages, P, 1, latent_dim] in a float dtype: latent, then rope key; or uint8 [pages, P, 1, 656], V3.2's
+            layout of `dsa.write_kv_cache`
     index   [pages, P, 1, index_dim] in a float dtype: index keys; or uint8 [pages, P, 1, index_dim + 4], the layout of
-            `dsa.write_indexer_cache`; None for a layer without index pages. With several tokens per index key, P is
-            the number of keys
+            `dsa.write_indexer_cache`; None for a layer without index pages. With several tokens per index key, P is the
+            number of keys per page
     """
 
     latent: torch.Tensor
@@ -171,7 +171,7 @@ class LatentStore:
 
 
 def read_latents(store: LatentStore | None, *shape: int) -> torch.Tensor:
-    """Return the latents in `store`. Raise ValueError if there are none, or if they have not this shape."""
+    """Return the latents in `store`. Raise ValueError if there are none, or if their shape is not `shape`."""
     if store is None or store.latents is None:
         raise ValueError("cache: a layer that shares latents needs a cache or a LatentStore with latents, got none")
     if store.latents.shape != shape:

@@ -132,8 +132,8 @@ def _print(events: Iterator[TokenEvent], completions: list[Completion], prompts:
     """Add the events to the completions, and print them.
 
     As JSON, print a "token" event for each token, and a "completion" event when a sequence ends. As text, print prompts
-    and completions: a single sequence token by token; each of several sequences when it ends, with its number before
-    each line: "[0] def f(x):".
+    and completions. Print a single sequence token by token. Print each of several sequences when it ends, with its
+    number before each line: "[0] def f(x):".
     """
     alone, n = len(completions) == 1, len(completions) // len(prompts)
     for event in events:
@@ -222,7 +222,7 @@ def _reply(generator: Generator, prompt: str, params: SamplingParams) -> str:
     generation fails.
 
     If the prompt ends with <think> and the tokenizer decodes </think> as text, the reply begins with <think>, so that
-    its reasoning is between both marks.
+    <think> and </think> enclose its reasoning.
     """
     tokenizer, reply = generator.tokenizer, ""
     shows_end = tokenizer.decode(tokenizer.encode(END_REASONING, add_bos=False)) == END_REASONING

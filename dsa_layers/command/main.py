@@ -15,8 +15,8 @@ from dsa_layers.parallel.launch import note_failure
 
 # Exit codes that a shell reports for a process that SIGINT or SIGPIPE ended.
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
-# {subcommand: module}, for subcommands whose name is not the module's. The function that runs a subcommand has the
-# subcommand's name.
+# {subcommand: module}, for subcommands that are not in a module of the same name. The function that runs a subcommand
+# has the subcommand's name.
 _MODULES = {
     "chat": "generate",
     "compile": "model",

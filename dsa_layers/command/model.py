@@ -74,7 +74,7 @@ def start_ranks(args: argparse.Namespace) -> int | None:
 
 def join_ranks(args: argparse.Namespace) -> Ranks | None:
     """Join the group of ranks and return its `Ranks`, or return None if there is only one process. Set args.device to
-    this rank's device. On ranks other than 0, drop the standard output, warnings and log messages below ERROR."""
+    this rank's device. On ranks other than 0, discard the standard output, warnings and log messages below ERROR."""
     if started_ranks() in (None, 1):
         return None
     ranks, device = join(args.device)
@@ -94,7 +94,7 @@ def read_files(args: argparse.Namespace) -> tuple[Path, ModelConfig, Tokenizer]:
 
 
 def load(args: argparse.Namespace, directory: Path, ranks: Ranks | None = None) -> Model:
-    """Load the model, or with `ranks` this rank's part of it; with the drafter if args.draft is above 0. Call
+    """Load the model and, if args.draft is above 0, the drafter. With `ranks`, load only this rank's part. Call
     `start_ranks` first: it sets args.device and args.dequantize."""
     if args.checkpoint == SHIPPED_MODEL and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the shipped model is too small to gain from several threads
@@ -127,7 +127,8 @@ def precision_options(args: argparse.Namespace) -> dict[str, Any]:
 def stored_model(args: argparse.Namespace) -> tuple[ModelConfig, Precision]:
     """Return the checkpoint's configuration and precision."""
     directory = checkpoint_directory(args.checkpoint, weights=False)
-    # `precision_of` uses the files' headers. Ignore errors: a hub checkpoint's weights may not be downloaded yet.
+    # `precision_of` uses the files' headers. Ignore errors, because a hub checkpoint's weights may not be downloaded
+    # yet.
     try:
         files = Checkpoint(directory)
     except CheckpointError:
@@ -155,7 +156,7 @@ def plan(args: argparse.Namespace) -> int:
     found = plans(config, precision, MOST_GPUS, drafter=args.draft > 0)
     if args.gpus:
         found = {args.gpus: plan_of(config, precision, args.gpus, drafter=args.draft > 0)}
-    first = next(iter(found.values()))  # never an error: one GPU needs no split, and `plan_of` raises its errors
+    first = next(iter(found.values()))  # a GpuPlan, never an error: one GPU needs no split, and `plan_of` raises errors
     drafters = " with the drafter's" if args.draft else ""
     print(
         f"{args.checkpoint}: {first.whole / 1e9:.1f} GB of weights{drafters}, a cache of "

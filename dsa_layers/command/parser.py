@@ -15,7 +15,7 @@ from dsa_layers.options import at_least, gigabytes, path, positive
 # A text that the shipped model was not trained on. Its license is LICENSE.python.txt in the same folder.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
 COMPARED_TOKENS = 4096  # default of `dsa compare --max-tokens`
-SELECTIONS = 16  # `dsa compare --length` is at most this multiple of index_topk by default
+SELECTIONS = 16  # the default of `dsa compare --length` is at most this multiple of index_topk
 MOST_GPUS = 16  # the largest number of GPUs that `dsa plan` and error messages list
 
 
@@ -25,8 +25,8 @@ _CONFIG_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError for errors, and rejects abbreviated options: a new option could make them
-    ambiguous."""
+    """A parser that raises ValueError for errors. It rejects abbreviated options, because a new option could make an
+    abbreviation ambiguous."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)

@@ -13,7 +13,7 @@ from dsa_layers.errors import ConfigError
 from dsa_layers.untrusted_files import read_json_object
 
 # Upper limits of numbers in config.json, far above the values of real models. They keep every tensor below 2^63 bytes,
-# and loops over these numbers short.
+# and they bound loops over these numbers.
 MAX_DIMENSION = 2**20
 MAX_HEADS = 2**12
 MAX_EXPERTS = 2**13
@@ -36,8 +36,8 @@ _NO_INFLUENCE = {
 }
 NO_INFLUENCE = frozenset(" ".join(_NO_INFLUENCE.values()).split())
 
-# {field that changes the results of some models: its neutral values, which change nothing}. For families that do not
-# read such a field, only a neutral value or null is accepted.
+# {field that changes the results of some models: values of the field that change nothing (neutral values)}. If a family
+# does not read such a field, only a neutral value or null is accepted.
 _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -70,7 +70,7 @@ class Fields:
     """A JSON object that records which of its fields were read. A field with value null counts as absent, because some
     tools write null and others omit the field.
 
-    values: the object; path: its file; prefix: the names of the objects that contain it, for error messages
+    values: the object; path: the file; prefix: the names of the objects that contain this object, for error messages
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
@@ -117,15 +117,15 @@ class Fields:
         return None if value is None else Fields(value, self._path, f"{self._prefix}{name}.")
 
     def reject_unread(self) -> None:
-        """Raise ConfigError if a field that is not null was not read, for an object in which every field changes
-        results."""
+        """Raise ConfigError if a field that is not null was not read. Call this for an object in which every field
+        changes results."""
         for name in self._unread():
             self.require(False, name, "null, because every field of this object changes what is computed")
 
     def warn_unread(self) -> None:
         """Raise ConfigError for an unread field that changes results (_CHANGES_RESULTS, _PREFIXES), unless its value is
         null or neutral (_CHANGES_RESULTS). Issue one warning that lists all other unread fields, except those that are
-        null or in NO_INFLUENCE. This is for the top level of config.json, to which tools add fields."""
+        null or in NO_INFLUENCE. Call this for the top level of config.json, to which tools add fields."""
         unknown = []
         for name in self._unread():
             if name in _CHANGES_RESULTS or name.startswith(_PREFIXES):
@@ -172,7 +172,7 @@ class Declared:
 
 def computed(compute: Callable[[Fields, SimpleNamespace], Any]) -> Any:
     """Declare a field whose value is compute(fields, known). fields: the JSON object. known: a namespace of the values
-    in `given` of `Declared.read` and of all fields that are declared before."""
+    in `given` of `Declared.read` and of all fields declared earlier."""
     return dataclasses.field(metadata={"compute": compute})
 
 
@@ -192,7 +192,8 @@ def number(minimum: float = 1e-9, maximum: float = 1e9, default: Any = _REQUIRED
 
 
 def epsilon() -> Any:
-    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1: it does not round to 0 in fp32."""
+    """Declare a field that holds an epsilon for denominators, from 1e-30 to 1. The minimum does not round to 0 in
+    fp32."""
     return number(minimum=1e-30, maximum=1.0)
 
 

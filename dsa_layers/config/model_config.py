@@ -54,9 +54,9 @@ class RopeConfig:
 
 
 def read_rope(fields: Fields, known: SimpleNamespace, ignored: tuple[str, ...] = ()) -> RopeConfig:
-    """Read the rope fields: the published rope_theta and rope_scaling, an object or null, or transformers 5's object
-    rope_parameters, which contains rope_theta and the scaling fields. ignored: fields of these objects that may have
-    any value."""
+    """Read the rope fields. Published files have rope_theta and rope_scaling, which is an object or null. Files of
+    transformers 5 have the object rope_parameters, which contains rope_theta and the scaling fields. ignored: fields of
+    these objects that may have any value."""
     nested, scaling = fields.object("rope_parameters"), fields.object("rope_scaling")
     if nested is not None and scaling is not None:
         raise fields.error("rope_scaling", "and field 'rope_parameters' are both given", "one of them")
@@ -87,8 +87,8 @@ class QuantizationConfig(Declared):
     """The quantisation of FP8 checkpoints: e4m3 weights with one scale per 128 x 128 block.
 
     scale_fmt: "ue8m0" if all scales of weights and activations are powers of two; "float" for arbitrary fp32 scales.
-    expert_dtype: the storage of routed experts: "fp8"; in a family with FP4 experts, which reads the field itself, also
-    "fp4", or None if config.json does not name the dtype.
+    expert_dtype: the storage of routed experts, "fp8". A family with FP4 experts reads this field itself; the value may
+    then also be "fp4", or None if config.json does not name the dtype.
     """
 
     checked: ClassVar[dict[str, Any]] = {

@@ -3,12 +3,12 @@
 Both forms give the same result up to rounding. The multi-head form expands the latents to keys and values per head and
 attends to all visible tokens under a mask. The absorbed form attends only to the latents of the selected keys, at most
 top_k per query; all heads share these latents. In DeepSeek-V3.2, the multi-head form needs 320 multiply-adds per query,
-key and head, and the absorbed form 1088. But the multi-head form visits more keys, and expands the keys of earlier
-tokens too. So it is faster for prefills of many new tokens over at most a few times top_k keys.
+key and head, and the absorbed form 1088. But the multi-head form scores more keys, and also expands the latents of
+earlier tokens. So the multi-head form is faster for prefills with many new tokens and at most a few times top_k keys.
 
 If each rank has fewer heads than TILE_OF_HEADS (split.py), the ranks split a long prefill by heads in the multi-head
-form and by queries in the absorbed form. The split by heads also exchanges queries, selections and results
-(`Communication`).
+form and by queries in the absorbed form. With the split by heads, the ranks must also exchange query latents, selected
+indices and results (`Communication`).
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 
 # Multiply-adds per microsecond, measured on an H200. MULTI_HEAD: masked multi-head attention. ABSORBED: absorbed
-# attention. EXPANDING: the FP8 products that expand latents to keys and values. ABSORBING: the 16-bit products by
-# kv_b's matrices in the absorbed form.
+# attention. EXPANDING: the FP8 products that expand latents to keys and values. ABSORBING: the 16-bit products with
+# kv_b's weights in the absorbed form.
 MULTI_HEAD, ABSORBED, EXPANDING, ABSORBING = 285e6, 300e6, 600e6, 330e6
-# Measured on two H200s with NVLink. LATENCY: microseconds of a collective with few bytes. BANDWIDTH: bytes that a rank
-# receives per microsecond; the time includes the copies before and after the collective.
+# Measured on two H200s with NVLink. LATENCY: microseconds of a collective with little data. BANDWIDTH: bytes that a
+# rank receives per microsecond; the time includes the copies before and after the collective.
 LATENCY, BANDWIDTH = 20.0, 210e3
-EXPANDED_BYTES = 2 << 30  # limit for the expanded keys and values of a rank's heads, in 16 bits
+EXPANDED_BYTES = 2 << 30  # limit in bytes for the expanded 16-bit keys and values of a rank's heads
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,12 @@ def multi_head_is_faster(
     sizes: HeadSizes,
     communication: Communication | None = None,
 ) -> bool:
-    """Estimate whether the multi-head form is faster. If its keys and values exceed EXPANDED_BYTES, return False.
+    """Estimate whether the multi-head form is faster. If the expanded keys and values exceed EXPANDED_BYTES, return
+    False.
 
     query_lens     the number of new tokens of each sequence
     key_lens       the number of earlier and new tokens of each sequence
-    top_k          the most keys that a query selects
+    top_k          the largest number of keys that a query selects
     sizes          the sizes of the layer, with the number of heads of one rank
     communication  the exchange of the multi-head form; None if both forms exchange the same data
     """
@@ -111,9 +112,9 @@ def _beyond(new: int, total: int, top_k: int) -> int:
     return last * (last + 1) // 2 - first * (first + 1) // 2
 
 
-# The kernels of `dsa.mla_absorb_queries` and `dsa.mla_values_cast_to_fp8` read kv_b in FP8. MOST_TOKENS: the most
-# tokens of a decoding pass that uses them, unless it is batch-invariant. The other numbers are the sizes that the
-# kernels support; a head has a multiple of ROWS rows in kv_b.
+# The kernels of `dsa.mla_absorb_queries` and `dsa.mla_values_cast_to_fp8` read kv_b in FP8. A decoding pass uses them
+# for at most MOST_TOKENS tokens, or for any number if the pass is batch-invariant. The kernels support only heads with
+# these NOPE and ROPE channels, LATENT latent channels, and a multiple of ROWS rows in kv_b.
 MOST_TOKENS = 16
 NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32
 

@@ -1,4 +1,4 @@
-"""Kimi delta attention by flash-linear-attention's Triton kernels, where they are installed (the extra `kda`)."""
+"""Kimi delta attention with the Triton kernels of flash-linear-attention, if installed (the extra `kda`)."""
 
 import functools
 import warnings
@@ -26,11 +26,12 @@ def installed() -> bool:
 
 
 def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-    """Compute `dsa_layers.layers.kimi_delta_attention.convolve` with a kernel. The host waits for the GPU."""
+    """Compute `dsa_layers.layers.kimi_delta_attention.convolve` with a kernel. The host waits for the GPU, because the
+    launcher reads cu_seqlens."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     bounds = packing.offsets(lens, x.device).long()
-    # The kernel's states have a row more than the convolution reads.
+    # The kernel expects one more earlier row than the convolution reads, so prepend a row of zeros.
     states = torch.nn.functional.pad(before, (0, 0, 1, 0)).transpose(1, 2).contiguous()
     y, _ = causal_conv1d(x[None], weight.squeeze(1), initial_state=states, activation="silu", cu_seqlens=bounds)
     return y[0]
@@ -46,13 +47,13 @@ def delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (o [T, heads, dim] in qkv's dtype, states after each sequence in fp32), as `KimiDeltaAttention._recur`.
 
-    qkv [T, 3, heads, dim]: q and k before they are normalised, and v. lower_bound: of `decay`.
+    qkv [T, 3, heads, dim]: q and k before they are normalised, and v. lower_bound: the lower bound of `decay`.
     """
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
     q, k, v = (x.contiguous() for x in qkv.unbind(1))
     options = {"initial_state": states, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    if all(n == 1 for n in lens):  # a token is a sequence of its own, so no bounds are needed
+    if all(n == 1 for n in lens):  # one token per sequence, so the kernel needs no cu_seqlens
         out, last = fused_recurrent_kda(*(x[:, None] for x in (q, k, v, decay, beta)), **options)
         return out[:, 0], last
     bounds = packing.offsets(lens, qkv.device).long()

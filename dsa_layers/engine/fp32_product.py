@@ -1,4 +1,4 @@
-"""Products in fp32 for inference, and the batch-invariant mode: a sequence's result does not depend on the batch."""
+"""Products in fp32 for inference, and the batch-invariant mode, which makes results independent of the batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from dsa.reference.autocast import without_autocast
 from dsa.runtime import backends
 from dsa_layers.layers.linear import HALVES
 
-# Limit of results (tokens times rows of the matrix) for the kernel of `dsa.linear_fp32` outside batch-invariant
+# Limit on the number of results (tokens times weight rows) for the kernel of `dsa.linear_fp32` outside batch-invariant
 # decoding. For more results, PyTorch's product is likely to be faster.
 MOST_RESULTS = 3 * 2**14
 
@@ -23,8 +23,9 @@ MOST_RESULTS = 3 * 2**14
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
     """Return y = x W^T, accumulated in fp32, with y's columns from `scaled_from` on multiplied by `scale`.
 
-    x [..., I], weight W [O, I] -> y fp32 [..., O]. On a GPU, 16-bit operands of one dtype are multiplied as they are:
-    within fp32's range, the product of two 16-bit numbers is exact in fp32. Other operands are converted to fp32 first.
+    x [..., I], weight W [O, I] -> y fp32 [..., O]. On a GPU, 16-bit operands of one dtype are multiplied without
+    conversion: within fp32's range, the product of two 16-bit numbers is exact in fp32. Other operands are converted to
+    fp32 first.
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES
     if halves and has_any_rows():
@@ -76,7 +77,7 @@ def batch_invariant(kind: Literal["decoding", "prompt"] | None) -> Iterator[None
 
 
 def is_batch_invariant() -> bool:
-    """Return whether this pass is batch-invariant."""
+    """Return whether the current pass is batch-invariant."""
     return _PASS.get() is not None
 
 
@@ -86,6 +87,7 @@ def of_attention() -> dict[str, bool]:
 
 
 def has_any_rows() -> bool:
-    """Return whether this is a batch-invariant decoding pass. The number of rows of such a pass must not change the
-    bits of a row, so the caller must not choose between kernels with different bits by this number."""
+    """Return whether the current pass is a batch-invariant decoding pass. In such a pass, the bits of a row must not
+    depend on the number of rows. So the caller must not choose by this number between kernels with different
+    rounding."""
     return _PASS.get() == "decoding"

@@ -24,8 +24,8 @@ class FusedSwiGLU(SwiGLU):
 
     forward(x [T, hidden], cast=None, residual=None, placement=WHOLE) -> y, or residual + y, [T, hidden].
 
-    cast       x in FP8 with scales, for `joint_layers` (`norm_and_cast`)
-    placement  the placement of the rows of x, cast, residual and the result; y is summed over its ranks
+    cast       x in FP8 with scales, from `norm_and_cast`, for the layers in `joint_layers`
+    placement  the placement of the rows of x, cast, residual and the result; y is summed over the placement's ranks
     part       for a shared expert of a model on several ranks: a copy with this rank's channels (`rank_part`)
     part_of_ranks  the ranks that have such copies
     """
@@ -124,7 +124,7 @@ class FusedMoE(MoE):
         return total(shared, residual)
 
     def _outputs(self, x: torch.Tensor, cast: Cast | None, by_expert: ByExpert, top_k: int) -> torch.Tensor:
-        """Return the same as `Experts.outputs`. FP8 experts read `cast`, rows in FP8 with scales, if it is not None."""
+        """Compute `Experts.outputs`. If `cast` (rows in FP8 with scales) is given, FP8 experts read it instead of x."""
         if cast is None or not self.experts.fp8:
             return self.experts.outputs(x, by_expert, top_k)
         order, _, ends = by_expert
@@ -178,7 +178,7 @@ def _bias(gate: Router) -> torch.Tensor:
 
 def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether `route` calls the op named `op` in this pass. On a GPU without the op's kernel, return False."""
-    if has_any_rows():  # separate ops, which larger passes use, may give a row other bits
+    if has_any_rows():  # larger passes use separate ops, which may give a row other bits
         return False
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return False

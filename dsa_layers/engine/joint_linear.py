@@ -1,5 +1,5 @@
-"""Products of several linear layers for inference. `join` makes the weights of layers that multiply the same input
-adjacent in memory, so that one product can compute all these layers."""
+"""Products of several linear layers for inference. `join` places the weights of layers with the same input next to each
+other in memory, so that one product can compute all these layers."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, GroupedL
 from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
-MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the kernel for norm and cast, for x of any dtype
+MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the fused norm and cast, in every dtype
 Cast = tuple[torch.Tensor, torch.Tensor]  # result of `BlockFP8Linear.cast`: e4m3 [..., I], scales fp32 [..., I / 128]
 
 
@@ -26,9 +26,9 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
     cast  x in FP8 with scales for FP8 layers; None if `multiply` must compute it
 
     If all layers are FP8 layers with equal use_ue8m0, they share a cast of x. If their weights are adjacent (`join`),
-    they also share one product, with the bits of separate products. If all layers are `FP32Linear`s with adjacent
-    weights of one dtype, and all but the last have scale 1, they share one product. Its bits may differ from those of
-    separate products. Otherwise each layer computes a separate product.
+    they also share one product, which gives the same bits as separate products. If all layers are `FP32Linear`s with
+    adjacent weights of one dtype, and all but the last have scale 1, they share one product. Its bits may differ from
+    those of separate products. Otherwise each layer computes a separate product.
     """
     if not _are_alike(layers):
         return tuple(layer(x) for layer in layers)
@@ -74,8 +74,8 @@ def norm_and_cast(
 ) -> tuple[torch.Tensor, torch.Tensor, Cast | None]:
     """Return (h, y, cast): h = residual + x, or h = x without a residual; y = norm(h); cast = y in FP8 with scales.
 
-    x, residual: [T, D]. layers: the layers that multiply y. If `norm_cast_scaling` is None for them, the cast is None.
-    Otherwise one op computes all results, for D of at least 256 with the same bits as separate ops.
+    x, residual: [T, D]. layers: the layers that multiply y. If `norm_cast_scaling` returns None for these layers,
+    `cast` is None. Otherwise one op computes all results. For D >= 256, it gives the same bits as separate ops.
     """
     use_ue8m0 = norm_cast_scaling(norm, x.shape[-1], layers)
     if use_ue8m0 is None:
@@ -95,12 +95,12 @@ def norm_cast_scaling(norm: nn.Module, channels: int, layers: Sequence[nn.Module
 
 
 def join(model: nn.Module) -> None:
-    """Make the weights of layers that multiply the same input adjacent in memory.
+    """Place the weights of layers with the same input next to each other in memory.
 
-    `joint_layers()` and `joint_fp32_layers()` of the modules that have these methods are such groups of layers. If
-    `join_layers` can join a group, its weights become views of one tensor, and its FP8 scales views of another. After
-    `.to()` the weights may no longer be adjacent; then each layer computes a separate product. Call `join` after the
-    weights are loaded and before a CUDA graph is captured.
+    Modules return such groups of layers from the methods `joint_layers` and `joint_fp32_layers`. If `join_layers` can
+    join a group, the group's weights become views of one tensor, and its FP8 scales views of another. After `.to()` the
+    weights may no longer be adjacent; then each layer computes a separate product. Call `join` after the weights are
+    loaded and before a CUDA graph is captured.
     """
     # A submodule may list a subset of its parent's layers. `modules` yields the parent first, so the larger group is
     # joined first.
@@ -147,7 +147,7 @@ def _parameters(layers: Sequence[Layer]) -> list[list[torch.Tensor]]:
 
 def _whole(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
     """Return the joined weight and, for FP8 layers, the joined scales. Return None if these are not adjacent in memory
-    or not `_blocks_fit(layers)`."""
+    or `_blocks_fit(layers)` is false."""
     whole = tuple(map(_side_by_side, _parameters(layers))) if _blocks_fit(layers) else (None,)
     return None if any(part is None for part in whole) else whole
 
@@ -183,7 +183,7 @@ def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, b
 def grouped_products_of_cast(
     activations: Cast, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return `grouped_products` in `dtype` for an x that is already in FP8.
+    """Compute `grouped_products` for an x that is already in FP8. Return the result in `dtype`.
 
     activations: x in FP8, [groups * T, I] with scales; the T rows of a group are adjacent.
     """

@@ -1,4 +1,4 @@
-"""The inputs of a fused layer in a pass, except x: tokens, rope angles, cache, placement of rows; and their check."""
+"""Inputs of a fused layer in a pass, except x: tokens, rope angles, cache and placement of rows; and input checks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from dsa_layers.layers.rope import Angles
 class LayerPass:
     """The inputs of one layer in a pass over T new tokens.
 
-    batch      all T tokens, also those whose rows of x are on other ranks
+    batch      all T tokens, including those whose rows of x are on other ranks
     angles     cos and sin for all T tokens
     cache      the layer's cache, or None
     placement  the placement of the rows of x

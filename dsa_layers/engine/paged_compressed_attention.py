@@ -23,8 +23,8 @@ from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-# The kernel for norm and rope supports heads of up to MOST_CHANNELS channels in every dtype, in multiples of VECTOR.
-# For it and for the kernel for rope and cast, the rope channels must be a multiple of VECTOR.
+# In every dtype, the kernel for norm and rope supports heads with a multiple of VECTOR channels, up to MOST_CHANNELS.
+# This kernel and the kernel for rope and cast both require a multiple of VECTOR rope channels.
 MOST_CHANNELS, VECTOR = 512, 8
 FEW_HEADS = 32  # prefills with at most FEW_HEADS heads use another kernel, which cannot cast its results to FP8
 
@@ -33,7 +33,7 @@ class QueryLatents(NamedTuple):
     """The latents of the queries.
 
     values  [T, q_lora_rank], after the norm
-    cast    `values` in FP8 with scales, or None (`norm_and_cast`)
+    cast    `values` in FP8 with scales, from `norm_and_cast`, or None
     """
 
     values: torch.Tensor
@@ -72,7 +72,7 @@ class PagedCompressedAttention(CompressedAttention):
     rope        cos and sin; a `RopeAngles` lets layers share the inverse rotation
     entry_rope  cos and sin at the positions `EntryView.positions`; None without a compressor
     batch       the new tokens of all ranks. Without a cache, no sequence may have earlier tokens
-    cast        x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
+    cast        x in FP8 with scales (`norm_and_cast`), for the layers in `joint_layers`; None if the caller has none
 
     ranks, part, part_of_ranks  see `PagedAttention`. If the layer has a `part` and the rows are sharded, each rank
                                 computes all heads for its local rows. Otherwise it computes its heads for all rows
@@ -115,7 +115,7 @@ class PagedCompressedAttention(CompressedAttention):
         """Return the fp32 layers of the compressor and of the indexer, which can multiply x in one product (`join`).
         Return () if there is no `PagedCompressor` or no `PagedCompressedIndexer`.
 
-        If the indexer's n_heads is not a multiple of 4, leave out its `weights_proj`. Otherwise the rows of the results
+        If the indexer's n_heads is not a multiple of 4, leave out its `weights_proj`. With it, the rows of the results
         would not begin at multiples of 16 bytes, as the kernel of `dsa.write_compressed_kv` requires.
         """
         if not isinstance(self.indexer, PagedCompressedIndexer) or not isinstance(self.compressor, PagedCompressor):
@@ -142,7 +142,7 @@ class PagedCompressedAttention(CompressedAttention):
 
     @property
     def _shares_products(self) -> bool:
-        """Whether this layer computes its indexer's projections, so that they can share products and casts."""
+        """Whether this layer computes its indexer's projections, so that both share products and casts."""
         return isinstance(self.indexer, PagedCompressedIndexer)
 
     def _begin_projections(
@@ -151,7 +151,7 @@ class PagedCompressedAttention(CompressedAttention):
         """Return the queries' latents, and a function that returns all projections.
 
         If x is sharded, this method starts to exchange the keys and the compressors' products between ranks, and the
-        function waits for them.
+        returned function waits for this exchange.
         """
         selects = self._selects(step.batch)
         latents, kv = self._latents(x, cast, selects and self._shares_products)
@@ -179,7 +179,7 @@ class PagedCompressedAttention(CompressedAttention):
         """Return (entries, index_entries, index_weights) of `Projections`.
 
         indexes  whether to compute the products of the indexer's compressor
-        weighs   with `indexes`, whether to compute index_weights if one product computes them and all `Products`
+        weighs   with `indexes`, whether to also compute index_weights if one product computes them and all `Products`
         """
         if self.compressor is None:
             return None, None, None
@@ -203,7 +203,8 @@ class PagedCompressedAttention(CompressedAttention):
         """Return the indices of the entries that the indexer selects for the rows of `step.queries`, or their cache
         slots if `step.in_pages`.
 
-        If there is a cache, also write the index keys to it; if `_shares_products`, the caller has already done so.
+        If there is a cache, also write the index keys to it, unless `_shares_products`: then the caller has already
+        written them.
         """
         cache, latents, indexer = step.cache, projected.latents, self.indexer
         if self._shares_products:
@@ -237,8 +238,8 @@ class PagedCompressedAttention(CompressedAttention):
         """
         batch, queries, angles = step.batch, step.queries, step.query_angles
         windows = self._windows(step)
-        # List the keys in the window of each query: the op would assume that the queries are the last tokens of their
-        # sequences, but this rank's queries may not be.
+        # Pass the indices of the keys in each query's window. Without them, the op would assume that the queries are
+        # the last tokens of their sequences, but this rank's queries may not be.
         near = queries.local_cached(windows.indices)
         packed = (q, keys[:, None], queries.local_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
         if compressed is None or len(compressed) == 0:
@@ -272,7 +273,7 @@ class PagedCompressedAttention(CompressedAttention):
         return takes and type(self.wo_a.matrices) is BlockFP8Linear
 
     def _joins_rope(self, rope: Angles) -> bool:
-        """Return whether the size of a head allows one kernel for norm and rope, and one for rope and cast."""
+        """Return whether the kernel for norm and rope and the kernel for rope and cast support this size of a head."""
         return self.dim <= MOST_CHANNELS and self.dim % VECTOR == 0 and 2 * rope[0].shape[1] % VECTOR == 0
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
@@ -317,9 +318,9 @@ class PagedCompressedAttention(CompressedAttention):
         """Return (entries, rows), or (None, None) without a compressor.
 
         entries  [N, dim]: all compressed entries of all sequences, packed
-        rows     int32 [T, K]: for each of `step.queries`, the rows of `entries` to which it attends. K is top_k if the
-                 indexer selects, else `EntryView.max_key_len`. If a query may see n < K entries, only its first n
-                 columns count
+        rows     int32 [T, K]: for each query in `step.queries`, the rows of `entries` that the query attends to. K is
+                 top_k if the indexer selects, else `EntryView.max_key_len`. If a query may see n < K entries, only its
+                 first n columns count
 
         If there is a cache, also write the new entries and index entries to it.
         """
@@ -391,7 +392,7 @@ class PagedCompressedAttention(CompressedAttention):
 
 
 def _check_entries(name: str, entries: EntryCache | None, ratio: int, batch: TokenBatch) -> None:
-    """Raise ValueError if `entries` is None, or if the batch does not have pages of the same size.
+    """Raise ValueError if `entries` is None, or if the batch's pages have another size than those of `entries`.
 
     name: the cache's attribute, for the message. ratio: tokens per entry.
     """

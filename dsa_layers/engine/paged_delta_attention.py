@@ -25,9 +25,9 @@ class PagedDeltaAttention(KimiDeltaAttention):
     forward(x, cos, sin, batch, cache=None, selected=None, cast=None) -> ([T, hidden], selected), without gradients.
 
     batch  the new tokens of all ranks. Without a cache, no sequence may have earlier tokens
-    cast   x in FP8 with scales (`norm_and_cast`), for `joint_layers`; None if the caller has no cast
+    cast   x in FP8 with scales (`norm_and_cast`), for the layers in `joint_layers`; None if the caller has none
     ranks  the ranks that compute the layer. A rank computes its heads for all rows, and the ranks sum the results. x
-           and the result are this rank's local rows (`placement_of`)
+           and the result have this rank's local rows (`placement_of`)
     """
 
     ranks: Ranks = ALONE
@@ -59,7 +59,7 @@ class PagedDeltaAttention(KimiDeltaAttention):
         return self._gates(x, torch.cat((q, k, v), -1), f, g)
 
     def _with_states(self, inputs: DeltaInputs, batch: TokenBatch, cache: DeltaCache) -> torch.Tensor:
-        """Return o. Write the convolution's inputs and the new states to the cache."""
+        """Return o [T, heads, dim]. Write the convolution's inputs and the new states to the cache."""
         view = batch.states(cache.states.shape[1])
         windows = batch.windows(self.conv_width, cache.inputs.shape[1])
         before = dsa.read_kv_cache(cache.inputs, windows.before_slots, dtype=inputs.mixed.dtype)
@@ -73,8 +73,8 @@ class PagedDeltaAttention(KimiDeltaAttention):
         return out
 
     def _convolve(self, inputs: DeltaInputs, before: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-        # The kernel's cu_seqlens are read on the host, so a CUDA graph cannot capture it. Decoding passes, which may be
-        # captured, have at most DRAFTS + 1 tokens per sequence.
+        # The kernel's launcher reads cu_seqlens on the host, so a CUDA graph cannot capture the kernel. Decoding
+        # passes, which may be captured, have at most DRAFTS + 1 tokens per sequence, so they do not use the kernel.
         prefills = max(lens, default=0) > DRAFTS + 1
         if prefills and self._has_kernels(inputs.mixed):
             made = delta_kernels.convolve(inputs.mixed, before, self.conv_weight(), lens)
@@ -94,8 +94,8 @@ class PagedDeltaAttention(KimiDeltaAttention):
     def _token_by_token(
         self, qkv: torch.Tensor, inputs: DeltaInputs, state: torch.Tensor, states: torch.Tensor, view: StateView
     ) -> torch.Tensor:
-        """Return o of a decoding pass, and keep the state after each token, because a sequence may continue after any
-        of them. state [B, ...]: before the pass. states: the cache's."""
+        """Return o of a decoding pass. Write the state after each token to the cache, because a sequence may continue
+        after any of these tokens. state [B, ...]: the states before the pass. states: all rows of the cache."""
         out, tokens = [], len(view.after)
         for i, rows in enumerate(view.after):
             of_token = DeltaInputs(*(x[i::tokens] for x in inputs))

@@ -33,11 +33,12 @@ class PagedSelection(KeySelection):
     ) -> torch.Tensor:
         """Return int32 [T, selects]: the selected keys for the local rows of `placement`, padded with -1.
 
-        The result has positions in the sequence, or cache slots if `step.in_pages`.
+        The values are positions in the sequence, or cache slots if `step.in_pages`.
 
         queries    the index queries before rope, for the local rows
-        projected  for all rows, wk(x) (`PagedIndexer`) or `compressor.project(x)` (`PagedCompressedIndexer`). With a
-                   cache it is not read: the caller has already written the keys
+        projected  for all rows, wk(x) (`PagedIndexer`), `compressor.project(x)` (`PagedCompressedIndexer`) or
+                   `pooled_inputs(x)` (`PagedPooledIndexer`). Not read with a cache, because the caller has already
+                   written the keys
         weights    `head_weights` for the local rows
         """
         view = self.selectable(step.batch)
@@ -105,7 +106,7 @@ class PagedSelection(KeySelection):
 class PagedIndexer(PagedSelection, LightningIndexer):
     """`LightningIndexer` for inference, with or without a cache.
 
-    `PagedAttention` computes the projections of x and qr itself and calls `write` and `pick`, not `store` and `select`.
+    `PagedAttention` computes wk(x) itself. It calls `write`, `queries` and `pick`, not `store` and `select`.
     """
 
     @torch.no_grad()
@@ -169,7 +170,7 @@ class PagedCompressor(Compressor):
         return dsa.apply_rotary(self.norm(entries), cos[tokens], sin[tokens], interleaved=True, dims="last")
 
     def store(self, products: Products, step: EntryPass, cache: EntryCache) -> None:
-        """Write the entries that the new tokens complete to the cache, and update `EntryCache.state`."""
+        """Write to the cache the entries that the new tokens complete, and update `EntryCache.state`."""
         batch = step.batch
         dsa.write_compressed_kv(
             *(*products, self.ape, self.norm.weight.float(), *step.entry_angles, cache.pages),

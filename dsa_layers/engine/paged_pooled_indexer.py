@@ -13,9 +13,9 @@ from dsa_layers.layers.rope import Angles
 
 
 class PagedPooledIndexer(PagedSelection, PooledIndexer):
-    """`PooledIndexer` for inference, with or without a cache. The rows of all arguments are those of all ranks."""
+    """`PooledIndexer` for inference, with or without a cache. All arguments have the rows of all ranks."""
 
-    selectable = PooledIndexer.selectable  # not that of `PagedSelection`, which a subclass must define
+    selectable = PooledIndexer.selectable  # overrides the abstract `PagedSelection.selectable`
 
     @torch.no_grad()
     def select(
@@ -33,8 +33,8 @@ class PagedPooledIndexer(PagedSelection, PooledIndexer):
 
     @torch.no_grad()
     def store(self, x: torch.Tensor, rope: Angles, batch: TokenBatch, cache: PooledLayerCache) -> None:
-        """Write `pooled_inputs` of the new tokens to the ring. The new tokens complete some pools: write the keys of
-        these pools to the pages."""
+        """Write `pooled_inputs` of the new tokens to the ring. Write to the pages the keys of the pools that these
+        tokens complete."""
         check_pages(batch, cache.page_size)
         self.check_kind(cache)
         inputs = self.pooled_inputs(x)
@@ -46,8 +46,8 @@ class PagedPooledIndexer(PagedSelection, PooledIndexer):
             dsa.write_kv_cache(keys, cache.index, slots)
 
     def _last_inputs(self, inputs: torch.Tensor, batch: TokenBatch, ring: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of each new token and of the pool - 1 tokens before it, [T, pool, 2 * head_dim], and write
-        those of the new tokens to the ring. The values of tokens before a sequence's first have no meaning."""
+        """Return [T, pool, 2 * head_dim]: the inputs of each new token and of the pool - 1 tokens before it. Also write
+        the new tokens' inputs to the ring. Values before a sequence's first token have no meaning."""
         windows = batch.windows(self.pool, ring.shape[1])
         if batch.is_decode:
             dsa.write_kv_cache(inputs, ring, windows.slots)

@@ -37,8 +37,8 @@ def side_stream(*reads: torch.Tensor | None) -> Iterator[SideStream]:
     reads: the tensors that the block reads and that the caller may drop before `join`. The yielded value references
     them until `join`, so that their memory is not reused. The first tensor determines the device.
 
-    Until `join`, the two streams must not write a tensor that the other stream reads or writes. If both streams read
-    a `cached_property` of the batch, compute the property before the block. Memory that the block allocates belongs to
+    Until `join`, neither stream may write a tensor that the other stream reads or writes. If both streams read a
+    `cached_property` of the batch, compute the property before the block. Memory that the block allocates belongs to
     the second stream. If the caller frees this memory after `join`, only a later `side_stream` block can reuse it, and
     that block waits for all earlier launches. This holds for PyTorch's native allocator only; with another allocator,
     all launches stay on the current stream.

@@ -2,7 +2,8 @@
 
 `split` cuts parameters into equal parts, one per rank; rank r has part r. A linear layer that is cut along dimension 1
 follows layers that are cut along dimension 0, and returns a partial sum of the result. `split` does not cut replicated
-layers (`ShardingPlan`). After the weights are loaded, `make_parts` makes a copy of each, with the rank's part.
+layers (`ShardingPlan`). After the weights are loaded, `make_parts` copies each replicated layer with only the rank's
+part of the parameters.
 """
 
 import copy
@@ -31,10 +32,11 @@ from dsa_layers.parallel.placement import placement_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
 # The largest tile of the sparse attention kernels has 64 heads. Fewer heads save little: `dsa.flash_mla_sparse_fwd`
-# with 16 heads takes 0.7 of the time with 64 (4096 queries, 32768 keys, k 2048). So if each rank would have fewer than
-# TILE_OF_HEADS heads, the ranks split the queries of long prefills instead of the heads, except in the multi-head form.
+# takes 0.7 times as long with 16 heads as with 64 (4096 queries, 32768 keys, top-k 2048). So if each rank would have
+# fewer than TILE_OF_HEADS heads, the ranks split the queries of long prefills instead of the heads, except in the
+# multi-head form.
 TILE_OF_HEADS = 64
-SCALES = "_scale_inv"  # the end of the names of FP8 weights' scales
+SCALES = "_scale_inv"  # suffix of the names of FP8 weights' scales
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class ShardingPlan:
     unquantised  the parameters and submodules of dim0 that are never FP8
     blocks      whether a cut could go through a 128 x 128 block of FP8 weights. False for embedding and head, which are
                 never FP8, and for experts, which `split` cuts between experts
-    replicated  whether each rank has the whole layer. In long prefills (SHARDED_TOKENS in parallel/placement.py) a rank
-                then computes the whole layer for its local rows, except attention in the multi-head form. In all other
-                passes it computes its part (`rank_part`)
+    replicated  whether each rank has the whole layer. In long prefills (SHARDED_TOKENS in parallel/placement.py), a
+                rank then computes the whole layer for its local rows. In all other passes, and for attention in the
+                multi-head form, a rank computes its part (`rank_part`)
     """
 
     dim0: tuple[str, ...] = ()
@@ -166,7 +168,8 @@ def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     """Return {parameter's name: its cut} for the parameters of a whole model that `split` cuts.
 
     ranks: the number of ranks; for 1, the result is empty.
-    blocks: whether the checkpoint stores projections in FP8. Then no 128 x 128 block may be cut, as it has one scale.
+    blocks: whether the checkpoint stores projections in FP8. Then no 128 x 128 block may be cut, because a block has
+    one scale.
     Raise DoesNotDivide if the model, including the parts of replicated layers, cannot be cut evenly.
     """
     if ranks == 1:
@@ -255,7 +258,8 @@ def make_parts(model: nn.Module) -> None:
 def rank_part(layer: nn.Module, rank: int, size: int) -> nn.Module:
     """Return a copy of the layer with one rank's part of the parameters. The copy computes a partial sum.
 
-    The parameters are the layer's or views of them; `join_layers` copies those of cut FP8 layers in `joint_layers()`.
+    The copy's parameters are the layer's parameters or views of them. `join_layers` then copies those of cut FP8 layers
+    in `joint_layers()`.
     """
     part, plan = copy.copy(layer), plan_of(layer)
     part._modules, part._parameters = dict(layer._modules), dict(layer._parameters)

@@ -43,16 +43,16 @@ class Scheduler:
     options    fields of `EngineOptions`
 
     Sequences start in the order of their requests. A sequence starts if fewer than max_sequences run and the cache has
-    room for its prompt, all its new tokens and its drafts, so no sequence is ever evicted. With prefix_cache it may
-    also wait for pages to share. Passes over chunks of prompts (prefill) alternate with passes that extend all
-    sequences whose prompts are computed (decode).
+    room for its prompt, all its new tokens and its drafts, so no sequence is ever evicted. With prefix_cache, it may
+    also wait until another sequence has computed pages that both can share. Passes over chunks of prompts (prefill)
+    alternate with passes that extend all sequences whose prompts are computed (decode).
 
-    Any thread may call the methods. Passes run one at a time. If a pass raises an exception, the requests that the pass
-    computes end. `step` and the streams of these requests raise the exception.
+    Any thread may call the methods. Passes run one at a time. If a pass raises an exception, the requests in the pass
+    end. `step` and the streams of these requests raise the exception.
 
     If a model is split over ranks (load_model's mesh), one thread of each rank must make the same calls in the same
-    order, and must close streams instead of dropping them. Requests that differ between ranks are refused. If a pass
-    fails on one rank, the launcher must end the other ranks.
+    order, and must call `close` on streams instead of dropping references to them. Requests that differ between ranks
+    are refused. If a pass fails on one rank, the launcher must end the other ranks.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
@@ -80,15 +80,15 @@ class Scheduler:
             _LOGGER.info("The cache holds %d tokens.", self.capacity.pages * self.options.page_size)
         self.memory = SequenceMemory(self.passes.caches, self.capacity, self.options)
         self.throughput = Throughput()
-        self._requests: dict[int, Request] = {}  # by number: all unfinished requests, and some ended ones
+        self._requests: dict[int, Request] = {}  # number -> request: all unfinished requests, and some that have ended
         self._waiting: list[RunningSequence] = []
         self._running: list[RunningSequence] = []
         self._numbers = 0
-        # The first waiting sequence, if it could not start; None again after memory is released or a prefill pass.
+        # The first waiting sequence, if it could not start. Reset to None after a prefill pass or a release of memory.
         self._blocked: RunningSequence | None = None
         self._extends_next = False
-        # The lock of requests and their events. It is free during a pass, so that `add_request` and `abort` do not wait
-        # for the pass. While a pass runs, only its thread removes sequences from `_waiting` and `_running`.
+        # This lock protects requests and their events. No thread holds it during a pass, so `add_request` and `abort`
+        # do not wait for the pass. While a pass runs, only its thread removes sequences from `_waiting` and `_running`.
         self._changed = threading.Condition()
         self._worker: int | None = None  # the identifier of the thread that runs a pass
 
@@ -133,11 +133,11 @@ class Scheduler:
 
     def warm_up(self, max_tokens: int | None = None) -> None:
         """Capture the CUDA graphs of decoding passes before requests arrive, for all sizes of a pass
-        (`EngineOptions.cuda_graphs`). Otherwise the first pass of each size is captured while its sequences wait. Do
-        nothing if passes are not captured.
+        (`EngineOptions.cuda_graphs`). Without a warm-up, the first pass of each size is captured while its sequences
+        wait. Do nothing if passes are not captured.
 
-        max_tokens  the most tokens of a sequence. Default and maximum: the model's context, or the number of tokens
-                    that fit into the cache together with a sequence's drafts, if that is less
+        max_tokens  the largest number of tokens per sequence. Default and maximum: the model's context, or the number
+                    of tokens that fit into the cache together with a sequence's drafts, if that is less
 
         Raise TypeError or ValueError if max_tokens is wrong, and RuntimeError if a request is unfinished.
         """
@@ -206,8 +206,8 @@ class Scheduler:
     def _alone(
         self, run: Callable[[], list[TokenEvent]], needed: Callable[[], bool] = lambda: True
     ) -> list[TokenEvent]:
-        """Wait until no other thread runs a pass. Then call `run`, which may run passes, and return its result; or
-        return [] if `needed` returns False."""
+        """Wait until no other thread runs a pass, then call `run`, which may run passes, and return its result. If
+        `needed` returns False, stop waiting and return []."""
         with self._changed:
             if self._worker == threading.get_ident():  # waiting would be a deadlock
                 raise RuntimeError("step: was called by the pass of another step, as a hook may do")
@@ -232,7 +232,8 @@ class Scheduler:
         try:
             events = self._prefill(work) if work else self._extend(ready)
         except BaseException as error:
-            # The pass may have added tokens whose events are lost, so these requests cannot continue.
+            # The pass may have added tokens to sequences without returning their events, so these requests cannot
+            # continue.
             with self._changed:
                 for request in {s.request for s in [s for s, _ in work] or ready}:
                     request.end()
@@ -247,9 +248,9 @@ class Scheduler:
         return [event for _, event in events]
 
     def _prefill_work(self) -> list[tuple[RunningSequence, int]]:
-        """Start waiting sequences in order until the next one must wait. Then choose the prompt tokens of the next
-        pass: return (sequence, number of tokens) pairs with at most `prefill_chunk` tokens in total. A batch-invariant
-        engine computes one prompt per pass."""
+        """Start waiting sequences in order, up to the first that cannot start. Then choose the prompt tokens of the
+        next pass: return (sequence, number of tokens) pairs with at most `prefill_chunk` tokens in total. A
+        batch-invariant engine computes one prompt per pass."""
         while self._waiting:
             first = self._waiting[0]
             if not first.ended:
@@ -274,7 +275,8 @@ class Scheduler:
             self.memory.computed(s)
         self._blocked = None  # the waiting sequence may be able to share the new pages
         if self.device.type == "cuda" and not all(s.prefilling for s in self._running):
-            # Without this synchronisation, the next decoding pass could wait for this pass and count its time.
+            # Without this synchronisation, the next decoding pass could wait for this pass, and decode_seconds would
+            # include the wait.
             torch.cuda.current_stream(self.device).synchronize()
         self.throughput.prefill_tokens += sum(n for _, n in work)
         self.throughput.prefill_seconds += time.perf_counter() - started
@@ -347,8 +349,8 @@ class EventStream(Iterator[TokenEvent]):
             try:
                 raise event
             finally:
-                # The traceback of `event` refers to this frame. If the frame kept `event`, this reference cycle would
-                # keep the engine's memory alive until a garbage collection.
+                # The traceback of `event` refers to this frame. If the frame kept a reference to `event`, this cycle
+                # would keep the engine's memory alive until a garbage collection.
                 del event
         return event
 

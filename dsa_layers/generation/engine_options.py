@@ -26,8 +26,9 @@ class EngineOptions:
     cache_tokens   number of tokens that the paged cache holds, rounded up to full pages. A sequence that can never fit
                    is refused. With None, the size depends on the device. On a GPU, the cache uses the memory that is
                    free after loading, minus a tenth of the GPU's memory for activations, and the size is logged. On a
-                   CPU, the cache holds 65536 tokens, or the model's context if that is more. In both cases, it holds at
-                   most max_sequences sequences of the whole context. All ranks use the smallest of their sizes (None)
+                   CPU, the cache holds 65536 tokens, or the model's context if that is more. On both, it holds at most
+                   max_sequences times the model's context. With several ranks, all use the smallest of their sizes
+                   (None)
     page_size      number of tokens per page; None: the model's page size (None)
     max_sequences  largest number of sequences that run at a time; other sequences wait (64)
     prefill_chunk  largest number of prompt tokens per pass, over all sequences. It bounds how long a running sequence
@@ -36,13 +37,13 @@ class EngineOptions:
                    size of a pass. The size is the number of sequences and the number of pages of the longest sequence,
                    each rounded up to a power of two (True)
     draft_tokens   number of tokens, up to 3, that the model's multi-token-prediction layer (load_model's drafter=True)
-                   drafts after each sequence. The next pass computes the model's token after each draft. Each draft
-                   that the model accepts saves its sequence a pass. Output matches runs without drafts up to rounding
-                   (0)
+                   drafts after each sequence. The next pass verifies the drafts: it computes the model's token after
+                   each draft. Each accepted draft saves the sequence a pass. Output matches runs without drafts up to
+                   rounding (0)
     prefix_cache   whether full pages of prompts stay in the cache until their memory is needed. A later prompt that
                    begins with the same tokens reuses these pages. Output matches runs without a prefix cache up to
                    rounding. The model's weights must not change while the engine exists. If the cache stores a state
-                   per sequence, as DeepSeek-V4's does, it adds memory for up to max_sequences states (False)
+                   per sequence, as DeepSeek-V4's does, this option adds memory for up to max_sequences states (False)
     batch_invariant  whether a sequence's tokens, including tokens sampled with a seed, are independent of other
                    sequences and of drafts, bit for bit. If so, a prefill pass computes one prompt only, which is
                    slower. `check_invariant` lists the conditions on the model; prefix_cache must be False (False)
@@ -79,15 +80,16 @@ def checked_options(model: Model, given: Mapping[str, Any]) -> EngineOptions:
         )
     if options.batch_invariant:
         check_invariant(model)
-        if options.prefix_cache:  # where passes split a prompt would depend on other prompts
+        if options.prefix_cache:  # the positions at which passes split a prompt would depend on other prompts
             raise ValueError("prefix_cache: must be False with batch_invariant=True, got True")
     return options
 
 
 def check_invariant(model: Model) -> None:
     """Raise ValueError if a model does not support batch_invariant=True. A supported model is on a GPU that runs the
-    kernels, has FP8 weights, FP8 indexers and bfloat16 activations, and is not compiled. Its `DSAAttention` layers, if
-    it has any, have no gate, and kernels can read their kv_b in FP8, as the checkpoint stores it (`can_stay_stored`).
+    kernels, has FP8 weights, FP8 indexers and bfloat16 activations, and is not compiled by torch.compile. Its
+    `DSAAttention` layers, if any, have no gate, and the kernels support their FP8 kv_b projection as the checkpoint
+    stores it (`can_stay_stored`).
 
     A model on several GPUs is supported too: `Ranks.sum` adds the ranks' parts in the order of the ranks."""
     weight, precision = next(model.parameters()), getattr(model, "precision", None)
@@ -114,8 +116,8 @@ class Capacity:
     """The sizes of an engine's cache.
 
     context  the number of tokens in the model's context
-    pages    the number of pages for sequences and their drafts (`EngineOptions.cache_tokens`). The cache has additional
-             pages and a state slot for the sequence that pads decoding batches (`DecodeStep`)
+    pages    the number of pages for sequences and their drafts (`EngineOptions.cache_tokens`). The cache also has pages
+             and a state slot for the sequence that pads decoding batches (`DecodeStep`)
 
     The constructor raises ValueError if cache_tokens is None and a GPU has no room for a cache.
     """
@@ -135,15 +137,16 @@ class Capacity:
         return min(self._options.max_sequences, self.pages)
 
     def make_cache(self, model: Model, device: torch.device) -> Cache:
-        """Create the model's cache, with a state slot per sequence and one for padding. With prefix_cache, a second
-        slot per sequence is for copies of states."""
+        """Create the model's cache, with a state slot per sequence and one for padding. With prefix_cache, add another
+        slot per sequence for copies of states."""
         state_slots = self.sequences * (1 + self._options.prefix_cache) + 1
         pages = self.pages + self.of(1)
         return model.make_cache(pages, page_size=self._options.page_size, device=device, state_slots=state_slots)
 
     def _default_pages(self, model: Model, device: torch.device) -> int:
         options = self._options
-        # Leave two of the pages that int32 slots can number for the sequence that pads decoding batches.
+        # Slot numbers are int32, which limits the number of pages. Reserve two pages for the sequence that pads
+        # decoding batches.
         most = min(options.max_sequences * self.of(self.context), MOST_SLOTS // options.page_size - 2)
         if device.type != "cuda":
             return min(most, max(-(-CPU_CACHE_TOKENS // options.page_size), self.of(self.context)))

@@ -56,11 +56,11 @@ class Generator(Scheduler):
         prompts     a text or a list of prompts. A prompt in a list is a text, or a list, an array or a tensor of token
                     ids
         params      one SamplingParams for all prompts, or a list with one per prompt. A prompt has `params.n`
-                    sequences. With one for all, sequence i of the call uses seed + i. With one per prompt, sequence k
-                    of the prompt uses seed + k
+                    sequences. With one SamplingParams for all prompts, sequence i of the call uses seed + i. With a
+                    list, sequence k of a prompt uses the prompt's seed + k
         on_prefill  a function that is called as on_prefill(done, total) before each pass that the iterator runs, until
-                    all prompts of this call are computed. done: the number of their tokens in the cache; total: the
-                    number of all their tokens. A prompt counts once for each of its sequences
+                    all prompts of this call are computed. total: the number of prompt tokens of the call; done: how
+                    many of them are in the cache. A prompt counts once for each of its sequences
 
         If the largest logit of a sequence is NaN or infinite, only this sequence ends, with finish_reason "error".
         Before returning the iterator, raise the errors of `Engine.add_request` for any prompt or `params`.

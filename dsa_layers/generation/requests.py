@@ -31,8 +31,8 @@ class TokenEvent:
     sequence       the number of the sequence. In a `Generator`, numbers start at 0 in each call, and each prompt has
                    SamplingParams.n consecutive numbers. `Engine.add_request` returns a request's first number
     token          the token id; None if finish_reason is "error"
-    text           text that has become complete with this token; it may be empty. The texts of all events, joined, are
-                   the text of the sequence
+    text           the text that this token completes; it may be empty. The concatenated texts of all events are the
+                   text of the sequence
     finish_reason  why the sequence ended, in its last event; None in other events
     error          the message, if finish_reason is "error"
     logprobs       a dictionary from token id to `Logprob`, if SamplingParams.logprobs is set and finish_reason is not
@@ -86,8 +86,8 @@ class Throughput:
 
     decode_tokens  the number of new tokens, without the first token of each sequence, which a prefill pass computes
     drafted        the number of draft tokens in decoding passes
-    taken          the number of tokens that sequences gained in addition to one per decoding pass: accepted drafts
-    reused_tokens  the number of prompt tokens that no pass computed, because a prefix cache had their pages
+    taken          the number of accepted drafts: tokens that sequences gained beyond one per sequence and decoding pass
+    reused_tokens  the number of prompt tokens that no pass computed, because the prefix cache contained their pages
     """
 
     prefill_tokens: int = 0
@@ -157,8 +157,8 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None:
-    """Raise ValueError if there are stop strings without a tokenizer, or if a stop string is the name of a special
-    token, which generated text omits."""
+    """Raise ValueError if there are stop strings without a tokenizer, or if a stop string is a special token, because
+    generated text omits special tokens."""
     if stop and tokenizer is None:
         raise ValueError("params: stop strings need a tokenizer")
     for text in stop:
@@ -167,10 +167,10 @@ def check_stop_strings(stop: Sequence[str], tokenizer: Tokenizer | None) -> None
 
 
 class StopStrings:
-    """Convert tokens to text, up to the first stop string. The last characters, which could begin a stop string, are
-    held back until more text follows, or until the last token.
+    """Convert tokens to text, up to the first stop string. A stop string may begin in the last characters, so they are
+    held back until more text or the last token arrives.
 
-    decoder  the decoder of a tokenizer; None without a tokenizer: the text is then empty
+    decoder  the decoder of a tokenizer; None: there is no tokenizer, and the text is empty
     stop     the stop strings
     """
 
@@ -181,7 +181,7 @@ class StopStrings:
         """Add a token. Return (the text that can be shown now, whether a stop string follows that text).
 
         token  the next token, or None to add none
-        last   whether no token follows; then no text is held back
+        last   whether no further token follows; if so, no text is held back
         """
         if self._decoder is None:
             return "", False
@@ -198,12 +198,12 @@ class StopStrings:
 
 @dataclass(eq=False)
 class Request:
-    """The `sequences` that one call has added to an engine.
+    """A request: the `sequences` that one call has added to an engine.
 
     number  the number of the request. In an `Engine` it is also the number of the first sequence, and the other
             sequences have the numbers that follow
-    events  the events that no stream has returned yet. The last item may be the exception of the pass that ended the
-            request
+    events  the events that no stream has returned yet. If a pass failed and ended the request, the last item is its
+            exception
     """
 
     number: int

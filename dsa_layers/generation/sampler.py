@@ -1,8 +1,8 @@
 """Choose the next tokens of sequences from logits.
 
-Tokens are sampled on the device of the logits. The probabilities of a row are scaled and rounded down to integers
-(`_weights`). Sums of integers are exact in any order, so on one device a row's token does not depend on the other rows.
-Another device may round an exponential differently, which can change a token.
+Tokens are sampled on the device of the logits. The probabilities of a row of logits are scaled and rounded down to
+integers (`_weights`). Sums of integers are exact in any order, so on one device a row's token does not depend on the
+other rows. Another device may round an exponential differently and so choose another token.
 """
 
 import random
@@ -14,8 +14,8 @@ import torch
 from dsa_layers.batch import packing
 from dsa_layers.generation.requests import Logprob, RunningSequence
 
-# The most sequences that a GPU samples at once, because sampling takes several times the memory of their logits. A CPU
-# samples one sequence at a time, so that the data fit into its caches.
+# The largest number of sequences that a GPU samples at once. It is small, because sampling takes several times the
+# memory of their logits. A CPU samples one sequence at a time, so that the data fit into its caches.
 _AT_ONCE = 8
 
 
@@ -25,8 +25,9 @@ def sample(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> list[l
     logits  fp32 [B, n, vocab_size]: row i of a sequence has the logits after its tokens and its first i drafts
 
     A sequence's tokens end with the first token that differs from its draft, because the logits of later rows follow
-    the draft instead of this token. So for equal logits the tokens, including sampled ones, equal the tokens without
-    drafts. At a row whose maximum is NaN or infinite, no token can be chosen, and the sequence's tokens end with None.
+    the draft instead of this token. So if drafts leave the logits unchanged, they also leave the tokens unchanged,
+    including sampled ones. At a row whose maximum is NaN or infinite, no token can be chosen, and the sequence's tokens
+    end with None.
     """
     largest, best = logits.max(-1)  # the maximum of a row that contains NaN is NaN
     for rows in _groups(sequences, _AT_ONCE if logits.is_cuda else 1):
@@ -50,7 +51,7 @@ def _groups(sequences: Sequence[RunningSequence], most: int) -> Iterator[list[in
 
 def _draw(logits: torch.Tensor, largest: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
     """Return int64 [B, n]: a sampled token for each row of logits [B, n, vocab_size]. largest [B, n]: row maxima.
-    sequences: a group of `_groups`."""
+    sequences: a group from `_groups`."""
     _, n, vocab_size = logits.shape
     settings, most = [], 0
     for s in sequences:
@@ -125,8 +126,8 @@ def _weights(logits: torch.Tensor, largest: torch.Tensor, temperature: torch.Ten
 
 
 def _first_beyond(sums: torch.Tensor, total: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B, 1]: in each row, the first index at which the cumulative sums `sums` exceed numbers * total.
-    Rounding may give the product `total`, so it is limited to total - 1."""
+    """Return int64 [B, 1]: in each row, the first index at which the cumulative sums `sums` exceed numbers * total. The
+    product is limited to total - 1, because it may round up to `total`."""
     return torch.searchsorted(sums, torch.minimum((numbers * total).long(), total - 1), right=True)
 
 
@@ -141,8 +142,8 @@ def penalised(logits: torch.Tensor, sequences: Sequence[RunningSequence]) -> tor
     """Return fp32 logits [B, n, vocab_size] after the penalties of each sequence's SamplingParams. If no sequence has
     penalties, return `logits` itself.
 
-    In row i of a sequence, its first i drafts count as generated tokens, because `sample` uses the row only if it
-    accepts all of them.
+    Row i of a sequence counts the sequence's first i drafts as generated tokens, because `sample` uses row i only if it
+    accepts these drafts.
     """
     rows = [row for row, s in enumerate(sequences) if s.params.penalises]
     if rows:
@@ -164,8 +165,8 @@ def _counts(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-    """Return a dictionary from token id to `Logprob` for each of `tokens`, the chosen tokens of a sequence. It contains
-    the chosen token and the `count` likeliest tokens of its row.
+    """For each of `tokens`, the chosen tokens of a sequence, return a dictionary from token id to `Logprob`. It
+    contains the chosen token and the `count` likeliest tokens of the same row.
 
     logits  fp32 [n, vocab_size]: the model's logits, before penalties and temperature. n is at least len(tokens)
     """

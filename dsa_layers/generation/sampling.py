@@ -27,7 +27,7 @@ _PARAMETERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], s
     "logprobs": (integer, lambda n: n >= 0, "at least 0"),
 }
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of generation_config.json
-_MAX_BYTES = 2**20  # limit for generation_config.json
+_MAX_BYTES = 2**20  # maximum size of generation_config.json
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,22 @@ class SamplingParams:
     max_tokens      the largest number of new tokens, including the end-of-sequence token
     temperature     the divisor of the logits. 0 is greedy decoding: the largest logit, ties to the lowest token id
     top_k           the number of likeliest tokens to sample from; 0 keeps all tokens
-    top_p           a fraction above 0 of the sum of probabilities of all tokens that min_p and top_k keep. Only the
-                    likeliest of these tokens remain: the fewest whose sum reaches this fraction; 1 keeps all of them
+    top_p           nucleus sampling: sample from the likeliest of the tokens that min_p and top_k keep, the fewest
+                    whose probabilities reach this fraction, above 0, of the sum over the kept tokens. 1 keeps all of
+                    them
     seed            the seed of the sequence's random numbers. If one SamplingParams is for several prompts, sequence i
                     of the call uses seed + i. None: a random seed
     stop            strings that end the sequence and are not part of its text. `add_request`, `generate` and `stream`
-                    refuse names of special tokens. A string is one stop string. None: no stop strings
+                    refuse special tokens. A single string is accepted as one stop string. None: no stop strings
     n               the number of sequences per prompt. Sequence k of the prompt, from 0, uses seed + k. n > 1 requires
                     a temperature above 0
     min_p           the smallest probability of kept tokens, as a fraction of the largest probability; 0 keeps all
-    repetition_penalty  the divisor of positive logits, and the factor of negative logits, of tokens that occur in the
-                    prompt or are generated; from 0.001 to 1000. 1 changes nothing
+    repetition_penalty  for tokens in the prompt or the generated text: the divisor of positive logits and the factor of
+                    negative logits; from 0.001 to 1000. 1 changes nothing
     frequency_penalty   a number that is subtracted from a token's logit once per generated occurrence; from -2 to 2
     presence_penalty    a number that is subtracted once from the logit of each generated token; from -2 to 2
     logprobs        the number of likeliest tokens whose log-probabilities are returned with each generated token, in
-                    addition to the token's own. All are computed from the model's logits, before penalties and
+                    addition to the token's own. They are all computed from the model's logits, before penalties and
                     temperature. None: no log-probabilities
 
     The names are vLLM's. Penalties apply first, in greedy decoding too. Then temperature, min_p, top_k and top_p apply
@@ -115,8 +116,9 @@ def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
 
     directory  the checkpoint's directory or hub id
 
-    "do_sample": false sets temperature to 0. "do_sample": true without a temperature sets it to 1, as in transformers.
-    For malformed JSON or a value that is not accepted, raise ConfigError (a ValueError) with the file's name.
+    "do_sample": false sets temperature to 0. "do_sample": true without a temperature sets temperature to 1, as in
+    transformers. For malformed JSON or a value that is not accepted, raise ConfigError (a ValueError) with the file's
+    name.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
     if not path.exists():

@@ -19,9 +19,9 @@ class SequenceMemory:
     shared page. A sequence waits to start while another sequence computes pages that both can share.
 
     If the caches store a state per sequence, a prefix can be shared only if there is a copy of the state at the end of
-    the prefix. Copies are made at two places: at the end of a prompt's last full page, and at the end of the pages that
-    two prompts have in common. With drafts, two pages are equal only if the next tokens after the pages are equal too,
-    because a drafter's cache entry for a position depends on the next token.
+    the prefix. Copies are made at the end of a prompt's last full page, and at the end of the pages that two prompts
+    have in common. With drafts, the token after a shared page must match too, because a drafter's cache entry for a
+    position depends on the next token.
 
     caches  the model's cache, and the drafter's cache if there is one. A sequence has the same page numbers and the
             same state slot in both
@@ -64,7 +64,8 @@ class SequenceMemory:
 
     def _more_is_computed(self, s: RunningSequence, have: int, running: Sequence[RunningSequence]) -> bool:
         """Return whether a running sequence is computing pages that `s` could share, after the first `have` pages of
-        `s`. If there are states, make that sequence stop at the end of these pages, so that its state is copied."""
+        `s`. If there are states, make a prefill pass of that sequence stop at the end of these pages, so that its state
+        is copied there."""
         for other in running:
             if not other.prefilling:
                 continue
@@ -102,9 +103,9 @@ class SequenceMemory:
 
 
 class PrefixPages:
-    """Full pages of earlier prompts. A page is found by its tokens and all tokens before it. A page that no sequence
-    uses stays until `make_room` frees it: the least recently used page first, and a page only after the pages that
-    follow it in prompts.
+    """Full pages of earlier prompts. A page is identified by its tokens and all tokens before it. Pages that no
+    sequence uses stay until `make_room` frees them: the least recently used page first, and a page only after the pages
+    that follow it in prompts.
 
     allocator   the allocator of the cache's pages
     look_ahead  number of tokens after a page that must match too, because the contents of the page depend on them
@@ -116,7 +117,7 @@ class PrefixPages:
         self._keys: dict[int, tuple[int, ...]] = {}  # page -> its key in _pages
         self._users: Counter[int] = Counter()
         # Unused pages, the least recently used first. A sequence that uses a page also uses all preceding pages, and
-        # `release` appends its last page first. So `make_room` frees a page before the preceding page.
+        # `release` appends these pages from last to first. So `make_room` frees each page before its predecessor.
         self.unused: OrderedDict[int, None] = OrderedDict()
 
     def find(self, tokens: Sequence[int]) -> list[int]:
@@ -135,17 +136,18 @@ class PrefixPages:
         return next((i for i in range(most) if self._tokens(tokens, i) != self._tokens(prompt, i)), most)
 
     def full_pages(self, tokens: int) -> int:
-        """Return the number of pages of a prompt of `tokens` tokens that can be stored: full pages with look-ahead."""
+        """Return how many pages of a prompt of `tokens` tokens can be stored: full pages with look-ahead tokens after
+        them."""
         return max(tokens - self._look_ahead, 0) // self._page_size
 
     def use(self, pages: Sequence[int]) -> None:
-        """Count one more user of each page. pages: the first pages of a prompt."""
+        """Increment the user count of each page. pages: the first pages of a prompt."""
         for page in pages:
             self._users[page] += 1
             self.unused.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one user less of each page. pages: the first pages of a prompt."""
+        """Decrement the user count of each page. pages: the first pages of a prompt."""
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:
@@ -179,8 +181,8 @@ class PrefixPages:
 
 
 class StateCopies:
-    """Copies of sequences' states at the ends of prefixes. The last page of a prefix identifies the prefix. If all
-    slots are taken, a new copy overwrites the least recently used copy.
+    """Copies of sequences' states at the ends of prefixes. A prefix is identified by its last page. If all slots are
+    taken, a new copy overwrites the least recently used copy.
 
     tensors  tensors with one row per state slot
     slots    state slots for the copies; no sequence uses them

@@ -28,10 +28,10 @@ class CapturedStep(Generic[Inputs]):
     size is captured, and later passes replay the graph. The first pass runs twice, so a repeated pass must write the
     same values to the same addresses. The next pass overwrites the results.
 
-    captures  whether passes are captured; as an attribute always False on a CPU
+    captures  whether passes are captured. The attribute of this name is always False on a CPU
 
-    A subclass has two methods: `_inputs(count, pages)` creates the input tensors of a size, and `_run(inputs)` runs the
-    pass.
+    A subclass defines two methods: `_inputs(count, pages)` creates the input tensors of a size, and `_run(inputs)` runs
+    the pass.
     """
 
     def __init__(self, device: torch.device, captures: bool) -> None:
@@ -42,7 +42,7 @@ class CapturedStep(Generic[Inputs]):
         """Run a pass over `count` sequences of at most `pages` pages each, and return its results. A captured pass can
         be larger; its results then have rows of padding at the end.
 
-        fill  a function that writes to the input tensors, which may be larger than `count` and `pages`
+        fill  a function that writes to the input tensors, which may have room for more sequences and pages
         """
         if not self.captures:
             inputs = self._inputs(count, pages)
@@ -54,7 +54,7 @@ class CapturedStep(Generic[Inputs]):
             fill(inputs)
             self._graphs[size] = (inputs, *self._capture(inputs))
         inputs, graph, results = self._graphs[size]
-        check_ranks()  # a replay runs no Python code, so sums over ranks cannot raise this error
+        check_ranks()  # raise here if a rank is lost: sums over ranks cannot, because a replay runs no Python code
         fill(inputs)
         graph.replay()
         return results
@@ -99,11 +99,12 @@ class Padding:
 class DecodeStep(CapturedStep[DecodeInputs]):
     """The model's pass over the last token and the drafts of each of B sequences.
 
-    A call with sequences returns (logits, states). logits fp32 [B, 1 + drafts, vocab_size] predict the token after each
-    of these tokens. states [B * (1 + drafts), ...] are the model's states at these tokens, or None without drafts.
+    A call with sequences returns (logits, states). logits, fp32 [B, 1 + drafts, vocab_size], predict the token after
+    each of these tokens. states, [B * (1 + drafts), ...], are the model's states at these tokens, or None without
+    drafts.
 
     drafts     the number of drafts of each sequence
-    capture    whether the pass is captured, on a GPU and for a model with captures_decode
+    capture    whether to capture the pass. Passes on a CPU and of a model without captures_decode are never captured
     invariant  whether a sequence's results are independent of other sequences and of the number of drafts, bit for bit
     padding    attribute: the sequence that pads batches. The constructor allocates its pages and state slot
     """
@@ -146,12 +147,12 @@ class DecodeStep(CapturedStep[DecodeInputs]):
 class DraftInputs(DecodeInputs):
     """The input tensors of a drafting pass, which follows a verifying pass (`DecodeStep`).
 
-    tokens    int64 [count * (1 + drafts)]: the token after each position of the verifying pass. Positions after the
-              last accepted draft have 0
+    tokens    int64 [count * (1 + drafts)]: the token after each position of the verifying pass, or 0 after the last
+              accepted draft
     states    [count * (1 + drafts), ...]: the model's states at these positions
     taken     int32 [count]: the number of tokens that each sequence gained in the verifying pass, at least 1
     key_lens  int32 [count]: the number of tokens of each sequence after the verifying pass
-    row       a state at one position, which gives the shape and dtype
+    row       a state at one position, for the shape and dtype of `states`
     """
 
     def __init__(
@@ -176,11 +177,11 @@ class DraftInputs(DecodeInputs):
 
 
 class DraftStep(CapturedStep[DraftInputs]):
-    """The drafter's passes. They draft the next `drafts` tokens of each sequence, one after another and greedily. Call
-    the object after a verifying pass (`DecodeStep`), and `after_prompts` after the drafter's pass over prompts.
+    """The drafter's passes. They greedily draft the next `drafts` tokens of each sequence, one after another. Call the
+    object itself after a verifying pass (`DecodeStep`), and `after_prompts` after the drafter's pass over prompts.
 
-    The parameter `cache` is the model's cache. The attribute `cache` is the drafter's cache, which has the same numbers
-    of pages and state slots.
+    The parameter `cache` is the model's cache. The attribute `cache` is the drafter's cache, which has as many pages
+    and state slots.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class DraftStep(CapturedStep[DraftInputs]):
         return DraftInputs(count, pages, self._page_size, self._device, self._drafts, self._row)
 
     def _run(self, inputs: DraftInputs) -> torch.Tensor:
-        lens = inputs.key_lens - inputs.taken + self._drafts  # the lengths in the verifying pass
+        lens = inputs.key_lens - inputs.taken + self._drafts  # lengths in the verifying pass, with drafts
         states = self._drafter(inputs.tokens, inputs.states, inputs.batch(lens), self.cache)
         firsts = torch.arange(0, len(inputs.tokens), inputs.next_n, device=self._device)
         return self._further(states[firsts + inputs.taken - 1], inputs)
@@ -251,7 +252,7 @@ class DraftStep(CapturedStep[DraftInputs]):
 class Passes:
     """The prefill and decoding passes of an engine, with drafts if the options enable them.
 
-    caches  the model's cache, and the drafter's cache if there is one. Both have the same numbers of pages and slots
+    caches  the model's cache, and the drafter's cache if there is one, with as many pages and slots
     """
 
     def __init__(self, model: Model, cache: Cache, options: EngineOptions) -> None:
@@ -268,7 +269,7 @@ class Passes:
         """Capture the passes over `count` sequences of `pages` pages each, if passes are captured."""
         if self._decode.captures:
             padding, tokens = self._decode.padding, pages * self._cache.page_size
-            # All pages of this sequence are the first page of the padding.
+            # This sequence repeats the first page of the padding, so the pass writes to no request's pages.
             longest = replace(padding, tokens=[0] * (tokens - len(padding.drafts)), pages=padding.pages[:1] * pages)
             sequences = [longest] * count
             _, states = self._decode(sequences)

@@ -125,7 +125,7 @@ class Pass:
 
     batch      the lengths of the sequences
     positions  int64 [T]: the tokens' positions from the caller's position_ids
-    rows       int64 [T]: the tokens' indices among the rows; None if all rows are tokens
+    rows       int64 [T]: the tokens' indices among the B * S rows; None if all rows are tokens
     shape      (B, S)
     """
 
@@ -161,8 +161,8 @@ class Pass:
         return self._kept(id(rope[0]), rope, of_tokens)
 
     def entry_angles(self, rotary: torch.nn.Module, ratio: int, like: torch.Tensor) -> RopeAngles:
-        """Return (cos, sin) for the entries that may end at the T tokens. An entry has `ratio` tokens and the angles of
-        the first. rotary: transformers' rotary embedding, called with `like` as its input x."""
+        """Return (cos, sin) for the entries that may end at the T tokens. An entry has `ratio` tokens and uses the
+        angles of the first one. rotary: transformers' rotary embedding, called with `like` as its input x."""
 
         def of_entries() -> RopeAngles:
             positions = (self.positions + (1 - ratio)).clamp(min=0)[None]

@@ -28,7 +28,8 @@ class PagedLayer(CacheLayerMixin):
     b * pages_each, ..., (b + 1) * pages_each - 1.
 
     lens  the number of stored tokens of each sequence, without padding
-    seen  the number of rows per sequence in all passes so far, including padding: transformers' length of the cache
+    seen  the number of rows per sequence in all passes so far, including padding; transformers uses it as the cache's
+          length
 
     New memory is not cleared, because the contents of unused slots never reach a result.
     """
@@ -64,7 +65,7 @@ class PagedLayer(CacheLayerMixin):
         self.pages_each = pages
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor: [pages, rows, 1, D] if it is paged, else [sequences, ...]."""
+        """Return the tensor `name`: [pages, rows, 1, D] if it is paged, else [sequences, ...]."""
         tensor = self._tensors[name]
         return tensor.flatten(0, 1) if name in self._storage.pages else tensor
 
@@ -80,9 +81,9 @@ class PagedLayer(CacheLayerMixin):
         self.seen += rows
 
     def leave_out(self, rows: int) -> None:
-        """Add the rows of a pass with gradients to `seen`. Such a pass stores no tokens: transformers creates a cache
-        for it by default, even if no later pass reads that cache. Raise ValueError if there are earlier rows, because
-        gradients would not reach them."""
+        """Add the rows of a pass with gradients to `seen`. Such a pass stores no tokens in the cache, which
+        transformers creates by default even if no later pass reads it. Raise ValueError if there are earlier rows,
+        because gradients would not reach them."""
         if self.seen:
             raise ValueError(
                 "cache: gradients do not reach earlier tokens; pass use_cache=False, or generate under torch.no_grad()"

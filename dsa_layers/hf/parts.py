@@ -54,7 +54,7 @@ class HeadWeightsInPlace:
 class AttentionInPlace:
     """Base class of attention layers. The mask is a `TokenLengths`, and attention is computed on packed tokens.
 
-    A subclass has two methods. `_storage(x)` describes the tensors of the layer's cache. `attend_packed(x, rope,
+    A subclass defines two methods. `_storage(x)` describes the tensors of the layer's cache. `attend_packed(x, rope,
     tokens, layer, selected)` computes the attention of packed tokens x [T, D], whose `Pass` is `tokens`, and returns
     the output and the selected keys or None. `rope` is `position_embeddings`, `layer` is None if nothing is cached, and
     `selected` is `prev_topk_indices` if the layer has no indexer, else None. Gradients are enabled in `attend_packed`
@@ -105,7 +105,7 @@ class AttentionInPlace:
         return (y, None, selected) if self.returns_selected else (y, None)
 
     def _check(self, attention_mask: Any, options: dict[str, Any]) -> None:
-        """Raise ValueError, which names the argument or setting, for one that this layer does not support."""
+        """Raise ValueError for an argument or setting that this layer does not support. The message names it."""
         if next(self.parameters()).is_meta:
             raise ValueError(
                 "device_map: weights that are offloaded to the CPU or a disk are not served; accepted: a device_map "

@@ -39,7 +39,7 @@ class SparseMLAInPlace(AttentionInPlace):
     """Base class of attention layers. A subclass lists this class before transformers' class and `PagedAttention`, so
     that this class overrides both."""
 
-    indexer_stage: ClassVar[None] = None  # an open `IndexerStage` sets this attribute of each layer to itself
+    indexer_stage: ClassVar[None] = None  # an open `IndexerStage` stores itself in this attribute of each layer
     gate = gate_proj = sinks = softmax_scaling = k_rope_only_layernorm = None  # transformers' layers have none
     has_rope = True
     n_heads = alias("num_heads")

@@ -27,7 +27,7 @@ FORMATS = {model_type: _FOLDER / f"{model_type}.jinja" for model_type in ("deeps
 # Tokens that every format writes. A format is used only if the tokenizer's added tokens include them.
 NEEDED = ("<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
-_MAX_ERROR = 500  # maximum characters of a template's error message, which can be any text
+_MAX_ERROR = 500  # maximum characters of a template's error message, which can have any length
 
 
 def format_source(path: Path) -> str:
@@ -58,7 +58,8 @@ def render(path: Path, source: str, variables: Mapping[str, Any], options: Mappi
 
 
 class _Generation(Extension):
-    """The tag `generation`, which marks the assistant's text for training. It renders its body."""
+    """The tag `generation`, which marks the assistant's text for training. Here, the text inside the tag is rendered
+    without marks."""
 
     tags: ClassVar[set[str]] = {"generation"}
 

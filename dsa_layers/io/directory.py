@@ -34,7 +34,7 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
     """Return the path `name` if it exists. Otherwise treat `name` as a hub id, OWNER/NAME, and return the local
     directory in which huggingface_hub stores this model.
 
-    weights  True: download the hub id's JSON files, chat template and weights; False: omit the weights
+    weights  for a hub id, True: download JSON files, chat template and weights; False: do not download weights
 
     Raises CheckpointError (a ValueError) if `name` is neither an existing path nor a valid id, or if huggingface_hub
     fails. Raises ImportError, which says what to install, if huggingface_hub is needed and missing. Raises TypeError if
@@ -135,7 +135,7 @@ class Checkpoint:
 
 
 def raise_problems(directory: Path, problems: list[str]) -> None:
-    """Raise a CheckpointError that counts the problems and shows the first ten, unless there are none."""
+    """If there are problems, raise a CheckpointError that counts them and shows the first ten."""
     if not problems:
         return
     lines = problems[:_SHOWN_PROBLEMS]
@@ -146,8 +146,8 @@ def raise_problems(directory: Path, problems: list[str]) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the {tensor's name: file's name} of an index file. Raises CheckpointError if the index is malformed or
-    names a file outside its directory."""
+    """Return {tensor's name: file's name} from an index file. Raises CheckpointError if the index is malformed or names
+    a file outside its directory."""
     index = read_json_object(path, CheckpointError, _MAX_INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):

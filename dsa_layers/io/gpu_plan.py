@@ -19,12 +19,14 @@ SEQUENCES = 64  # concurrent sequences, the default of `EngineOptions.max_sequen
 @dataclass(frozen=True)
 class GpuPlan:
     """The bytes of a model, and of its drafter if it has one, on each of `gpus` GPUs. Every GPU stores the whole
-    caches, because all heads share the latents and index keys.
+    caches, because all heads share the latents and index keys. Only the states of Kimi delta attention are split by
+    heads.
 
-    weights  bytes of weights on one of the GPUs. A layer that `planned_layers` (engine/split.py) marks as replicated
-             counts whole, and the FP8 weights that `rank_part` copies for the GPU's part of this layer count too
+    weights  bytes of weights on one of the GPUs. They include every weight of a layer that `planned_layers`
+             (engine/split.py) marks as replicated, and the FP8 weights that `rank_part` copies for the GPU's part of
+             this layer
     whole    bytes of weights if a single GPU holds the model
-    slot     bytes of one sequence's state slot, summed over the caches of model and drafter
+    slot     bytes of one sequence's state slot on one GPU, summed over the caches of model and drafter
     page     bytes of one page of `page_size` tokens, summed over these caches
     """
 

@@ -145,8 +145,8 @@ def check_values(model: nn.Module, directory: Path) -> None:
 
 
 class RankParts:
-    """The methods `of_model` and `of_checkpoint` are the arguments `parts_of` and `stored_parts_of` of `load_weights`
-    for one rank. In the names of parts, both use the checkpoint's expert numbers.
+    """The parts of tensors that one rank loads. The methods `of_model` and `of_checkpoint` are the arguments `parts_of`
+    and `stored_parts_of` of `load_weights`. Both use the checkpoint's expert numbers in the names of parts.
 
     cuts: {parameter's name: its cut}, from `split`
     experts: the number of experts per layer, over all ranks
@@ -166,7 +166,7 @@ class RankParts:
         """Return the parts of a checkpoint tensor that this rank reads."""
         parts = split_experts(name, shape, experts=self._experts)
         parts = {part: index for part, index in parts.items() if self._is_read(part)}
-        if parts != {name: ()}:  # parts of a tensor of all experts, or no part because its expert is on another rank
+        if parts != {name: ()}:  # parts of a tensor of all experts, or {} for an expert of another rank
             return parts
         cut = self._cut(name, shape)
         return {name: () if cut is None else cut.part(self._rank)}
@@ -178,8 +178,8 @@ class RankParts:
         return match is None or int(match[1]) in self._own or int(match[1]) >= self._experts
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """Return the cut of a tensor, or None if the tensor is not cut. A model that dequantises a weight has no scales
-        for it, so derive the cut of the checkpoint's scales from the weight's cut."""
+        """Return the cut of a tensor, or None if the tensor is not cut. If the model dequantises a weight, the model
+        has no scales for the weight, so derive the cut of the checkpoint's scales from the weight's cut."""
         cut = self._cuts.get(name)
         if cut is None:
             cut = self._cuts.get(name.removesuffix(SCALE_SUFFIX))

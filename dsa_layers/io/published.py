@@ -27,7 +27,7 @@ STORAGES: tuple[Storage, ...] = ("bf16", "fp8", "fp4")
 _NORM = re.compile(r"norm\.(weight|bias)")
 _DRAFTER = "drafter."
 
-# Tensors that multi-token-prediction layers of DeepSeek-V3.2 copy: {end of a copy's name: the main model's tensor}.
+# Multi-token-prediction layers of DeepSeek-V3.2 contain copies of tensors: {end of a copy's name: the copied tensor}.
 _COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 _COPY = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, _COPIED))})")
 
@@ -74,11 +74,10 @@ def copied_from(name: str) -> str | None:
 
 
 def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str, Any], ModelConfig]:
-    """Return config.json's fields for weights in the format `storage`, and the configuration that these fields
-    describe.
+    """Return the fields of a config.json for weights in the format `storage`, and the configuration that they describe.
 
     like: a directory with the model's config.json. Unless `storage` is "bf16", the result has the quantization_config
-    of this file; if the file has none, that of the family's tiny checkpoints
+    of this file, or of the family's tiny checkpoints if the file has none
     drafter: whether the checkpoint contains the multi-token-prediction layers
     Raises ConfigError for fields that `load_model` would refuse.
     """
@@ -103,7 +102,7 @@ def stored_as(like: Path, storage: Storage, *, drafter: bool) -> tuple[dict[str,
 
 
 def with_scale_suffix(name: str) -> str:
-    """Replace the ending .scale, which scales have in some families' checkpoints, by .weight_scale_inv."""
+    """Replace the suffix .scale, which scales have in some families' checkpoints, with .weight_scale_inv."""
     return re.sub(r"\.scale$", f".weight{SCALE_SUFFIX}", name)
 
 

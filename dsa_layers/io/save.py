@@ -51,7 +51,7 @@ def save_model(
     """Write a checkpoint that `load_model` reads: safetensors files, their index if there are several, tokenizer files
     and config.json.
 
-    model        a whole model of any family with float weights, on any device
+    model        a model of any family with float weights, on any device. It must not be one rank's part of a model
     directory    a directory that does not exist or holds no weights; it may be `like`
     like         a directory with the model's config.json; its tokenizer files are copied
     dtype        "fp8": projections and experts in FP8 with 128 x 128 blocks, and scales in the format that the
@@ -82,8 +82,8 @@ def save_model(
     steps = steps_of(manifest, parts, [], use_ue8m0=config.use_ue8m0, source=f"like: {like}")
 
     def make(stored: str) -> dict[str, torch.Tensor]:
-        # Clone: the embedding and the head may be stored twice, a second time for the drafter, and the tensors of a
-        # safetensors file cannot share memory.
+        # Clone, because tensors of a safetensors file cannot share memory, and the embedding and the head may be stored
+        # a second time for the drafter.
         return steps[stored].make(*(values[part.stored].clone() for part in steps[stored].parts))
 
     write_shards(directory, manifest, make, fields, like=like, shard_bytes=shard_bytes, progress=progress)
@@ -106,14 +106,16 @@ def convert_checkpoint(
     dtype        "fp8": projections and experts in FP8; "fp4": experts in FP4, other projections in FP8; "bf16": all
                  these weights in BF16. A weight that already has this dtype is copied. FP4 is converted to FP8 without
                  loss. Tensors that are never quantised have the dtype of the family's published release
-    shard_bytes  maximum bytes per file; a larger tensor has a separate file. The tensors of one file are in memory
+    shard_bytes  maximum bytes per file; a larger tensor has a separate file. Memory holds all tensors of one file at a
+                 time
     device       the device that casts weights; None: the GPU if there is one, else the CPU
     progress     True: show a progress bar on a terminal
 
     config.json describes the new weights and is written last. Tokenizer files are copied.
     Raises ConfigError or CheckpointError if `load_model` would refuse `source`, or if tensors are missing or
     unexpected. Raises ValueError or TypeError, which names the argument, for any other wrong argument. After an error
-    in a tensor's values, or in reading or writing a file, finished files stay. Other errors precede the first file.
+    in a tensor's values, or in reading or writing a file, finished files stay. All other errors are raised before the
+    first file is written.
     """
     directory = path_of("directory", directory)
     check_choice("dtype", dtype, STORAGES)
@@ -151,10 +153,10 @@ def convert_checkpoint(
 def steps_of(
     manifest: Manifest, parts: dict[str, Part], problems: list[str], *, use_ue8m0: bool, source: object
 ) -> dict[str, Step]:
-    """Return {name: the step that makes the tensor, and its scale if it is quantised} for the tensors of `manifest`.
-    Raises CheckpointError if there are problems.
+    """Return {name: step} for the tensors of `manifest`. The step makes the tensor and, if the tensor is quantised, its
+    scale. Raises CheckpointError if there are problems.
 
-    parts: the source's tensors, by the names of the new checkpoint's tensors as `with_scale_suffix` spells them
+    parts: the source's tensors, by the new checkpoint's tensor names after `with_scale_suffix`
     problems: the problems that the caller has found
     use_ue8m0: whether FP8 scales are powers of two
     source: a directory or another description of the source, for the error message
@@ -203,7 +205,7 @@ def write_shards(
     files and, last, config.json.
 
     manifest     the tensors of the checkpoint
-    make         a function from a tensor's name to {name: tensor} of the tensor and, if it is quantised, its scale
+    make         a function from a tensor's name to {name: tensor} with this tensor and, if it is quantised, its scale
                  (`Step.make`)
     fields       the fields of config.json
     like         the directory whose tokenizer files are copied

@@ -64,8 +64,8 @@ def quantize(values: torch.Tensor, kind: str, *, use_ue8m0: bool) -> tuple[torch
 
 
 def split_experts(name: str, shape: tuple[int, ...], experts: int | None = None, first: int = 0) -> dict[str, Index]:
-    """Return {name of a part: its slice}: the parts of a tensor of all experts, one per expert and projection. For any
-    other tensor, return {name: ()}, where () is the whole tensor.
+    """Return {name of a part: its slice} for a tensor that contains all experts, with one part per expert and
+    projection. For any other tensor, return {name: ()}, where () is the whole tensor.
 
     With E experts, I inner and H hidden channels, `experts.gate_up_proj` [E, 2 I, H] contains, for each expert e, the
     rows of `experts.e.gate_proj.weight` and then the rows of `experts.e.up_proj.weight`. `experts.down_proj` [E, H, I]

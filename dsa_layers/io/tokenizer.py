@@ -33,7 +33,7 @@ class Tokenizer:
     The chat template is the file chat_template.jinja if it exists, else the string `chat_template` in
     tokenizer_config.json. The template runs in jinja2's sandbox, because it is a program from the checkpoint.
     For a checkpoint without a template, dsa's template for the `model_type` in config.json ("deepseek_v32" or
-    "deepseek_v4") is used if the tokenizer's added tokens include `NEEDED` of io/chat_template.py.
+    "deepseek_v4") is used if the tokenizer's added tokens include those in `NEEDED` (io/chat_template.py).
     Padding and truncation in tokenizer.json are disabled.
     Raises TokenizerError (a ValueError), which names the file, if a file is missing or malformed.
     """
@@ -68,7 +68,7 @@ class Tokenizer:
         """Return the token ids of `text`. Special tokens that the text spells out are encoded as their ids.
 
         add_bos: whether to insert the BOS id at the start, if the tokenizer has one and the ids do not begin with it
-        The post-processor in tokenizer.json adds no tokens, so EOS is never added.
+        Special tokens of the post-processor in tokenizer.json are not added, so EOS is never added.
         Raises TokenizerError if the tokenizer cannot encode the text, and TypeError if `text` is not a string.
         """
         check_instance("text", text, str, "a string")
@@ -81,7 +81,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Special tokens and unknown ids are omitted. Invalid UTF-8 becomes U+FFFD.
 
-        Raises TokenizerError if the tokenizer cannot decode the ids, and TypeError if `ids` is no sequence of ids.
+        Raises TokenizerError if the tokenizer cannot decode the ids, and TypeError if `ids` is a string, bytes or not a
+        sequence.
         """
         if isinstance(ids, str | bytes) or not isinstance(ids, Sized):
             raise TypeError(f"ids: must be a list of token ids, got {shown(ids)}")
@@ -100,16 +101,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt that the chat template makes of `messages`, each {"role": ..., "content": ...}, as text.
-        If it begins with BOS, `encode` adds no second BOS.
+        """Render `messages`, each {"role": ..., "content": ...}, with the chat template, and return the prompt as text.
+        If the prompt begins with BOS, `encode` adds no second BOS.
 
         add_generation_prompt: whether to end the prompt with the tokens that begin an answer of the assistant.
         tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
         variables: further variables of the template. dsa's templates for DeepSeek-V3.2 and V4 have `thinking`,
         `enable_thinking` and `drop_thinking`, and for V4 also `reasoning_effort`; the files in
         dsa_layers/io/chat_formats describe them.
-        Raises TokenizerError if there is no template, if the template refuses the messages or fails, or if it never
-        reads one of `variables`.
+        Raises TokenizerError if there is no template, if the template refuses the messages or fails, or if one of
+        `variables` is never read by the template.
         """
         if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
             raise TokenizerError(f"messages: must be a list, got {shown(messages)}")
@@ -147,8 +148,8 @@ class StreamDecoder:
         self._context = self._shown = 0  # numbers of tokens and characters of the previous piece
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, or "" if it completes none: for a special token, or inside a
-        character."""
+        """Return the text that `token_id` completes, or "" for a special token and for a character that is not yet
+        complete."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(_REPLACEMENT) or len(text) <= self._shown:
@@ -187,8 +188,8 @@ def _token_text(path: Path, name: str, value: Any) -> str:
 
 
 def _find_template(directory: Path, config: Mapping[str, Any], tokens: set[str]) -> tuple[Path, str | None]:
-    """Return the path and the text of the chat template; without a template, the path of tokenizer_config.json and
-    None.
+    """Return the path and the text of the chat template. Without a template, return the path of tokenizer_config.json
+    and None.
 
     config: the fields of tokenizer_config.json
     tokens: the tokenizer's added tokens

@@ -124,8 +124,8 @@ class Step:
         return f"{label} is {info.dtype}; expected {' or '.join(accepted)}{hint}"
 
     def _scale_problem(self, shape: tuple[int, ...]) -> str | None:
-        """Return the reason why the format of a quantised part does not allow the part's shape, slice or scale, else
-        None. shape: the shape of the part's unpacked values."""
+        """Return the reason why the format of a quantised part does not allow the part's shape, slice or scale. Return
+        None if the format allows them. shape: the shape of the part's unpacked values."""
         info, label = self.part.info, self.part.label
         if len(shape) != 2:
             return f"{label} is {info}; only a matrix can be quantised"
@@ -233,13 +233,13 @@ def load_weights(
     stored_parts_of: PartsOf | None = None,
     progress: bool = True,
 ) -> None:
-    """Load the tensors of the checkpoint `source`, or of its directory, into `model`, as tensors on `device`.
+    """Load the tensors of `source`, a `Checkpoint` or its directory, into `model`, as tensors on `device`.
 
     skip             a function that returns whether a checkpoint tensor, given by name, is ignored
     name_of          a function that converts the name of a checkpoint tensor to the model's name
     parts_of         a function (name, shape) -> {name of a part: slice} for a model tensor, such as one part per
                      expert. The loader makes each part of the model from the checkpoint's part of the same name
-    stored_parts_of  such a function for a checkpoint tensor; None: `parts_of`
+    stored_parts_of  the same for a checkpoint tensor; None: `parts_of`
     progress         True: show a progress bar on a terminal
 
     `name_of` and `stored_parts_of` may raise CheckpointError, with the reason, to refuse a tensor of the checkpoint.
@@ -253,8 +253,8 @@ def load_weights(
     After `name_of`, the scale of a quantised matrix is named `<name>_scale_inv`. FP8 has one F32 or F8_E8M0 scale per
     128 x 128 block. FP4 (I8 [rows, columns / 2]) has one F8_E8M0 scale per 32 columns.
 
-    Raises CheckpointError, with the model unchanged, for every problem of `Checkpoint`, and for tensors that are
-    missing, unexpected, refused, duplicated, or of the wrong shape or dtype; these checks precede the first read.
+    Raises CheckpointError, with the model unchanged, for every problem that `Checkpoint` reports, and for tensors that
+    are missing, unexpected, refused, duplicated, or of the wrong shape or dtype; these checks precede the first read.
     Raises CheckpointError also if a file cannot be read, or if e4m3 cannot represent a block of FP4 weights that become
     FP8 or get a `_block_scale`.
     """
@@ -271,7 +271,7 @@ def load_weights(
     steps = make_plan(wanted, parts, problems)
     raise_problems(checkpoint.directory, problems)
 
-    # Allocate the whole model first, so that a model that is too large for a GPU fails before the first read.
+    # Allocate the whole model first, so that loading a model that is too large for a GPU fails before the first read.
     loaded = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in state.items()}
     total = sum(part.info.size for step in steps for part in step.parts)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=None if progress else True) as bar:

@@ -25,40 +25,41 @@ class DSAAttention(nn.Module):
     """Multi-head latent attention (MLA) over the keys that an indexer selects. If every sequence has at most top_k
     keys, the layer attends to all keys.
 
-    A token has the queries q = W_UQ RMSNorm(W_DQ x), with rope on the last rope_dim channels of each head, the latent
-    c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim]. Per head
+    Each token x has queries q = W_UQ RMSNorm(W_DQ x), a latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key
+    k_pe [rope_dim]. Rope rotates k_pe and the last rope_dim channels of each query head. Per head
     k_h = [W_UK_h c | k_pe], v_h = W_UV_h c, o_h = sum_s softmax_s(softmax_scale * q_h . k_h,s) v_h,s.
     With q_lora_rank=None, q = W_UQ x. With rope=False, queries and keys have zeros in the rope channels. With
-    `position_scaling`, q is scaled by a function of its position (`PositionScaling`). With `scale_latents`, the norm of
-    latents of rank r multiplies by a further sqrt(hidden / r). With `norm_rope_keys`, k_pe has an RMSNorm before rope.
-    Attention to all keys computes k_h and v_h. Attention to selected keys reads only c and k_pe, one key for all heads:
-    it multiplies the queries by W_UK and the outputs by W_UV (absorption).
+    `position_scaling`, q is scaled by a learned function of the token's position (`PositionScaling`). With
+    `scale_latents`, the RMSNorm of a latent of rank r also multiplies by sqrt(hidden / r). With `norm_rope_keys`, an
+    RMSNorm normalises k_pe before rope.
+    Attention to all keys computes k_h and v_h. Attention to selected keys multiplies the queries by W_UK and the
+    outputs by W_UV (absorption), so that all heads read the same key [c | k_pe].
     A layer without an indexer (IndexShare) attends to the keys that the nearest earlier layer with an indexer selected.
-    y = W_O [o_h]. With a gate, o_h is multiplied by sigmoid(g_h) first. gate="x": g = W_G x. gate="heads": the same,
-    with one g_h per head. gate="queries": W_UQ reads
-    [RMSNorm(W_DQ x) | W_DQ x], and also returns g_h. With `sinks`, the softmax of head h has one more logit, sink_h,
-    without a value. With `shares_latents`, the layer has no W_DKV and attends to the latents of an earlier layer.
+    y = W_O [o_h]. With a gate, o_h is first multiplied by sigmoid(g_h). gate="x": g = W_G x, v_dim values per head.
+    gate="heads": g = W_G x, one value per head. gate="queries": W_UQ reads [RMSNorm(W_DQ x) | W_DQ x] and also returns
+    g_h. With `sinks`, the softmax denominator of head h has one more term, e^{sink_h}. With `shares_latents`, the layer
+    has no W_DKV and attends to the latents of an earlier layer.
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
-    batch: complete packed sequences. selected: int32 [T, top_k], or more columns with a `PooledIndexer`: the keys that
-    the layer attended to, as rows of x, padded with -1; None if the layer attended to all keys, or if a
-    `dsa_layers.IndexerStage` trains its indexer. A layer without an indexer takes the `selected` that the previous
+    batch: complete packed sequences. selected: int32 [T, top_k], or more columns with a `PooledIndexer`: the row
+    numbers in x of the keys that the layer attended to, padded with -1. None if the layer attended to all keys, or if a
+    `dsa_layers.IndexerStage` trains the indexer. A layer without an indexer takes the `selected` that the previous
     layer returned.
-    cache: None, or a `LatentStore` that the pass shares between the layers with the same latents.
+    cache: None, or the `LatentStore` of a group of layers that share latents.
     This class supports gradients but no paged cache; `dsa_layers.fuse` converts it to `PagedAttention`, which supports
     a cache but no gradients.
-    softmax_scale: None for (nope_dim + rope_dim)^-0.5. eps: of both RMSNorms. fp8, dtype, use_ue8m0: see `make_linear`.
-    Parameters have the checkpoint's names: q_a_proj (W_DQ), q_a_layernorm, q_b_proj (W_UQ; rows: head, then nope |
-    rope), kv_a_proj_with_mqa (rows: W_DKV, then k_pe), kv_a_layernorm, kv_b_proj (rows: head, then W_UK | W_UV), o_proj
+    softmax_scale: None for (nope_dim + rope_dim)^-0.5. eps: of the RMSNorms. fp8, dtype, use_ue8m0: see `make_linear`.
+    Parameters have the checkpoint's names: q_a_proj (W_DQ), q_a_layernorm, q_b_proj (W_UQ; per head: nope rows, rope
+    rows), kv_a_proj_with_mqa (W_DKV, then rows for k_pe), kv_a_layernorm, kv_b_proj (per head: W_UK, W_UV), o_proj
     (W_O), indexer. With gate="x" or "heads": gate_proj (W_G) [heads * v_dim or heads, hidden], never in FP8. With
     gate="queries", the rows of g_h follow the rope rows of each head in q_b_proj. With `norm_rope_keys`:
     k_rope_only_layernorm. With `sinks`: sinks, fp32 [heads]. With `position_scaling`:
     softmax_scaling.{scale,bias}. With rope=False, q_b_proj and kv_a_proj_with_mqa have no rope rows. With
     q_lora_rank=None there are no q_a_proj and q_a_layernorm, and with `shares_latents` no kv_a_proj_with_mqa and
     kv_a_layernorm.
-    The constructor raises TypeError or ValueError, which names the argument, for wrong sizes and options; `forward` for
-    a wrong x, batch or cache.
+    The constructor raises TypeError or ValueError, which names the argument, for wrong sizes and options. `forward`
+    raises them for a wrong x, batch or cache.
     Source: `MLA` of DeepSeek-V3.2's inference code; arXiv 2512.02556, section 2.1. IndexShare: arXiv 2603.12201.
     """
 
@@ -130,7 +131,7 @@ class DSAAttention(nn.Module):
         if indexer is not None:
             _check_indexer(indexer, hidden, q_lora_rank or hidden, self.q_a_proj or self.q_b_proj)
         self.indexer = indexer
-        # The `IndexerStage` that trains the indexer now, or None.
+        # The `IndexerStage` that currently trains the indexer, or None.
         self.indexer_stage: Any = None
 
     def forward(
@@ -167,12 +168,12 @@ class DSAAttention(nn.Module):
         check_batch(batch, whole=self.indexer_stage is None)
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
-        """Return the view of the keys among which the indexer selects: the batch, because each token is a key."""
+        """Return the view of the keys that the indexer selects from: the batch itself, because each token is a key."""
         return batch
 
     def _queries(self, x: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return (q [T, heads, nope + rope] before rope, qr [T, q_lora_rank], g [T, heads, v_dim or 1] or None). qr is
-        x if q_lora_rank is None."""
+        """Return (q [T, heads, nope + rope] before rope, latents qr [T, q_lora_rank], gate g [T, heads, v_dim or 1] or
+        None). qr is x if q_lora_rank is None."""
         qr = inputs = x
         if self.q_a_proj is not None:
             latent = self.q_a_proj(x)
@@ -184,8 +185,8 @@ class DSAAttention(nn.Module):
         return q, qr, gate
 
     def split_gate(self, q: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (q, g) from the outputs of q_b_proj, [T, heads, ...]. q [T, heads, nope + rope] is scaled with
-        `position_scaling`. g is None unless gate="queries". positions: int64 [T]."""
+        """Split the outputs of q_b_proj, [T, heads, ...]. Return (q [T, heads, nope + rope], g). With
+        `position_scaling`, the returned q is scaled. g is None unless gate="queries". positions: int64 [T]."""
         gate = None
         if self.gate == "queries":
             q, gate = q.split((q.shape[-1] - self.v_dim, self.v_dim), -1)
@@ -194,11 +195,11 @@ class DSAAttention(nn.Module):
         return self._with_rope_channels(q), gate
 
     def _with_rope_channels(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x, with zeros as rope channels in a layer without rope."""
+        """Return x. In a layer without rope, append rope_dim channels of zeros."""
         return x if self.has_rope else nn.functional.pad(x, (0, self.rope_dim))
 
     def _key_inputs(self, kv: torch.Tensor) -> torch.Tensor:
-        """Return the argument of `_norm_and_rotate` from the outputs of kv_a_proj_with_mqa."""
+        """Return the argument of `_norm_and_rotate`. kv: the output of kv_a_proj_with_mqa."""
         kv = self._with_rope_channels(kv)
         if self.k_rope_only_layernorm is None:
             return kv
@@ -206,7 +207,7 @@ class DSAAttention(nn.Module):
         return torch.cat((latent, self.k_rope_only_layernorm(k_pe)), -1)
 
     def _output(self, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        """Apply the gate to attention's values [T, heads, v_dim], and return y [T, hidden]."""
+        """Apply the gate to the attention output [T, heads, v_dim], and return y [T, hidden]."""
         if gate is not None:
             values = (values * gate.float().sigmoid()).to(values.dtype)
         return self.o_proj(values.flatten(-2))
@@ -215,8 +216,8 @@ class DSAAttention(nn.Module):
         return dsa.apply_rotary(x, *rope, interleaved=True, dims="last")
 
     def _norm_and_rotate(self, kv: torch.Tensor, rope: Angles) -> torch.Tensor:
-        """Return kv [T, latent + rope] with normalised latents and rotated rope keys. kv: the output of
-        kv_a_proj_with_mqa."""
+        """Return kv [T, latent + rope] with normalised latents and rotated rope keys. kv: the result of
+        `_key_inputs`."""
         latent, k_pe = kv.split((self.kv_lora_rank, self.rope_dim), -1)
         return self._rotate(torch.cat((self.kv_a_layernorm(latent), k_pe), -1), rope)
 
@@ -241,8 +242,8 @@ class DSAAttention(nn.Module):
     def _train(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, q: torch.Tensor, kv: torch.Tensor, batch: TokenBatch
     ) -> torch.Tensor:
-        """Compute attention in a pass that trains the indexer, and add the indexer's loss to the stage. The loss has no
-        gradients for x and qr."""
+        """Compute attention in a pass that trains the indexer, and add the indexer's loss to `indexer_stage`. The loss
+        has no gradients for x and qr."""
         if self.indexer_stage.name == "warmup":
             attention = WarmupAttention(q, *self._keys_and_values(kv), self.softmax_scale, batch)
         else:
@@ -265,7 +266,7 @@ class DSAAttention(nn.Module):
         return torch.cat((torch.einsum("thd,hdc->thc", q_nope, w_uk), q_pe), -1)
 
     def _values(self, latents: torch.Tensor) -> torch.Tensor:
-        """Multiply attention's sums of latents [T, heads, latent] by W_UV. Return [T, heads, v_dim]."""
+        """Multiply the attention-weighted sums of latents [T, heads, latent] by W_UV. Return [T, heads, v_dim]."""
         return torch.einsum("thc,hvc->thv", latents, self._up_projections(latents.dtype)[1])
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,7 +278,7 @@ class DSAAttention(nn.Module):
 
 def _check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
     """Raise TypeError unless `indexer` is a module with top_k and select. Raise TypeError or ValueError if the sizes or
-    the dtype of a `LightningIndexer` do not fit the layer. reader: the layer's projection of x."""
+    the dtype of a `LightningIndexer` do not fit the layer. reader: the layer's first query projection."""
     if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
         raise TypeError(
             "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "

@@ -14,13 +14,13 @@ def causal_attention(
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head, over the keys s of token t's sequence up
-    to t. With sinks, fp32 [heads], the softmax of head h has one more logit, sinks[h], without a value.
+    """Compute o_t = sum_s softmax_s(softmax_scale * q_t . k_s) v_s per head, where s runs over the keys of token t's
+    sequence up to t. With sinks, fp32 [heads], the softmax denominator of head h has one more term, e^{sinks[h]}.
 
     q [T, heads, D], k [sum(key_lens), heads, D], v [sum(key_lens), heads, V] -> [T, heads, V], differentiable.
     """
     if sinks is None and q.requires_grad and len({*batch.query_lens, *batch.key_lens}) == 1:
-        # In training, sequences of one length without earlier tokens need no mask: one call computes all of them.
+        # In training, one call without a mask computes all sequences if they have equal lengths and no earlier tokens.
         by_sequence = (x.unflatten(0, (len(batch.query_lens), -1)).transpose(1, 2) for x in (q, k, v))
         out = nn.functional.scaled_dot_product_attention(*by_sequence, is_causal=True, scale=softmax_scale)
         return out.transpose(1, 2).flatten(0, 1)

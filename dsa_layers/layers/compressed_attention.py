@@ -17,8 +17,9 @@ from dsa_layers.layers.rope import Angles, RopeAngles
 class CompressedAttention(nn.Module):
     """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over the keys k_j of t.
 
-    The keys of token t are the last `window` tokens up to t, and compressed entries: those that the indexer selects or,
-    without an indexer, all entries that t may see. A layer without a compressor has no entries. Keys are also values.
+    The keys of token t are the last `window` tokens up to t, and compressed entries. The indexer selects these entries;
+    without an indexer, they are all entries that t may see. A layer without a compressor has no entries. Keys are also
+    values.
       qr = q_norm(wq_a x)
       q = wq_b qr per head, divided by its root mean square, with rope on the last channels
       key of a token = kv_norm(wkv x), with rope on the last channels
@@ -100,7 +101,7 @@ class CompressedAttention(nn.Module):
         check_batch(batch)
 
     def selectable(self, batch: TokenBatch) -> EntryView:
-        """Return the view of the keys among which the indexer selects: the compressed entries."""
+        """Return the view of the keys that the indexer selects from: the compressed entries."""
         return batch.entries(self.compressor.ratio)
 
     def _rotate(self, x: torch.Tensor, rope: Angles) -> torch.Tensor:
@@ -114,7 +115,7 @@ class CompressedAttention(nn.Module):
     def _select(
         self, x: torch.Tensor, qr: torch.Tensor, rope: Angles, entry_rope: Angles, batch: TokenBatch
     ) -> torch.Tensor:
-        """Return int32 [T, K]: for each token, the rows of the entries that it attends to, among all packed entries,
+        """Return int32 [T, K]: for each token, the entries that the token attends to, as rows of all packed entries,
         padded with -1."""
         entries = self.selectable(batch)
         if self.indexer is not None and entries.max_key_len > self.indexer.top_k:

@@ -16,11 +16,12 @@ from dsa_layers.layers.rope import Angles
 
 
 class Compressor(nn.Module):
-    """C_i = rope_{i m}(RMSNorm(sum_j softmax_j(Z_j) KV_j)) over the tokens j of block i, per channel; m = ratio.
+    """C_i = rope_{i m}(RMSNorm(sum_j softmax_j(Z_j) KV_j)), where j runs over the tokens of block i, and m = ratio.
 
-    KV = x wkv^T and Z = x wgate^T + ape[j mod m], in fp32. With `overlap`, wkv and wgate have 2 * dim output channels.
-    The sum of entry i then runs over the tokens of blocks i - 1 and i, with the first dim channels of block i - 1 and
-    the last dim channels of block i. Rope rotates the last channels of an entry in interleaved pairs.
+    KV = x wkv^T and Z = x wgate^T + ape[j mod m], in fp32. The softmax is per channel. With `overlap`, wkv and wgate
+    have 2 * dim output channels. The sum of entry i then runs over the tokens of blocks i - 1 and i: block i - 1
+    contributes its first dim channels, and block i its last dim channels. Rope rotates the last channels of an entry in
+    interleaved pairs.
 
     compress(x [T, hidden], cos, sin, batch) -> fp32 [N, dim]: the N packed entries of complete sequences.
     cos, sin: fp32 [T, rope_dim / 2] at `EntryView.positions`: row t is for the entry that ends with token t.
@@ -47,15 +48,15 @@ class Compressor(nn.Module):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """The shape of one sequence's state in the cache: (rows, 2, c). There is one row per token of an entry's sum,
-        and DRAFTS more, so that a rejected draft overwrites no row that is still needed."""
+        """The shape (rows, 2, c) of one sequence's state in the cache: the result of `project` for the latest tokens.
+        One row per token of an entry's sum, and DRAFTS more, so that a rejected draft overwrites no needed row."""
         return ((2 * self.ratio if self.overlap else self.ratio) + DRAFTS, 2, self.ape.shape[1])
 
     def compress(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         return self.entries(*self.project(x), cos, sin, batch)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return KV and Z - ape, the projections of x, both fp32 [T, c]."""
+        """Return the projections of x: KV, and Z without the term ape, both fp32 [T, c]."""
         return self.wkv(x), self.wgate(x)
 
     def entries(

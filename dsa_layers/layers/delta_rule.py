@@ -16,14 +16,14 @@ def delta_rule(
     lens: Sequence[int],
     states: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute, per head and token t of a sequence, S_t = D S_{t-1} + beta_t k_t (v_t - k_t^T D S_{t-1})^T with
-    D = diag(e^{decay_t}), and o_t = S_t^T q_t.
+    """Compute o_t = S_t^T q_t per head and token t of a sequence, with D = diag(e^{decay_t}) and the recurrent state
+    S_t = D S_{t-1} + beta_t k_t (v_t - k_t^T D S_{t-1})^T.
 
     q, k    [T, heads, d]: queries and keys
     v       [T, heads, dv]: values
-    decay   [T, heads, d], at most 0
+    decay   [T, heads, d]: log of the decay, at most 0
     beta    [T, heads]
-    lens    tokens of each of B sequences; T is their sum
+    lens    numbers of tokens of B sequences; T is their sum
     states  S before each sequence's tokens, [B, heads, d, dv]; None for zeros
 
     Returns (o [T, heads, dv], S after each sequence's tokens [B, heads, d, dv]), both fp32. Differentiable.
@@ -34,7 +34,7 @@ def delta_rule(
         states = k.new_zeros(len(lens), heads, dim, v.shape[-1])
     states = states.float()
     inputs = [x.float().transpose(0, 1) for x in (q, k, v, decay)]
-    if len(set(lens)) == 1:  # one step for all sequences
+    if len(set(lens)) == 1:  # one call for all sequences
         by_sequence = [x.unflatten(1, (len(lens), -1)).transpose(0, 1) for x in inputs]
         out, last = _in_chunks(*by_sequence, beta.float().T.unflatten(1, (len(lens), -1)).transpose(0, 1), states)
         return out.transpose(1, 2).flatten(0, 1), last
@@ -57,8 +57,8 @@ def _in_chunks(
     out = []
     for q_c, k_c, v_c, decay_c, beta_c in zip(*(x.split(CHUNK, -2) for x in (q, k, v, decay)), beta.split(CHUNK, -1)):
         tokens = k_c.shape[-2]
-        # When token i reads S, what token j has added to S has been multiplied by between[i, j], and the S from before
-        # the chunk by since[i].
+        # Until token i reads S, the update of token j decays by the factor between[i, j], and S from before the chunk
+        # by since[i].
         total = decay_c.cumsum(-2)
         since = total.exp()
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)

@@ -21,7 +21,7 @@ class Experts(nn.Module):
     up projection; down_proj [E, hidden, inner]. Checkpoints store one tensor per expert e and projection,
     `experts.e.*_proj.weight`; `split_experts` maps these names to slices of the parameters.
     fp8: weights are e4m3, and {gate_up_proj,down_proj}_scale_inv fp32 has one scale per 128 x 128 block.
-    fp4 (requires fp8): weights are int8 [.., columns / 2] with two e2m1 columns per byte, {..}_scale_inv is e8m0
+    fp4 (requires fp8): weights are int8 [.., columns / 2] with two e2m1 values per byte, {..}_scale_inv is e8m0
     [.., columns / 32], and {..}_block_scale fp32 is the result of `dsa.fp4_block_scales`.
     Quantised weights have no gradients.
     use_ue8m0: whether the scales of activations, and of FP8 weights at initialisation, are powers of two.
@@ -64,7 +64,7 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(weight, requires_grad=not fp8))
 
     def _make_fp4(self, name: str, count: int, rows: int, columns: int) -> None:
-        """Register FP4 parameters with random codes, and scales that give the usual magnitude of initial weights."""
+        """Register FP4 parameters: random codes, and scales such that the weights' RMS is about columns^-0.5."""
         packed = torch.empty(count, rows, columns // 2, dtype=torch.int8)
         size = columns**-0.5 / _FP4_SIZE
         scale = torch.full((count, rows, columns // FP4_GROUP), size, dtype=torch.float32).to(torch.float8_e8m0fnu)
@@ -112,7 +112,7 @@ class Experts(nn.Module):
 
         activations  FP8 rows and their scales
         ends         as in ByExpert
-        tokens       int32 [N]: the row of `activations` that each sorted row reads; None if they are sorted by expert
+        tokens       int32 [N]: the row of `activations` that each sorted row reads; None if `activations` is sorted
         """
         swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if self.fp4 else dsa.grouped_fp8_gemm_swiglu
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
@@ -120,7 +120,7 @@ class Experts(nn.Module):
         gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
         options = {"rows": tokens, "limit": self.limit, "use_ue8m0": self.use_ue8m0, "dtype": dtype}
         count = len(activations[0] if tokens is None else tokens)
-        # the number of this rank's rows if all experts get equally many
+        # this rank's number of rows if every expert gets equally many rows
         expected = None if self.count == self.total else -(-count * self.count // self.total)
         h = swiglu(activations, gate_up, ends, **options, expected_rows=expected)
         return product(h, down, ends, dtype, expected_rows=expected)
@@ -134,7 +134,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Te
 
 
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compute y = x W_g^T for the rows of each group g, which ends before row ends[g]. Rows of y from ends[-1] on are
+    """Compute y = x W_g^T for each group g of rows. Group g ends before row ends[g]. Rows of y from ends[-1] on are
     undefined.
 
     x [N, I], weights [G, O, I], ends int32 [G] -> [N, O], differentiable in x and weights.

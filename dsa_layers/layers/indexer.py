@@ -1,4 +1,4 @@
-"""The protocol of indexers, which select the keys that each token attends to, and the lightning indexer."""
+"""The protocol of indexers, and the lightning indexer. An indexer selects the keys that each token attends to."""
 
 from typing import Literal, Protocol
 
@@ -58,7 +58,7 @@ class LightningIndexer(KeySelection):
 
     If `quantize`, q and k are Hadamard-transformed and cast to e4m3 for `select`, which then requires head_dim 128.
     Each head of a query and each key has one power-of-two scale; the scales of the queries are multiplied into w.
-    rope_interleaved, rope_dims: `interleaved` and `dims` of `dsa.apply_rotary`. eps: of the LayerNorm. fp8, dtype,
+    rope_interleaved, rope_dims: `interleaved` and `dims` of `dsa.apply_rotary`. eps: of the LayerNorms. fp8, dtype,
     use_ue8m0: of wq_b and wk, see `make_linear`. top_k, workspace, accumulators: see `KeySelection`.
 
     `select` and `loss` implement the protocol `Indexer`. `loss` never quantises, and `select` has no gradient. The

@@ -1,4 +1,4 @@
-"""Selection of the keys with the largest scores, exactly and in bounded memory."""
+"""Exact selection of the keys with the largest scores, in bounded memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from dsa_layers.batch.selectable_keys import SelectableKeys
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.rope import Angles
 
-FP8_DIM = 128  # the head_dim that `quantize` requires, because `dsa.quantize_indexer_queries` does
+FP8_DIM = 128  # the only head_dim that `dsa.quantize_indexer_queries` accepts; `quantize` needs this op
 # The default accumulator dtype of FP8 prefill scores on Hopper. Decoding with a cache, scores in other dtypes, and
 # other devices accumulate in fp32. Measured (docs/how-to/change-the-indexer.md):
 #   torch.float16  1.4 to 1.7 times as fast as DeepGEMM, which accumulates in fp32. The error of a score is about 5e-4
@@ -22,11 +22,11 @@ FP8_DIM = 128  # the head_dim that `quantize` requires, because `dsa.quantize_in
 #   torch.float32  1.08 to 1.10 times as fast as DeepGEMM
 SCORE_ACCUMULATORS = torch.float16
 WORKSPACE = 260 << 20  # default bytes for scores: enough for the fp32 scores of 64 tokens and a million keys
-# From FUSED_KEYS keys and FUSED_TOKENS tokens on, with fp16 accumulation, `dsa.indexer_select` is faster than an op for
-# scores and an op for top-k (docs/explanation/kernels.md, "Fused selection"). FUSED_BYTES: the most workspace that
-# `dsa.indexer_select` needs per token, in bytes.
+# With fp16 accumulation, `dsa.indexer_select` is faster than separate ops for scores and top-k if there are at least
+# FUSED_KEYS keys and FUSED_TOKENS tokens (docs/explanation/kernels.md, "Fused selection"). FUSED_BYTES: upper bound of
+# the workspace that `dsa.indexer_select` needs per token, in bytes.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
-ROW_PADDING = 512  # upper bound of the padding of a row of `dsa.fp8_mqa_logits`, in columns
+ROW_PADDING = 512  # upper bound of the columns of padding that `dsa.fp8_mqa_logits` adds to a row
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # float keys, or e4m3 keys and their scales
 Ranges = tuple[torch.Tensor, torch.Tensor, int]  # see `KeySelection.select_packed`
 
@@ -35,15 +35,15 @@ class KeySelection(nn.Module):
     """The base class of indexers that select the `top_k` keys with the largest scores. Among keys with equal scores,
     the lowest positions are selected.
 
-    workspace     maximum bytes of a prompt's scores at a time; the scores of a single token may exceed it
-    accumulators  accumulator dtype of a prompt's scores of e4m3 queries and keys, as in `dsa.fp8_mqa_logits`
+    workspace     maximum bytes of scores in memory at a time in prefill; the scores of one token may exceed it
+    accumulators  accumulator dtype of FP8 scores in prefill, as in `dsa.fp8_mqa_logits`
 
     Every subclass sets these attributes:
 
-    n_heads, head_dim  the heads of an index query, and the channels of a head
+    n_heads, head_dim  heads of an index query, and channels per head
     quantize           whether queries and keys are cast to e4m3
     rope               the arguments `interleaved` and `dims` of `dsa.apply_rotary`
-    weights_proj       the projection of `head_weights`
+    weights_proj       the projection that `head_weights` applies to x
     """
 
     n_heads: int
@@ -114,7 +114,8 @@ class KeySelection(nn.Module):
         key_lens: Sequence[int] | None = None,
         paging: dict | None = None,
     ) -> torch.Tensor:
-        """Select among packed keys, chunk by chunk: a chunk's scores fit into the workspace or are of one token.
+        """Select among packed keys, one chunk of tokens at a time. Each chunk's scores fit into the workspace, unless
+        the chunk is a single token.
 
         q         [T, heads, dim], float or e4m3
         keys      float [N, dim]; if q is e4m3, e4m3 [N, dim] and fp32 scales [N]
@@ -138,7 +139,7 @@ class KeySelection(nn.Module):
         columns = most + ROW_PADDING if quantised else len(keys)
         fused = quantised and self._selects_fused(len(q), most)
         tokens = max(1, self.workspace // (FUSED_BYTES if fused else 4 * columns))
-        tokens = -(-len(q) // -(-len(q) // tokens))  # the smallest size that needs no more chunks
+        tokens = -(-len(q) // -(-len(q) // tokens))  # the smallest chunk size with this number of chunks
         found = []
         for first in range(0, len(q), tokens):
             part = slice(first, first + tokens)

@@ -15,7 +15,7 @@ from dsa_layers.layers.norm import RMSNorm
 
 class ShortConvolution(nn.Module):
     """The weight of a causal convolution, y_t = silu(sum_j weight[:, 0, j] x_{t - width + 1 + j}) per channel, where x
-    is 0 before the sequence. `convolve` computes it.
+    is 0 before the sequence. `convolve` computes the convolution.
 
     Parameter: weight fp32 [channels, 1, width], as in `nn.Conv1d`.
     """
@@ -30,8 +30,8 @@ class ShortConvolution(nn.Module):
 class DeltaInputs(NamedTuple):
     """The projections of T tokens.
 
-    mixed  [T, 3 heads * dim]: q, k and v before the convolution
-    decay  fp32 [T, heads, dim], at most 0
+    mixed  [T, 3 * heads * dim]: q, k and v before the convolution
+    decay  fp32 [T, heads, dim]: log of the state's decay, at most 0
     beta   fp32 [T, heads]
     gate   [T, heads, dim], before its sigmoid
     """
@@ -43,18 +43,18 @@ class DeltaInputs(NamedTuple):
 
 
 class KimiDeltaAttention(nn.Module):
-    """Attention of one matrix S per head: S_t = D_t S_{t-1} + beta_t k_t (v_t - k_t^T D_t S_{t-1})^T, o_t = S_t^T q_t.
+    """Attention with a matrix S per head: S_t = D_t S_{t-1} + beta_t k_t (v_t - k_t^T D_t S_{t-1})^T, o_t = S_t^T q_t.
 
-    q, k, v = conv(W x) each (`ShortConvolution`). q and k are divided by sqrt(sum of squares + 1e-6), and q also
-    by sqrt(dim). beta = sigmoid(b_proj x), per head.
+    q, k and v are short convolutions of projections of x (`ShortConvolution`). q and k are divided by sqrt(sum of
+    squares + 1e-6), and q also by sqrt(dim). beta = sigmoid(b_proj x), per head.
     D_t = diag(e^{decay_t}), decay = lower_bound * sigmoid(e^{A_log} (f_b_proj f_a_proj x + dt_bias)).
     y = o_proj(RMSNorm(o) * sigmoid(g_b_proj g_a_proj x)), with the norm per head.
 
     forward(x [T, hidden], cos, sin, batch, cache=None, selected=None) -> (y [T, hidden], selected)
-    The layer has no rope and ignores cos and sin. batch: complete packed sequences. selected: passed on unchanged.
+    The layer has no rope and ignores cos and sin. batch: complete packed sequences. selected: returned unchanged.
     This class supports gradients but no cache; `dsa_layers.fuse` converts it to `PagedDeltaAttention`.
-    conv_width: tokens that the convolution reads. lower_bound: below 0. eps: of the norm. fp8, dtype, use_ue8m0: of the
-    projections except b_proj, see `make_linear`.
+    conv_width: tokens that the convolution reads. lower_bound: minimum of decay, below 0. eps: of the RMSNorm. fp8,
+    dtype, use_ue8m0: see `make_linear`; b_proj is never in FP8.
     Parameters: q_proj, k_proj, v_proj, f_b_proj, g_b_proj [heads * dim, ...], f_a_proj, g_a_proj [dim, hidden], b_proj
     [heads, hidden], q_conv1d, k_conv1d, v_conv1d, A_log fp32 [heads], dt_bias fp32 [heads * dim], o_norm [dim], o_proj.
     The constructor raises TypeError or ValueError, which names the argument, for wrong sizes.
@@ -111,7 +111,7 @@ class KimiDeltaAttention(nn.Module):
         return self._output(out, inputs.gate, x.dtype), selected
 
     def _without_cache(self, inputs: DeltaInputs, batch: TokenBatch) -> torch.Tensor:
-        """Return the first result of `_recur` for complete sequences."""
+        """Return o [T, heads, dim] for complete sequences."""
         before = inputs.mixed.new_zeros(len(batch.query_lens), self.conv_width - 1, inputs.mixed.shape[1])
         return self._recur(self._convolve(inputs, before, batch.query_lens), inputs, batch.query_lens, None)[0]
 
@@ -129,7 +129,7 @@ class KimiDeltaAttention(nn.Module):
         return self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.g_a_proj
 
     def _gates(self, x: torch.Tensor, mixed: torch.Tensor, f: torch.Tensor, g: torch.Tensor) -> DeltaInputs:
-        """Return the `DeltaInputs`. mixed: see there. f, g: f_a_proj(x) and g_a_proj(x)."""
+        """Return the `DeltaInputs`. mixed: as in `DeltaInputs`. f, g: f_a_proj(x) and g_a_proj(x)."""
         rate = (self.f_b_proj(f).float() + self.dt_bias.float()).unflatten(-1, (self.n_heads, self.dim))
         decay = self.lower_bound * torch.sigmoid(self.A_log.float().exp()[:, None] * rate)
         beta = self.b_proj(x).float().sigmoid()
@@ -138,8 +138,8 @@ class KimiDeltaAttention(nn.Module):
     def _convolve(self, inputs: DeltaInputs, before: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
         """Return q, k and v before q and k are normalised, [T, 3, heads, dim].
 
-        before [B, conv_width - 1, 3 heads * dim]: the rows of `mixed` of the last tokens before each sequence's new
-        tokens; 0 before its first token. lens: the new tokens of each sequence.
+        before [B, conv_width - 1, 3 * heads * dim]: the rows of `mixed` for the last tokens before each sequence's new
+        tokens; 0 before the first token of the sequence. lens: the number of new tokens per sequence.
         """
         made = convolve(inputs.mixed, before, self.conv_weight(), lens)
         return made.unflatten(-1, (3, self.n_heads, self.dim))
@@ -147,8 +147,8 @@ class KimiDeltaAttention(nn.Module):
     def _recur(
         self, qkv: torch.Tensor, inputs: DeltaInputs, lens: Sequence[int], states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (o, states after each sequence's new tokens): the results of `delta_rule`. Kernels return o in qkv's
-        dtype.
+        """Return (o, states after each sequence's new tokens): the results of `delta_rule`. A subclass that runs
+        kernels may return o in qkv's dtype.
 
         qkv: the result of `_convolve`. lens, states: see `delta_rule`.
         """
@@ -157,18 +157,19 @@ class KimiDeltaAttention(nn.Module):
         return delta_rule(q, l2_norm(k), v, inputs.decay, inputs.beta, lens, states)
 
     def conv_weight(self) -> torch.Tensor:
-        """fp32 [3 heads * dim, 1, conv_width]."""
+        """Return the weights for q, k and v, concatenated: fp32 [3 * heads * dim, 1, conv_width]."""
         return torch.cat([part.weight.float() for part in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
 
     def _output(self, out: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return y from o [T, heads, dim]. The norm and its product with the gate are fp32."""
+        """Return y [T, hidden] from o [T, heads, dim]. The norm and its product with the gate are computed in fp32."""
         return self.o_proj((self.o_norm(out.float()) * gate.float().sigmoid()).to(dtype).flatten(1))
 
 
 def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
     """Return the `ShortConvolution` of packed sequences, [T, channels] in x's dtype, computed in fp32.
 
-    x [T, channels]; before [B, width - 1, channels]: the rows before each sequence; weight fp32 [channels, 1, width].
+    x [T, channels]; weight fp32 [channels, 1, width]. before [B, width - 1, channels]: the rows before each sequence.
+    lens: the rows per sequence.
     """
     alike = len(set(lens)) == 1
     sequences = [x.unflatten(0, (len(lens), -1))] if alike else [part[None] for part in x.split([*lens])]

@@ -7,7 +7,7 @@ import dsa
 from dsa.reference.autocast import without_autocast
 from dsa.runtime.checks import FLOATS, check_dtype, check_flag, check_tensor
 
-BLOCK = 128  # rows and columns of an FP8 weight's block, which has one scale
+BLOCK = 128  # an FP8 weight has one scale per block of BLOCK rows and columns
 HALVES = torch.bfloat16, torch.float16
 
 
@@ -33,8 +33,8 @@ class Linear(nn.Linear):
 
 
 def computes_product_alone(linear: nn.Module) -> bool:
-    """Return whether a call of a layer without bias only multiplies by its weight: its class is `nn.Linear` itself, it
-    has no forward hooks, and its weight is not on the meta device (offloaded)."""
+    """Return whether calling a layer without bias only multiplies by the layer's weight: the layer's class is exactly
+    `nn.Linear`, it has no forward hooks, and its weight is not on the meta device (offloaded)."""
     hooks = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
 
@@ -67,7 +67,7 @@ class BlockFP8Linear(nn.Module):
     """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block. `forward` quantises the activations x.
 
     x [..., I] is bf16, fp16 or fp32, and I is a multiple of 128. y [..., O] has x's dtype. Each group of 128 channels
-    of a token has one scale, a power of two if `use_ue8m0`. Products: `dsa.fp8_gemm_nt`. No gradients.
+    of a token has one scale, a power of two if `use_ue8m0`. `dsa.fp8_gemm_nt` computes y. The layer has no gradients.
     Parameters: weight [O, I] float8_e4m3fn, weight_scale_inv [ceil(O / 128), I / 128] fp32. Despite its name,
     weight_scale_inv is multiplied with the weight.
     part_of: (layer, slice) if this weight is a slice of the rows of another layer's weight, else None. `float_weight`
@@ -135,9 +135,9 @@ def make_linear(
 
 
 def check_rows(name: str, x: torch.Tensor, reader: nn.Module) -> None:
-    """Raise TypeError or ValueError unless x is [T, I] in a dtype that `reader`, a layer that takes x, accepts.
+    """Raise TypeError or ValueError unless x is [T, I] in a dtype that the layer `reader` accepts as input.
 
-    Nothing is checked if `reader` is neither a `Linear` nor a `BlockFP8Linear`, nor, with autocast, if `reader` does
+    Do not check x if `reader` is neither a `Linear` nor a `BlockFP8Linear`, or if autocast is enabled and `reader` does
     not accept x's dtype."""
     kind = type(reader)
     if kind is not Linear and kind is not BlockFP8Linear:
@@ -156,8 +156,8 @@ def _casts(x: torch.Tensor) -> bool:
 class LanguageModelHead(Linear):
     """y = x W^T in fp32, so that logits are not rounded to 16 bits. x [..., I] -> y fp32 [..., O].
 
-    If x and W have one 16-bit dtype, the backward pass rounds the gradient of y to it and computes 16-bit products, so
-    it needs no fp32 copy of W.
+    If x and W have the same 16-bit dtype, the backward pass rounds the gradient of y to this dtype and computes 16-bit
+    products, so no fp32 copy of W is needed.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def groups(self) -> int:
-        """The number of matrices; in a layer that is split over ranks, of this rank's matrices."""
+        """The number of matrices W_g; in a layer that is split over ranks, the number on this rank."""
         return len(self.matrices.weight) // self.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -83,8 +83,8 @@ class SqrtSoftplusRouter(nn.Module):
     """DeepSeek-V4's router with sqrt-softplus scores.
 
     s = sqrt(softplus(x W^T)), in fp32. The router selects the `top_k` experts with the largest s + bias. If
-    `hash_tokens` is given, a table with `hash_tokens` rows names the experts of each token id instead. The weight of an
-    expert is s without the bias, divided by the sum of the token's weights plus 1e-20, times `scale`.
+    `hash_tokens` is given, a table with `hash_tokens` rows, one per token id, selects the experts instead. The weight
+    of an expert is s without the bias, divided by the sum of the token's weights plus 1e-20, times `scale`.
 
     x [T, hidden], tokens int64 [T] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
     Parameters: weight [n_experts, hidden]; bias fp32 [n_experts], or tid2eid int64 [hash_tokens, top_k].
@@ -163,11 +163,11 @@ class SoftmaxRouter(nn.Module):
 
 
 class MoE(nn.Module):
-    """y = the weighted sum of the routed experts' outputs + the shared expert's output, rounded once.
+    """y = the weighted sum of the routed experts' outputs + the shared expert's output, rounded to x's dtype once.
 
     x [T, hidden], and tokens int64 [T] if the router has a table -> y [T, hidden].
-    Submodules have the checkpoint's names: gate, experts, and shared_experts, which is one SwiGLU with n_shared * inner
-    inner channels, or None if n_shared is 0.
+    Submodules have the checkpoint's names: gate, experts, and shared_experts, which is one SwiGLU of inner size
+    n_shared * inner, or None if n_shared is 0.
     limit, shared_limit: the limits (see `SwiGLU`) of the routed experts and of the shared expert.
     fp4_experts: store the routed experts' weights in FP4 (see `Experts`); requires `fp8`.
     """

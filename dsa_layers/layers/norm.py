@@ -8,7 +8,7 @@ from dsa_layers.layers.linear import Linear
 
 
 class RMSNorm(nn.RMSNorm):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """y = x / sqrt(mean(x^2) + eps) * scale * weight over the last dimension.
 
     x [..., dim] is bf16, fp16 or fp32, and y has x's dtype. Parameter: weight [dim], fp32.
     """

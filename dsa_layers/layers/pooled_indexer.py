@@ -18,15 +18,14 @@ from dsa_layers.layers.rope import Angles
 
 class PooledIndexer(KeySelection):
     """I[t, p] = sum_h w[t, h] relu(q[t, h] . K[p]). Token t attends to the top_k / pool pools p with the largest I
-    among the pools whose last token is t or earlier, and to the tokens after the last of these pools up to t.
+    among the complete pools, whose last token is t or earlier, and to the tokens after the last complete pool up to t.
 
-    Pool p has the tokens pool * p to pool * p + pool - 1 of a sequence.
+    Pool p contains the tokens pool * p to pool * p + pool - 1 of a sequence.
     q = wq_b(qr) per head
     K[p] = sum_j softmax_j(z_j + ape_j) k_j per channel, over the tokens j of pool p
     k = LayerNorm(wk(x)), z = gate x; w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5, in fp32
 
-    The indexer has no rope of its own: `select` rotates q by its argument `rope`, but not k, so `rope` must be of
-    angle 0.
+    The indexer has no rope. `select` rotates q, but not k, by the argument `rope`, so all angles in `rope` must be 0.
     quantize: as in `LightningIndexer`, for q and K. fp8, dtype, use_ue8m0: of wq_b and wk, see `make_linear`. top_k: a
     multiple of pool. workspace, accumulators: see `KeySelection`.
     `select` implements the protocol `Indexer`, except that the result is int32 [T, top_k + pool - 1]. The result has
@@ -85,7 +84,7 @@ class PooledIndexer(KeySelection):
         return tokens_of_pools(pools, batch.visible_keys, self.pool)
 
     def selectable(self, batch: TokenBatch) -> EntryView:
-        """Return the view of the pools."""
+        """Return the view of the pools, the keys that the indexer selects from."""
         return batch.entries(self.pool)
 
     def pooled_inputs(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,8 +92,8 @@ class PooledIndexer(KeySelection):
         return torch.cat((self.k_norm(self.wk(x)), nn.functional.linear(x, self.index_kpool_compress_gate)), -1)
 
     def packed_keys(self, inputs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Return K of every complete pool, fp32 [N, head_dim]. The batch has no earlier tokens. inputs:
-        `pooled_inputs`."""
+        """Return K of every complete pool, fp32 [N, head_dim]. The batch must have no earlier tokens. inputs: the
+        result of `pooled_inputs`."""
         begins = packing.starts(batch.query_lens)
         ends = [begin + n // self.pool * self.pool for begin, n in zip(begins, batch.query_lens)]
         rows = packing.ranges(begins, ends, batch.device)
@@ -107,8 +106,8 @@ class PooledIndexer(KeySelection):
 
 
 def tokens_of_pools(pools: torch.Tensor, visible: torch.Tensor, pool: int) -> torch.Tensor:
-    """Return int32 [T, P * pool + pool - 1]: the tokens of the selected pools, then those after the last complete pool;
-    ascending, padded with -1.
+    """Return int32 [T, P * pool + pool - 1]: the tokens of the selected pools, then the tokens after the last complete
+    pool; ascending, padded with -1.
 
     pools    int32 [T, P]: the selected pools, ascending, padded with -1; all complete pools if there are at most P
     visible  int32 [T]: the number of tokens that each token sees

@@ -1,14 +1,15 @@
-"""Queries whose length depends on their position."""
+"""Scaling of queries by a learned function of their position."""
 
 import torch
 from torch import nn
 
 
 class PositionScaling(nn.Module):
-    """y[t, h] = (scale[h] * ln(positions[t] + 1) + bias[h]) * x[t, h]. It sharpens a head's softmax in long contexts.
+    """y[t, h] = (scale[h] * ln(positions[t] + 1) + bias[h]) * x[t, h].
 
-    forward(x [T, heads, D], positions int64 [T]) -> y, in x's dtype. The factor is computed in fp32.
-    Parameters: scale, bias fp32 [heads]. They begin as 0 and 1, with which y = x.
+    forward(x [T, heads, D], positions int64 [T]) -> y, in x's dtype. The factor, computed in fp32, sharpens a head's
+    softmax in long contexts.
+    Parameters: scale, bias fp32 [heads]. Their initial values 0 and 1 give y = x.
     Source: `MistralLarge4TextSoftmaxScaling` of transformers 5.
     """
 

@@ -82,7 +82,7 @@ class RotaryEmbedding(nn.Module):
 
 class LearnedRotaryEmbedding(RotaryEmbedding):
     """`RotaryEmbedding` with the frequencies f_i * exp(alpha_i) (LeRoPE). Parameter: alpha fp32 [dim / 2], which
-    requires no gradient, because `dsa.apply_rotary` has none for its angles.
+    requires no gradient, because `dsa.apply_rotary` computes none for cos and sin.
 
     Source: `MistralLarge4TextRotaryEmbedding` of transformers 5.
     """
@@ -97,17 +97,18 @@ class LearnedRotaryEmbedding(RotaryEmbedding):
 
 
 def _bits(frequencies: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the fp32 frequencies as int32, which `Module.to(dtype)` leaves unchanged. The position
-    multiplies the error of a rounded frequency."""
+    """Return the bits of the fp32 frequencies as int32, which `Module.to(dtype)` leaves unchanged. If a frequency were
+    rounded, the position would multiply the error."""
     return frequencies.float().view(torch.int32)
 
 
 class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
-    """(cos, sin), each fp32 [T, rope_dim / 2], and the inverse rotation `back`, for several layers."""
+    """(cos, sin), each fp32 [T, rope_dim / 2], and the inverse rotation `back`, which several layers share."""
 
     @classmethod
     def of(cls, rope: tuple[torch.Tensor, torch.Tensor]) -> Self:
-        """Return `rope` as RopeAngles. A RopeAngles is returned itself, with the `back` that it may have cached."""
+        """Return `rope` as RopeAngles. If `rope` already is one, return the same object, which may have cached
+        `back`."""
         return rope if isinstance(rope, cls) else cls(rope)
 
     @cached_property
@@ -121,8 +122,8 @@ class JointRotary(nn.Module):
     """The angles of several `RotaryEmbedding`s with the same number of channels, computed together.
 
     embeddings: list of (RotaryEmbedding, ratio); pairs with ratio 1 come first. The angles are at the positions
-    max(position + 1 - ratio, 0): for ratio 1 the tokens' positions, else the position of the compressed entry of
-    `ratio` tokens that ends with the token.
+    max(position + 1 - ratio, 0): for ratio 1 the tokens' positions; else, for each token, the position of the
+    compressed entry of `ratio` tokens that ends with this token.
     forward(positions int64 [T]) -> list of one `RopeAngles` per pair
     """
 

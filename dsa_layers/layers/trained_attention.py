@@ -1,7 +1,7 @@
 """Attention of a layer while its indexer is trained. The attention weights are the target of the indexer's loss.
 
 The loss of a token is KL(p || softmax(I)). p is the sum of the attention weights of all heads, normalised and detached;
-I are the indexer's scores. In the warm-up stage both cover all keys that the token sees, in the sparse stage the
+I are the indexer's scores. In the warm-up stage, p and I cover all keys that the token sees; in the sparse stage, the
 selected keys.
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
 """
@@ -23,7 +23,7 @@ class TrainedAttention:
 
     @property
     def out(self) -> torch.Tensor:
-        """The attention's output. Raises RuntimeError before `kl` or `lightning_kl`."""
+        """The attention's output. Raises RuntimeError if neither `kl` nor `lightning_kl` was called."""
         if self._out is None:
             raise RuntimeError("indexer.loss: must call attention.kl or attention.lightning_kl, and called neither")
         return self._out
@@ -34,8 +34,8 @@ class TrainedAttention:
         return self._batch.positions
 
     def gather(self, k: torch.Tensor) -> torch.Tensor:
-        """Return the rows [S, ...] of all keys that the tokens see. k [T, ...]: the rows of the tokens. The result is k
-        itself unless the tokens are a rank's share (`IndexerStage.share`)."""
+        """Return the rows [S, ...] of all keys that the tokens see. k [T, ...]: the rows of this batch's tokens. The
+        result is k itself, unless the batch has only one rank's tokens (`IndexerStage.share`)."""
         return self._batch.gather(k)
 
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -45,15 +45,15 @@ class TrainedAttention:
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the loss of arbitrary scores [T, S], with the keys in the order of `gather`'s rows. Scores of keys
-        that a token may not see are ignored. For experiments: in the warm-up stage this method stores the attention
-        weights [heads, T, S]."""
+        that a token may not see are ignored. This method is for experiments: in the warm-up stage it stores the
+        attention weights [heads, T, S]."""
         raise NotImplementedError
 
 
 class WarmupAttention(TrainedAttention):
     """Causal attention to all keys of packed sequences.
 
-    q [T, heads, d]; k [S, heads, d] and v [S, heads, v_dim] have the rows of `batch.gather`; out [T, heads, v_dim].
+    q [T, heads, d]; k [S, heads, d] and v [S, heads, v_dim] for the keys of `batch.gather`; out [T, heads, v_dim].
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WarmupAttention(TrainedAttention):
 class SparseAttention(TrainedAttention):
     """Attention to the top_k keys with the largest scores.
 
-    q [T, heads, latent + rope]: the queries, with W_UK absorbed (`DSAAttention`). kv [S, latent + rope] has the rows of
+    q [T, heads, latent + rope]: the queries, with W_UK absorbed (`DSAAttention`). kv [S, latent + rope] for the keys of
     `batch.gather`. d_v: channels of a latent. out [T, heads, d_v]. If all scores of a token are NaN, no key is
     selected, and the token's loss is NaN.
     """
@@ -94,8 +94,8 @@ class SparseAttention(TrainedAttention):
         lse = self._attend(topk_indices)
         attention = self._q.detach(), self._kv.detach()
         kl = dsa.sparse_indexer_loss(*attention, q, k, weights, topk_indices, self._scale, lse)
-        # For a token without selected keys the op returns 0, the loss of a perfect indexer: make it NaN. In a row, keys
-        # precede -1.
+        # For a token without selected keys, whose row begins with -1, the op returns 0, the loss of a perfect indexer.
+        # Return NaN instead.
         return kl.masked_fill(topk_indices[:, 0, 0] < 0, torch.nan)
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,10 @@ class WindowAttention(DSAAttention):
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selected=None)
         -> (y [T, hidden], selected)
-    batch: complete packed sequences. selected: passed on unchanged.
+    batch: complete packed sequences. selected: returned unchanged.
     This class supports gradients but no cache; `dsa_layers.fuse` converts it to `PagedWindowAttention`.
-    options: further arguments of `DSAAttention`, except sinks and shares_latents. `DSAAttention` lists the parameters,
-    and errors are as there.
+    options: further arguments of `DSAAttention`, except sinks and shares_latents. Parameters and errors are those of
+    `DSAAttention`.
     """
 
     def __init__(self, hidden: int, n_heads: int, *, window: int, **options: Any) -> None:

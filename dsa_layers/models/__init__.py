@@ -1,1 +1,1 @@
-"""Models. The module of a model family has the configuration, the model, and FAMILY, the family's `Family`."""
+"""Models. Each family's module has its configuration, its model, and FAMILY, an instance of `Family`."""

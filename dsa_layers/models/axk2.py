@@ -1,4 +1,4 @@
-"""A.X-K2: DeepSeek-V3.2's model with gates on attention's output and on the outputs of blocks' norms, and other sizes.
+"""A.X-K2: DeepSeek-V3.2's model with other sizes, a gate on the attention output, and gated norms in the blocks.
 
 Source: `AXK2` of transformers 5.
 """
@@ -25,7 +25,7 @@ from dsa_layers.models.precision import Precision
 
 @dataclass(frozen=True)
 class AXK2Config(DeepseekV32Config):
-    """The fields of DeepSeek-V3.2's configuration, and gated_norm_rank, the rank of the norms' gates."""
+    """The fields of DeepSeek-V3.2's configuration, and gated_norm_rank, the rank of the gates in `GatedRMSNorm`."""
 
     model_type: ClassVar[str] = "axk2"
 
@@ -52,7 +52,7 @@ class AXK2Model(DeepseekV32Model):
     make_block = staticmethod(decoder_block)
 
 
-# {part of a tensor's name in files of transformers 5: this part of the published name}
+# {part of a tensor's name in files of transformers 5: the same part in published files}
 _RENAMED = {"mlp.fc1.": "W_down.", "mlp.fc2.": "W_up.", "q_gate_proj.": "q_b_proj."}
 
 
@@ -78,7 +78,7 @@ FAMILY = Family(
             **TINY_CHANGES,
             "bos_token_id": 0,
             "eos_token_id": 1,
-            "num_attention_heads": 8,  # so that each of two ranks has whole blocks of 128 rows of q_b_proj
+            "num_attention_heads": 8,  # so that each of two ranks has whole 128-row blocks of q_b_proj
             "num_key_value_heads": 8,
             "mlp_layer_types": ["dense", *["sparse"] * 3],
             "num_hidden_layers": 4,

@@ -30,14 +30,14 @@ from dsa_layers.models.protocols import Drafter, check_states
 @dataclass(frozen=True)
 class DeepseekV32Config(ModelConfig):
     """The fields of DeepSeek-V3.2's configuration in addition to those of `ModelConfig`. Fields that are not listed
-    here have the name and the value of a field of config.json.
+    here have the same name and value in config.json.
 
     rope                     rotary embedding of attention and indexer
     indexer_types            "full" or "shared" per layer. A full layer has an indexer. A shared layer has no indexer
                              and attends to the same keys as the last full layer before it
-    indexer_rope_interleave  whether rope rotates channels (2i, 2i + 1) of index queries and keys, or channels
-                             (i, i + dim / 2)
-    index_share_for_mtp_iteration  whether later steps of a drafter attend to the keys that its first step selected
+    indexer_rope_interleave  True: rope rotates the channel pairs (2i, 2i + 1) of index queries and keys. False: the
+                             pairs (i, i + dim / 2)
+    index_share_for_mtp_iteration  whether later steps of the drafter attend to the keys that the first step selected
     latent_norm_eps          the eps of q_a_layernorm and kv_a_layernorm; all other RMSNorms use rms_norm_eps
     """
 
@@ -86,7 +86,7 @@ class DeepseekV32Config(ModelConfig):
         heads = integer(default=None) if self.ignores_key_value_heads else only(self.num_attention_heads)
         fields.read("num_key_value_heads", heads)
         fields.read("qk_head_dim", only(nope + rope))
-        # Configurations disagree on which channels head_dim counts. No code here uses its value.
+        # Configurations disagree on which channels head_dim counts. The model does not use head_dim.
         counted = integer(default=None) if self.ignores_head_dim else one_of(rope, nope, nope + rope, default=None)
         fields.read("head_dim", counted)
         fields.require(rope % 2 == 0, "qk_rope_head_dim", "an even number")
@@ -104,15 +104,15 @@ class DeepseekV32Config(ModelConfig):
         fields.require(fits, "num_experts_per_tok", f"at most {chosen * of_group}, of {chosen} groups")
 
     def check_layer_types(self, fields: Fields) -> None:
-        """Check the field layer_types, in which all layers are of one kind."""
+        """Check that the field layer_types, if it is given, names the same kind for all layers."""
         # transformers 5.24 writes the first name.
         names = "indexed_attention", "deepseek_sparse_attention"
         fields.read("layer_types", one_of(*([name] * self.num_hidden_layers for name in names), default=None))
 
 
 def read_dense_layers(fields: Fields, known: SimpleNamespace) -> int:
-    """Read the number of first layers without experts, from first_k_dense_replace or the list mlp_layer_types of
-    transformers 5. Neither field means one layer, as in transformers' AXK2 and HYV4."""
+    """Read how many of the first layers have no experts, from first_k_dense_replace or the list mlp_layer_types of
+    transformers 5. If neither field is given, return 1, as transformers' AXK2 and HYV4 do."""
     if "first_k_dense_replace" in fields:
         return fields.read("first_k_dense_replace", integer(minimum=0))
     counts = {known.num_hidden_layers: "num_hidden_layers"}
@@ -192,7 +192,7 @@ def mlp(config: DeepseekV32Config, precision: Precision, *, dense: bool, limit: 
     """Return the MLP of a block.
 
     dense  whether the MLP is a `SwiGLU` without experts
-    limit  the limit of the routed experts' SwiGLU
+    limit  the clamping limit of the routed experts (see `SwiGLU`)
     """
     projections = precision.projections(config)
     if dense:
@@ -211,7 +211,7 @@ def mlp(config: DeepseekV32Config, precision: Precision, *, dense: bool, limit: 
 
 
 def moe(config: DeepseekV32Config, precision: Precision, router: nn.Module, *, limit: float | None = None) -> MoE:
-    """Return the experts of a block with a router. limit: the limit of the routed experts' SwiGLU."""
+    """Return the experts of a block. router: the layer that selects experts; limit: see `mlp`."""
     experts = {"n_shared": config.n_shared_experts, "limit": limit, "fp4_experts": precision.fp4_experts}
     projections = precision.projections(config)
     return MoE(config.hidden_size, config.moe_intermediate_size, router, **experts, **projections)
@@ -265,11 +265,11 @@ class DeepseekV32Model(nn.Module):
         return (self.rotary(positions),) * len(self.layers)
 
     def latent_stores(self) -> Sequence[LatentStore | None]:
-        """Return each layer's argument `cache` in a pass without a cache."""
+        """Return, for each layer, the `LatentStore` (or None) that it gets as `cache` in a pass without a KV cache."""
         return (None,) * len(self.layers)
 
     def make_layer(self, config: DeepseekV32Config, precision: Precision, layer: int) -> DecoderBlock:
-        """Return the block with the number `layer`."""
+        """Return block number `layer`."""
         indexed, dense = config.indexer_types[layer] == "full", layer < config.first_k_dense_replace
         return self.make_block(config, precision, indexed=indexed, dense=dense)
 
@@ -288,7 +288,7 @@ class DeepseekV32ForCausalLM(nn.Module):
 
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
     last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
-    all tokens. The result is `logits` applied to `states`.
+    all tokens. `forward` applies `logits` to the result of `states`.
     `forward` raises TypeError or ValueError for wrong tokens, batch or cache. It does not check token ids.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.
@@ -296,7 +296,7 @@ class DeepseekV32ForCausalLM(nn.Module):
 
     page_size = 64  # tokens; the kernel for index scores accepts pages of 32 or 64 FP8 keys
     body: ClassVar[type[DeepseekV32Model]] = DeepseekV32Model
-    other_parts: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of other parts' tensors, as for images
+    other_parts: ClassVar[tuple[str, ...]] = ()  # name prefixes of other parts' tensors, such as those for images
     mtp_norm: ClassVar[str] = "shared_head.norm."  # the final norm in a multi-token-prediction layer
 
     def __init__(self, config: DeepseekV32Config, precision: Precision | None = None) -> None:
@@ -374,8 +374,8 @@ class DeepseekV32ForCausalLM(nn.Module):
         return self.mtp_prefix(mtp_layer) + name
 
     def skips(self, name: str) -> bool:
-        """Return whether a checkpoint's tensor is of a part that the model lacks: one of `other_parts`, or a
-        multi-token-prediction layer, or a part of such a layer, that no drafter reads."""
+        """Return whether the loader skips a tensor of the checkpoint: the tensor belongs to one of `other_parts`, or to
+        a multi-token-prediction layer from which the drafter does not read it."""
         if name.startswith(self.other_parts):
             return True
         layer, name = self._mtp_part(name)
@@ -386,8 +386,8 @@ class DeepseekV32ForCausalLM(nn.Module):
         return f"model.layers.{self.config.num_hidden_layers + layer}."
 
     def _mtp_part(self, stored: str) -> tuple[int | None, str]:
-        """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and the name there; or
-        (None, stored) if the tensor is in no such layer."""
+        """Return (layer, name): the index of the multi-token-prediction layer with this tensor, and the tensor's name
+        within that layer. Return (None, stored) if the tensor is in no such layer."""
         for layer in range(self.config.num_nextn_predict_layers):
             prefix = self.mtp_prefix(layer)
             if stored.startswith(prefix):
@@ -395,7 +395,7 @@ class DeepseekV32ForCausalLM(nn.Module):
         return None, stored
 
 
-# {tensor in a multi-token-prediction layer: the same tensor in the model}. A checkpoint may store the former as copies.
+# {prefix in a multi-token-prediction layer: prefix in the model}. A checkpoint may store copies of these tensors there.
 _COPIES = {"embed_tokens.": "model.embed_tokens.", "shared_head.head.": "lm_head."}
 
 
@@ -440,7 +440,7 @@ class DeepseekV32Drafter(nn.Module):
         """Return (y, the block's `selected`). y: see the class. cache, selected: arguments of the block."""
         (target,) = self._target
         check_states(states, tokens, target.config.hidden_size)
-        # Position 0, too, uses the embedding of its next token. vLLM zeroes this embedding.
+        # Like all positions, position 0 uses the embedding of the next token. vLLM zeroes this embedding.
         e = self.enorm(self.embed(tokens))
         x = self.eh_proj(torch.cat((e, self.hnorm(states)), -1))
         x, selected = block(x, *self.angles(batch.positions), batch, cache, selected)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, and hashed and routed experts.
+"""DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, and mixtures of experts.
 
 Source: DeepSeek-V4's report (arXiv 2606.19348) and inference code.
 """
@@ -34,7 +34,7 @@ from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 from dsa_layers.models.protocols import Drafter, check_states
 
-# {layer type of transformers: tokens per compressed entry; 0 without entries}
+# {layer type of transformers: tokens per compressed entry; 0 for layers without entries}
 LAYER_TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 # fields of releases with a DSpark drafter
@@ -43,7 +43,7 @@ _NO_DSPARK = refused("the DSpark drafter is not supported")
 
 
 def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:
-    """Read qk_rope_head_dim, or partial_rotary_factor of transformers, a fraction of head_dim."""
+    """Read qk_rope_head_dim, or transformers' partial_rotary_factor, the fraction of head_dim with rope."""
     part = fields.read("partial_rotary_factor", number(maximum=1.0, default=1.0))
     of_part = int(known.head_dim * part)
     rope_dim = fields.read("qk_rope_head_dim", integer(default=of_part))
@@ -54,8 +54,8 @@ def _read_rope_dim(fields: Fields, known: SimpleNamespace) -> int:
 
 
 def _read_layer_types(fields: Fields, known: SimpleNamespace) -> tuple[str, ...]:
-    """Read the type of each layer: from compress_ratios, with or without the multi-token-prediction layers at the end,
-    or from layer_types of transformers."""
+    """Read the type of each layer: from compress_ratios, which may list the multi-token-prediction layers at the end,
+    or from transformers' layer_types."""
     if ("compress_ratios" in fields) == ("layer_types" in fields):
         given = "both given" if "layer_types" in fields else "not given"
         raise fields.error("compress_ratios", f"and field 'layer_types' are {given}", "one of them")
@@ -78,8 +78,8 @@ def _read_compress_rates(fields: Fields, known: SimpleNamespace) -> dict[str, in
 
 
 def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...]:
-    """Read which layers are hashed, that is, choose experts by the token id: the first num_hash_layers, or those in
-    mlp_layer_types of transformers."""
+    """Read which layers are hashed, that is, choose experts by the token id: the first num_hash_layers layers, or those
+    that transformers' mlp_layer_types calls "hash_moe"."""
     layers = known.num_hidden_layers
     types = fields.read("mlp_layer_types", each_of("hash_moe", "moe", counts={layers: "num_hidden_layers"}))
     if types is not None:
@@ -90,7 +90,7 @@ def _read_hash_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...
 
 def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespace) -> RopeConfig:
     """Read the rope configuration of the kind "main" or "compress": from `theta_field` and, for "compress",
-    rope_scaling, or from rope_parameters of transformers, which has one object per kind."""
+    rope_scaling, or from transformers' rope_parameters, which has one object per kind."""
     nested = fields.object("rope_parameters")
     if nested is None:
         scaling = fields.object("rope_scaling") if kind == "compress" else None
@@ -109,7 +109,8 @@ def _read_rope(kind: str, theta_field: str, fields: Fields, known: SimpleNamespa
 
 
 def _read_quantization(fields: Fields, known: SimpleNamespace) -> QuantizationConfig | None:
-    """Read quantization_config, and expert_dtype at the top level, in quantization_config, or in both places."""
+    """Read quantization_config, and expert_dtype from the top level, from quantization_config, or from both if
+    equal."""
     accepted = one_of("fp4", "fp8", default=None)
     published = fields.read("expert_dtype", accepted)
     nested = fields.object("quantization_config")
@@ -126,7 +127,7 @@ class DeepseekV4Config(ModelConfig):
 
     layer_types     a key of LAYER_TYPES per layer
     compress_rates  {layer type: tokens per compressed entry}
-    hash_layers     whether a layer chooses experts by the token id, per layer
+    hash_layers     for each layer, whether it chooses experts by the token id
     rope            rope of the layers without entries
     compress_rope   rope of the layers with entries, including their entries and indexers
     """
@@ -145,7 +146,7 @@ class DeepseekV4Config(ModelConfig):
     qk_rope_head_dim: int = computed(_read_rope_dim)
     o_groups: int = integer()
     o_lora_rank: int = integer()
-    sliding_window: int = integer(maximum=2**13)  # tokens; the ring of keys per sequence grows with it
+    sliding_window: int = integer(maximum=2**13)  # in tokens; a sequence's ring of cached keys grows with it
     layer_types: tuple[str, ...] = computed(_read_layer_types)
     compress_rates: dict[str, int] = computed(_read_compress_rates)
     hash_layers: tuple[bool, ...] = computed(_read_hash_layers)
@@ -170,9 +171,9 @@ class DeepseekV4Config(ModelConfig):
 
 
 class HyperDecoderBlock(nn.Module):
-    """Attention, then experts, with hyper-connections around both: streams X [T, n, hidden] -> [T, n, hidden].
+    """Attention, then experts, with hyper-connections around both: n streams X [T, n, hidden] -> [T, n, hidden].
 
-    For each sublayer: x = collapse(X); X <- expand(sublayer(norm(x)), X), by `hc_attn` and `hc_ffn`.
+    For each sublayer: x = collapse(X); X <- expand(sublayer(norm(x)), X), with the methods of `hc_attn` or `hc_ffn`.
     forward(X, tokens int64 [T], rope, entry_rope, batch, cache=None): the last four as in `CompressedAttention`.
     Submodules: hc_attn, attn_norm, attn, hc_ffn, ffn_norm, ffn.
     """
@@ -209,7 +210,7 @@ class HyperDecoderBlock(nn.Module):
 
 
 def hyper_block(config: DeepseekV4Config, precision: Precision, kind: str, *, hashed: bool) -> HyperDecoderBlock:
-    """Return a layer of the model. kind: a key of LAYER_TYPES. hashed: whether it chooses experts by the token id."""
+    """Return a layer of the model. kind: a key of LAYER_TYPES. hashed: whether the token id chooses the experts."""
     hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, precision.dtype
     projections = precision.projections(config)
     ratio = config.compress_rates.get(kind)
@@ -284,7 +285,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     forward(tokens int64 [T], batch, cache=None, all_tokens=False) -> fp32 logits [B, vocab_size] for each sequence's
     last token. With all_tokens=True, and in decoding passes (`TokenBatch.is_decode`), the result is [T, vocab_size] for
-    all tokens. The result is `logits` applied to `states`.
+    all tokens. `forward` applies `logits` to the result of `states`.
     `forward` raises TypeError or ValueError for wrong tokens, batch or cache. It does not check token ids.
 
     drafter: the checkpoint's multi-token-prediction layer, or None.
@@ -415,7 +416,7 @@ class DeepseekV4Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
         rope = RopeAngles(target.rotaries["main"](batch.positions))
-        # Position 0, too, uses the embedding of its next token. vLLM zeroes this embedding.
+        # Like all positions, position 0 uses the embedding of the next token. vLLM zeroes this embedding.
         e = self.e_proj(self.enorm(target.embed(tokens)))
         streams = self.h_proj(self.hnorm(states)) + e[:, None]
         return self.block(streams, tokens, rope, None, batch, None if cache is None else cache.layer(0))

@@ -75,7 +75,7 @@ def name_of(stored: str) -> str:
 def stored_name(name: str, mtp_layer: int = 0) -> str:
     """Return the published name for a tensor of the model; the inverse of `name_of` for published names.
 
-    mtp_layer: the multi-token-prediction layer for the drafter's tensors
+    mtp_layer: the index of the multi-token-prediction layer for the drafter's tensors
     """
     for pattern, stored in PUBLISHED_NAMES:
         name = re.sub(pattern, stored, name)
@@ -84,7 +84,7 @@ def stored_name(name: str, mtp_layer: int = 0) -> str:
 
 def skips(name: str, *, drafter: bool) -> bool:
     """Return whether a checkpoint tensor is in a multi-token-prediction layer and no drafter reads it. Return False for
-    a tensor of an unsupported variant, so that `name_of` raises an error for it. drafter: whether there is one."""
+    a tensor of an unsupported variant, so that `name_of` raises an error. drafter: whether the model has a drafter."""
     if not name.startswith("mtp.") or _variant(name) is not None:
         return False
     return not drafter or not name.startswith("mtp.0.") or name.startswith(COPIES)

@@ -1,7 +1,7 @@
 """dots3-note's text model: layers with an indexer, and layers with a sliding window and wider latents.
 
-By default, layers 0, 1, 5, 9, ... have an indexer. In both kinds of layers the norms of latents multiply by a further
-sqrt(hidden_size / rank), rope keys have a norm, and each head has a gate.
+By default, layers 0, 1, 5, 9, ... have an indexer. In both kinds of layers, the RMSNorms of latents also multiply by
+sqrt(hidden_size / rank), rope keys are normalised, and each head has a gate.
 Source: `Dots3Note` of transformers 5.
 """
 
@@ -47,7 +47,7 @@ from dsa_layers.models.family import Family, PublishedFormat, TinyFields
 from dsa_layers.models.precision import Precision
 
 _WINDOW, _FULL = "sliding_attention", "indexed_attention"  # layer_types of transformers 5
-_LISTED = _FULL, "full_attention", _WINDOW  # published files name layers with an indexer by the second
+_LISTED = _FULL, "full_attention", _WINDOW  # published files say "full_attention" for layers with an indexer
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ def _read_rope(fields: Fields, known: SimpleNamespace, kind: str = _FULL, name: 
     theta = of_kind.read("rope_theta", THETA)
     of_kind.reject_unread()
     for other in (_FULL, _WINDOW):
-        nested.read(other, anything())  # of other calls of this function
+        nested.read(other, anything())  # other calls of this function read it
     nested.reject_unread()
     return RopeConfig(theta, None)
 
 
 def _read_window(fields: Fields, known: SimpleNamespace) -> WindowConfig | None:
-    """Read the sizes of the layers with a window: published files have fields with the prefix "swa_", files of
-    transformers 5 the object per_layer_config with the values that differ from those of the other layers."""
+    """Read the sizes of the layers with a window. Published files have fields with the prefix "swa_" for them. Files of
+    transformers 5 have the object per_layer_config with the values that differ from the other layers' values."""
     if not any(known.windowed):
         fields.read("sliding_window", anything())
         return None
@@ -147,10 +147,10 @@ def _of_layer(by_layer: Fields, layer: int, known: SimpleNamespace) -> dict[str,
 
 @dataclass(frozen=True)
 class Dots3NoteConfig(DeepseekV32Config):
-    """The fields of DeepSeek-V3.2's configuration, for the layers with an indexer, and these:
+    """The fields of DeepSeek-V3.2's configuration, which describe the layers with an indexer, and these fields:
 
     windowed   for each layer, whether it has a window (layer_types)
-    of_window  the sizes of these layers; None if there are none
+    of_window  the sizes of the layers with a window; None if there are no such layers
     """
 
     model_type: ClassVar[str] = "dots3_note"
@@ -164,7 +164,8 @@ class Dots3NoteConfig(DeepseekV32Config):
         "use_sliding_window": only(True),
     }
 
-    num_nextn_predict_layers: int = integer(minimum=0, maximum=16, default=1)  # published files lack it and have one
+    # Published files lack num_nextn_predict_layers; the checkpoints have one such layer.
+    num_nextn_predict_layers: int = integer(minimum=0, maximum=16, default=1)
     first_k_dense_replace: int = computed(read_dense_layers)
     n_group: int = integer(default=1)
     topk_group: int = integer(default=1)
@@ -206,7 +207,7 @@ def window_attention(config: Dots3NoteConfig, precision: Precision) -> WindowAtt
 
 
 def decoder_block(config: Dots3NoteConfig, precision: Precision, *, windowed: bool, dense: bool) -> DecoderBlock:
-    """Return a layer of the model. windowed: whether it has a window; dense: see `mlp`."""
+    """Return a layer of the model. windowed: whether the layer has a window; dense: see `mlp`."""
     of_attention: DSAAttention
     if windowed:
         of_attention = window_attention(config, precision)
@@ -236,7 +237,7 @@ class Dots3NoteModel(DeepseekV32Model):
 
 
 class _WithRings:
-    """The method `make_cache` of the model and of its drafter."""
+    """A mixin with the method `make_cache`, for the model and the drafter."""
 
     def _layers(self) -> tuple[Dots3NoteConfig, Precision, Sequence[bool]]:
         """Return (configuration, precision, whether each layer has a window)."""
@@ -253,7 +254,7 @@ class _WithRings:
         config, precision, windowed = self._layers()
         sizes = config.of_window
         layers = cache_layers(config, precision, ("full",) * len(windowed))
-        del layers["index_layers"]  # all layers without a window
+        del layers["index_layers"]  # default: all layers without a window
         return WindowedKVCache(
             window_layers=[i for i, has_window in enumerate(windowed) if has_window],
             window=1 if sizes is None else sizes.window,

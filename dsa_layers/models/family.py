@@ -1,10 +1,11 @@
 """Model families and their configurations, read from a checkpoint's config.json.
 
-`read_config` accepts two spellings: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one of
-transformers 5 (`rope_parameters`, `dtype`, `mlp_layer_types`). It raises an error for an unsupported field that changes
-results, for an unknown field whose name begins with, for example, "rope_" or "index", and for any unknown field in the
-rope and quantisation objects: a model that ignored such a field could run with wrong results. It ignores other unknown
-fields with one warning, and without a warning fields that are null or known to have no influence.
+`read_config` accepts two spellings of the fields: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and
+the one of transformers 5 (`rope_parameters`, `dtype`, `mlp_layer_types`). It raises an error for an unsupported field
+that changes results, for an unknown field whose name begins with, for example, "rope_" or "index", and for any unknown
+field in the rope and quantisation objects: a model that ignored such a field could run with wrong results. It ignores
+all other unknown fields and lists them in one warning. Fields that are null or known to have no influence are ignored
+without a warning.
 """
 
 import importlib
@@ -96,7 +97,8 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
     `directory` may also be the path of a configuration file with any name.
     Issue one warning that lists the unknown fields, which are ignored. Raise ConfigError (a ValueError) if the file is
     missing or not a JSON object, if the model type or a value is not supported, if a field is missing or has the wrong
-    type, or if fields contradict each other. The message names the file, and a field's value and accepted values.
+    type, or if fields contradict each other. The message names the file, and the wrong field's value and accepted
+    values.
     """
     directory = Path(directory)
     path = directory if directory.is_file() else directory / "config.json"
@@ -114,9 +116,10 @@ def read_fields(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json that describe the text model.
 
     If model_type is in TEXT_OF, the file may describe a model for text and images or audio. The fields of the text
-    model are then at the top level, or in the object text_config, with the fields _OF_TEXT of the top level that
-    text_config lacks. The returned model_type is the family's. Issue a warning that names the parts that are left out.
-    Return the fields of other files unchanged. Raise ConfigError if the file is missing or not a JSON object.
+    model are then either at the top level or in the object text_config. In the latter case, the fields _OF_TEXT that
+    text_config lacks are read from the top level. The returned model_type is the text model's family. Issue a warning
+    that names the parts that are left out. Return the fields of other files unchanged. Raise ConfigError if the file is
+    missing or not a JSON object.
     """
     fields = read_json_object(path, ConfigError, MAX_CONFIG_BYTES)
     family_name = TEXT_OF.get(str(fields.get("model_type")))

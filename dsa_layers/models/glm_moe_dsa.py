@@ -87,9 +87,9 @@ Slots = Callable[[Rows], torch.Tensor]
 class DraftedStates:
     """The result of a drafter step, for later steps that attend to the keys that the first step selected.
 
-    values  [T, hidden_size]: the states
-    slots   the slots of the keys that the first step attended to, a function so that they are computed only for the
-            rows that are needed; None without a cache
+    values  [T, hidden_size]: the hidden states
+    slots   function that returns the cache slots of the keys that the first step attended to. It computes only the rows
+            that are needed. None without a cache
 
     states[rows] returns the `DraftedStates` of these rows.
     """
@@ -104,9 +104,9 @@ class DraftedStates:
 class GlmMoeDsaDrafter(DeepseekV32Drafter):
     """DeepSeek-V3.2's drafter. With `index_share_for_mtp_iteration` (GLM-5.2), only the first step selects keys.
 
-    Let t be the last position with a state of the target, and S[t] the keys that the first step attended to there. All
-    later steps attend to S[t], although it does not contain the keys of their own tokens. With this option all steps
-    return `DraftedStates`. A later step takes one token per sequence and the cache of the first step.
+    Let t be the last position with a state of the target, and S[t] the keys that the first step attended to at t. All
+    later steps attend to S[t], although S[t] lacks the keys of their own tokens. With this option all steps return
+    `DraftedStates`. A later step takes one token per sequence and the cache of the first step.
     Source: Z.ai's account of GLM-5.2, and vLLM's, SGLang's and TensorRT-LLM's code for it.
     """
 
@@ -154,7 +154,7 @@ def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache |
 def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
     """Return a function from rows to the cache slots of the keys that a pass attended to.
 
-    selected, batch: the pass's keys and batch. top_k: of the pass's indexer.
+    selected, batch: the selected keys and the batch of the pass. top_k: of the indexer.
     """
     indices = selected.topk_indices
     if indices is not None:
@@ -176,7 +176,7 @@ def slots_of(selected: Selected, batch: TokenBatch, top_k: int) -> Slots:
 
 
 def _without_indexer(block: DecoderBlock) -> DecoderBlock:
-    """Return a copy of the block without an indexer, with the same parameters."""
+    """Return a copy of the block without an indexer. Both blocks share the other parameters."""
     other = copy.copy(block)
     other._modules = block._modules | {"self_attn": _attention_without_indexer(block.self_attn)}
     return other

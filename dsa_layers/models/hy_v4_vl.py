@@ -1,6 +1,7 @@
-"""The text model of Hy4 for text, images and videos. It is Hy4, except for the eps of the latents' norms.
+"""The text model of multimodal Hy4 (text, images, videos). It equals Hy4, except for the eps of the latents' norms.
 
-Rope with three positions per token (mrope) equals ordinary rope where the three are equal, as they are in text.
+mrope, rope with three positions per token, equals ordinary rope for text, because a text token has three equal
+positions.
 Source: `HYV4VL` of transformers 5.
 """
 
@@ -29,7 +30,7 @@ class HYV4VLConfig(hy_v4.HYV4Config):
 
 
 class HYV4VLForCausalLM(hy_v4.HYV4ForCausalLM):
-    """The text model of Hy4 for text, images and videos. `forward` is that of `DeepseekV32ForCausalLM`."""
+    """The text model of multimodal Hy4. `forward` is that of `DeepseekV32ForCausalLM`."""
 
     other_parts = "vit.", "model.vision_tower."
 

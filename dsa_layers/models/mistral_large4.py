@@ -1,11 +1,12 @@
-"""Mistral Large 4's text model: DeepSeek-V3.2's layers with queries computed from x, layers without rope, and others.
+"""Mistral Large 4's text model: DeepSeek-V3.2's model with these differences:
 
 - Queries have no latent: q = W_UQ x. The indexer computes its queries from LayerNorm(x).
 - Queries of attention and indexer are scaled by a learned function of their position (`PositionScaling`).
 - By default every fourth layer has no rope. The frequencies of the other layers are learned (LeRoPE).
 - Layers can share selected keys, as in GLM-5.2, and latents.
 - The router has softmax scores. A tanh limits the logits.
-Source: `MistralLarge4` of transformers 5, and its conversion of published tensor names. No published file was seen.
+Source: `MistralLarge4` of transformers 5, and its conversion of published tensor names. No published checkpoint was
+available.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,14 +41,14 @@ def _read_rope(fields: Fields, known: SimpleNamespace) -> RopeConfig:
     rope = fields.object("rope_parameters")
     fields.require(rope is not None, "rope_parameters", "an object")
     theta = rope.read("rope_theta", THETA)
-    # With YaRN and no attention_factor, transformers would scale cos and sin.
+    # With YaRN, require attention_factor = 1: without this field, transformers would scale cos and sin.
     yarn = rope.read("rope_type", one_of("default", "yarn")) == "yarn"
     rope.read("attention_factor", one_of(1.0) if yarn else only(1.0))
     return RopeConfig(theta, read_yarn(rope, mscale=0.0, mscale_all_dim=0.0))
 
 
 def _read_rope_layers(fields: Fields, known: SimpleNamespace) -> tuple[bool, ...]:
-    """Read which layers have rope: 1 in no_rope_layers."""
+    """Read which layers have rope. In no_rope_layers, 1 means rope, despite the name."""
     layers = known.num_hidden_layers
     interval = fields.read("no_rope_layer_interval", integer(default=4))
     listed = fields.read("no_rope_layers", integers(layers, "num_hidden_layers", maximum=1))
@@ -121,7 +122,7 @@ def decoder_block(config: MistralLarge4Config, precision: Precision, layer: int)
 
 
 class MistralLarge4Model(DeepseekV32Model):
-    """`DeepseekV32Model` with layers with and without rope, which share latents."""
+    """`DeepseekV32Model` in which some layers have no rope, and layers can share latents."""
 
     def __init__(self, config: MistralLarge4Config, precision: Precision) -> None:
         super().__init__(config, precision)
@@ -144,7 +145,7 @@ class MistralLarge4Model(DeepseekV32Model):
         return [stores.get(source) for source in self._sources]
 
 
-# (published, own): parts of tensors' names, each between dots
+# (published, ours): whole dot-separated parts of tensor names
 _NAMES = (
     ("tok_embeddings", "model.embed_tokens"),
     ("norm", "model.norm"),
@@ -214,8 +215,8 @@ FAMILY = Family(
     MistralLarge4Config,
     MistralLarge4ForCausalLM,
     PublishedFormat(norm_dtype="BF16"),
-    # Layers 2 and 4 have no rope. Layers 1 and 4 attend to the keys that the layer before selects, and layers 3 and 4
-    # to the latents of layers 1 and 2. The FP8 format of the published files is not known.
+    # Layers 2 and 4 have no rope. Layers 1 and 4 attend to the keys that layers 0 and 3 select, and layers 3 and 4 to
+    # the latents of layers 1 and 2. The FP8 format of the published files is not known.
     TinyFields(
         "mistral_large4_config.json",
         {name: value for name, value in TINY_CHANGES.items() if name != "q_lora_rank"}

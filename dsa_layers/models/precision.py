@@ -52,7 +52,7 @@ class Precision:
         """Return the precision for a checkpoint.
 
         If the checkpoint has quantised weights, use FP8 for linear layers, indexer and, if `config.has_fp8_cache`, the
-        cache; otherwise quantise nothing. The arguments override these defaults. fp4_experts is False.
+        cache; otherwise quantise nothing. The arguments override these defaults. The result has fp4_experts=False.
 
         dtype       dtype of activations; None for the dtype in the configuration
         dequantize  whether to dequantise the weights and use FP8 nowhere, except in the cache if `kv_cache` is "fp8"

@@ -1,4 +1,4 @@
-"""The interfaces of models that generation and loading require."""
+"""The interfaces that generation and loading require of a model."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -40,7 +40,7 @@ class Model(Protocol):
 
 
 class Drafter(Protocol):
-    """A multi-token-prediction layer. It predicts one token further ahead than the model whose `drafter` it is, the
+    """A multi-token-prediction layer of a model, the target. The drafter predicts one token further ahead than the
     target.
 
     drafter(tokens int64 [T], states [T, ...], batch, cache=None) -> states [T, ...]
@@ -73,15 +73,16 @@ class Drafter(Protocol):
 
 
 class CheckpointModel(Model, Protocol):
-    """The interface that `load_model` requires in addition to `Model`, of a torch.nn.Module on the meta device.
+    """The interface that `load_model` requires in addition to `Model`. The model is a torch.nn.Module on the meta
+    device.
 
     name_of       method that returns the model's name for a tensor of the checkpoint; raises CheckpointError for a
                   tensor of an unsupported variant
     stored_name   method that returns the checkpoint's name for a tensor of the model: for a tensor of the drafter, the
                   name in the multi-token-prediction layer `mtp_layer`
-    other_parts   beginnings of the names of tensors of parts that the model never has, such as a part for images
-    skips         method that returns whether the loader skips a tensor of the checkpoint: the model has no such part,
-                  or the tensor is a copy of another one
+    other_parts   name prefixes of tensors that the model never has, such as those of an image encoder
+    skips         method that returns whether the loader skips a tensor of the checkpoint, because the model has no such
+                  part or the tensor is a copy of another one
     init_buffers  method that computes, on a device, the buffers that no checkpoint stores
     drafter       the `Drafter` if the caller of `load_model` requested it, else None
 

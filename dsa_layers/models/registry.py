@@ -1,4 +1,4 @@
-"""The registry of model families. It imports nothing, so that a command's help can list the families."""
+"""The registry of model families. It imports nothing, so that a command's help can list the families without torch."""
 
 # {model_type in config.json: the module that defines FAMILY}. A caller may add a family of another package.
 FAMILIES = {
@@ -12,8 +12,7 @@ FAMILIES = {
     "hy_v4_vl": "dsa_layers.models.hy_v4_vl",
     "mistral_large4": "dsa_layers.models.mistral_large4",
 }
-# {model_type of a configuration whose object text_config describes the text model, or of this object: the text model's
-# family}
+# {model_type of a multimodal configuration, or of the object text_config in it: family of the text model}
 TEXT_OF = {
     "dots3_note": "dots3_note",
     "dots3_note_text": "dots3_note",

@@ -87,9 +87,9 @@ class RowPlan:
 class _GatherRows(torch.autograd.Function):
     """Gather the rows [N, ...] of this rank's plan from all ranks' x [own rows, ...].
 
-    A row's gradient is the sum of all ranks' gradients for the row. Each is in x's dtype; they are added in fp32 (fp64
-    for fp64) in the order of the ranks, so every run gives the same bits. All ranks must call this function, and run
-    backward, in the same order.
+    A row's gradient is the sum of all ranks' gradients for the row. Each rank sends its gradient in x's dtype. The
+    gradients are added in fp32 (fp64 for fp64) in the order of the ranks, so every run gives the same bits. All ranks
+    must call this function, and run backward, in the same order.
     """
 
     @staticmethod
@@ -161,8 +161,8 @@ class ContextBatch(SequenceBatch):
         return self.keyed.positions
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of x [T, ...], all sequences one after another. The result has the order of the
-        pieces."""
+        """Return this rank's rows of x [T, ...], which has the rows of all sequences one after another. The result has
+        the order of the pieces."""
         if x.dim() == 0 or len(x) != sum(self.lens):
             raise ValueError(f"x: must have a row for each of {sum(self.lens)} tokens, got shape {list(x.shape)}")
         return x[self._tokens_of(self._share.pieces)]
@@ -184,7 +184,7 @@ class ContextBatch(SequenceBatch):
         ranks' values, divided by `count`; so DDP and FSDP2, which average gradients over the ranks, give the gradients
         of a single rank with all tokens.
 
-        count  the number of tokens on all ranks that have a target; the values of other tokens must be 0. None if all T
+        count  the number of tokens with a target on all ranks; the values of other tokens must be 0. None if all T
                tokens have a target
         """
         count = sum(self.lens) if count is None else integer("count", count, at_least=1, at_most=sum(self.lens))
@@ -218,7 +218,7 @@ class ContextBatch(SequenceBatch):
     @cached_property
     def _plan(self) -> RowPlan:
         most = max(share.tokens for share in self.shares)
-        # row_of[token]: the token's index in `RowPlan`
+        # row_of[token]: the index of the token's row, as in `RowPlan`
         row_of = torch.empty(sum(self.lens), dtype=torch.int64, device=self.device)
         for rank, share in enumerate(self.shares):
             row_of[self._tokens_of(share.pieces)] = torch.arange(share.tokens, device=self.device) + rank * most

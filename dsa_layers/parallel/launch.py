@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # environment variables that launchers such as torchrun set for a rank
-STOP_SECONDS = 5  # the time that ranks have to end after the launcher signals them
+STOP_SECONDS = 5  # how long the launcher waits for signalled ranks to end before it kills them
 HOST = "127.0.0.1"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 LAST_LINES = 20  # lines of a failed rank's standard error that are shown
@@ -35,13 +35,13 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
     and error. The other ranks have an empty input. Their output is dropped; each one's standard error goes to a file.
 
     If a rank fails, the launcher stops the other ranks. If several fail, `first_failed` chooses the failed rank. The
-    exit code is the failed rank's exit code, or 1 if a signal killed it. This process writes the last lines of the
-    rank's file and a line that names the rank to standard error, and calls `told` with that line and the exit code.
-    It does neither if rank 0 has printed the cause: if the failed rank is rank 0 and no signal killed it, or if rank 0
-    has the failed rank's exit code and this code is above 1.
+    exit code is the failed rank's exit code, or 1 if a signal killed this rank. This process writes to standard error
+    the last lines of the rank's file and a line that names the rank, and calls `told` with that line and the exit code.
+    This process does neither if rank 0 has printed the cause: if the failed rank is rank 0 and no signal killed it, or
+    if rank 0 has the failed rank's exit code and this code is above 1.
 
-    If this process receives one of SIGNALS that it does not ignore, it forwards the signal to the ranks, and the exit
-    code is 128 + the signal's number.
+    If this process receives a signal in SIGNALS and does not ignore it, the process forwards the signal to the ranks,
+    and the exit code is 128 + the signal's number.
 
     Call this function in the main thread, because it replaces the handlers of SIGNALS. It also silences the loggers of
     torch's launcher.
@@ -53,11 +53,11 @@ def launch(command: Sequence[str], ranks: int, told: Callable[[str, int], None] 
 
     for logger in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{logger}").setLevel(logging.CRITICAL)
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_SECONDS)  # torch 2.11 has no parameter for it
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_SECONDS)  # torch 2.11 has no parameter for this timeout
     start_rank = ["-I", "-S", str(Path(__file__).with_name("start_rank.py")), str(os.getpid())]
     arguments = [argument.replace("$", "$$") for argument in command]  # the launcher substitutes ${local_rank}
-    # The launcher's own store would listen to the network. Stores of one process with the same port share one server,
-    # so the launcher's store shares the server of this store, to which only this node can connect.
+    # The launcher's own store would accept connections from other nodes. Stores of one process with the same port share
+    # one server, so the launcher's store shares the server of this store, to which only this node can connect.
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     store = TCPStore(HOST, port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
@@ -107,8 +107,8 @@ def _report(
 
 
 def started_ranks() -> int | None:
-    """Return the number of ranks that a launcher has started together with this process, WORLD_SIZE. Return None if
-    this process is not a rank: a variable of NUMBERS is not set."""
+    """Return WORLD_SIZE, the number of ranks that a launcher has started, including this process. Return None if a
+    variable in NUMBERS is not set, because then this process is not a rank."""
     if any(name not in os.environ for name in NUMBERS):
         return None
     return int(os.environ["WORLD_SIZE"])
@@ -131,10 +131,10 @@ def first_failed(failures: dict[int, "ProcessFailure"]) -> int:
     """Return the rank that failed first, and so probably caused the other failures. `failures` are in the order in
     which the launcher found them.
 
-    A rank that called `note_failure` failed at the time of the call. Another rank failed when the launcher found its
-    failure, or STOP_SECONDS earlier if a signal killed the rank: a killed process can take so long to end. Two kinds of
-    ranks without `note_failure` are chosen last: ranks that SIGTERM ended, unless the launcher found them first, and
-    ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
+    A rank that called `note_failure` failed at the time of the call. Any other rank failed when the launcher found its
+    failure, or STOP_SECONDS earlier if a signal killed the rank, because a killed process can take that long to end.
+    Two kinds of ranks without `note_failure` are chosen last: ranks that SIGTERM ended, unless the launcher found them
+    first, and ranks that aborted, because gloo and NCCL abort a process that has lost a connection.
     """
     found_first = next(iter(failures))
 

@@ -48,12 +48,13 @@ class Replicated(Placement):
 
 
 class Sharded(Placement):
-    """Placement in which each rank has a shard of the rows. The rows are cut into 2 N pieces of nearly equal length,
-    and rank r of N has pieces r and 2 N - 1 - r. With one causal sequence, all ranks then have nearly the same number
-    of query-key pairs.
+    """Placement in which each rank has a shard of the rows. With N ranks, the rows are cut into 2 N pieces of nearly
+    equal length, and rank r has pieces r and 2 N - 1 - r. With one causal sequence, all ranks then have nearly the same
+    number of query-key pairs.
 
-    `reduce` gives the same bits as `Ranks.sum`. On GPUs, the `start_` methods run a collective on a separate stream, by
-    copies (`peer_copies`) or NCCL. The function that they return makes the current stream wait for this collective.
+    `reduce` gives the same bits as `Ranks.sum`. On GPUs, the `start_` methods run a collective on a separate stream,
+    with copies between GPUs (`peer_copies`) or with NCCL. The function that these methods return makes the current
+    stream wait for this collective.
     """
 
     is_split = sharded = True
@@ -73,7 +74,7 @@ class Sharded(Placement):
         self._cached: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def local(self, x: torch.Tensor) -> torch.Tensor:
-        if x.stride(0) == 0:  # all tokens share one row in memory
+        if x.stride(0) == 0:  # x is one expanded row, so all rows are equal
             return x[: self._counts[self._ranks.rank]]
         return torch.cat([x[piece] for piece in self.pieces[self._ranks.rank]])
 

@@ -119,8 +119,8 @@ class Ranks:
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
 
     def copies(self, x: torch.Tensor) -> PeerCopies | None:
-        """Return the `PeerCopies` of x's device, or None if the device or group supports none, or while a CUDA graph is
-        captured, which cannot contain these copies."""
+        """Return the `PeerCopies` of x's device, or None if the device or group does not support them. Also return None
+        during CUDA graph capture, because a graph cannot contain these copies."""
         if self.group is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         return peer_copies(self.group, x.device)
@@ -191,7 +191,7 @@ def join(device: str) -> tuple[Ranks, torch.device]:
             ranks
 
     Raise ValueError if the GPU is missing.
-    The NCCL group is not destroyed at exit, because this would wait for CUDA graphs that contain its collectives."""
+    The NCCL group is not destroyed at exit, because its destruction would wait for CUDA graphs with its collectives."""
     if device == "cpu":
         dist.init_process_group("gloo", timeout=TIMEOUT)
         # A gloo thread that needs the Python interpreter while the interpreter shuts down would abort the process.
@@ -207,8 +207,8 @@ def join(device: str) -> tuple[Ranks, torch.device]:
 
 
 def _leave() -> None:
-    """Destroy the group. Its threads end with the last reference to it. Frames of an exception may hold a reference,
-    so run the garbage collector too."""
+    """Destroy the group. The group's threads end when the last reference to the group is dropped. Frames of an
+    exception may hold a reference, so run the garbage collector too."""
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()

@@ -1,8 +1,8 @@
 """Prepare this process as a rank and execute its command in it.
 
-`launch` starts this file as a script without site-packages, which is fast. The script gives ranks other than 0 an empty
-standard input. On Linux it also makes the kernel kill the rank as soon as the process that called `launch` has ended,
-even if SIGKILL killed that process.
+`launch` starts this file as a script without site-packages, so that the start is fast. The script gives ranks other
+than 0 an empty standard input. On Linux it also makes the kernel kill the rank as soon as the process that called
+`launch` has ended, even if SIGKILL killed that process.
 """
 
 import ctypes
