@@ -376,7 +376,8 @@ def small_mha(new: Maker) -> Given:
     tensors = {"q": new.bf16(5, 4, 192), "k": new.bf16(9, 2, 128), "v": new.bf16(9, 2, 128)}
     numbers = {"cu_seqlens_q": new.ints([0, 2, 5]), "cu_seqlens_k": new.ints([0, 3, 9])}
     options = {"max_seqlen_k": 6, "softmax_scale": 0.1, "causal": True, "dense_keys": 0}
-    return {**tensors, **numbers, **options, "k_rope": new.bf16(9, 64), "selected": new.ints([[-1, 3, 0, 7]] * 5)}
+    more = {"k_rope": new.bf16(9, 64), "selected": new.ints([[-1, 3, 0, 7]] * 5), "attn_sink": new.f32(4)}
+    return {**tensors, **numbers, **options, **more}
 
 
 def mha(
@@ -391,6 +392,7 @@ def mha(
     top_k: int = 0,
     scale: float = 1.0,
     more: int = 37,
+    sinks: bool = False,
 ) -> Given:
     """Make packed sequences.
 
@@ -415,7 +417,8 @@ def mha(
         chosen = new.order(queries + more, longest, min(top_k, longest)).int() + starts[:, None]
         selected = dsa.selection_bits(chosen, starts, longest)
     options = {"max_seqlen_k": longest, "softmax_scale": dim**-0.5, "causal": causal, "dense_keys": 0}
-    return {**given, **options, "k_rope": packed(keys, rope) if rope else None, "selected": selected}
+    apart = {"k_rope": packed(keys, rope) if rope else None, "attn_sink": new.f32(heads) if sinks else None}
+    return {**given, **options, **apart, "selected": selected}
 
 
 def keys_of_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -447,6 +450,8 @@ def attend_sequences(a: Given) -> Attended:
         found = attend(q[begin:end], k[first:last], v[first:last], visible, a["softmax_scale"])
         for x, rows in zip(whole, found):
             x[begin:end] = rows
+    if a["attn_sink"] is not None:
+        out.mul_((lse - a["attn_sink"].double()).sigmoid()[..., None])
     return whole
 
 
@@ -681,7 +686,12 @@ CASES = [
         "mha_varlen_fwd",
         sized(small_mha, mha),
         check_mha,
-        {"rope": 64, "top_k": 60, "more": 0},  # results for rows that belong to no sequence are undefined
+        {
+            "rope": 64,
+            "top_k": 60,
+            "more": 0,
+            "sinks": True,
+        },  # results for rows that belong to no sequence are undefined
         hostile={
             **with_sizes(Hostile(by_query(other_sequences), everywhere), BOUND_NAMES, {"": PACKED}),
             **with_sizes(Hostile(by_query(PER_ROW.kept), corners), ("selected",), {"": PACKED}),

@@ -463,9 +463,9 @@ class PagedAttention(DSAAttention):
         # Queries with at most dense_keys visible keys attend to all of them and skip the bits. A layer without an
         # indexer does not know top_k, so all its queries read bits; the result is the same.
         dense_keys = 0 if self.indexer is None else self.indexer.top_k
-        options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys}
-        out, lse = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
-        return out if self.sinks is None else self._apply_sinks(out, lse.transpose(0, 1))
+        options = {"k_rope": k_pe, "selected": bits, "dense_keys": dense_keys, "attn_sink": self.sinks}
+        out, _ = dsa.mha_varlen_fwd(q, k_nope, v, *sequences, self.softmax_scale, **options)
+        return out
 
     def _output(self, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         by_channel = gate is not None and gate.shape == values.shape and self.v_dim % BLOCK == 0

@@ -232,6 +232,7 @@ CHUNKED = [
             },
             causal=BOTH,
             top_k=[0, 60],
+            sinks=BOTH,
         ),
     ),
 ]

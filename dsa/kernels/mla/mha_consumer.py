@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.shared_memory import load_16, pack, store_matrices
-from dsa.cute.sm90 import LN2, opaque
+from dsa.cute.sm90 import LN2, LOG2E, opaque
 from dsa.kernels.mla.mha_producer import OUT_COLUMNS, OUT_ROWS, WorkTileInfo
 
 
@@ -97,6 +97,7 @@ def store_rows(
     row_sum: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
+    sinks: cute.Tensor | None,
     work_tile: WorkTileInfo,
     staged: Int32,
     own_row: Int32,
@@ -105,7 +106,8 @@ def store_rows(
     few_registers: cutlass.Constexpr,
 ):
     """Write LSE and O for the warp's 16 rows, except rows past the end of the sequence. O is divided by the row's sum
-    of P. For a row without keys LSE is +inf and O is 0.
+    of P, plus exp(sink) if the heads have attention sinks, `sinks` [heads]. For a row without keys LSE is +inf and O is
+    0.
 
     staged         address of the warp's staging buffer in shared memory
     own_row        the lane's first row in the work tile; the lane's second row is 8 rows further
@@ -119,7 +121,10 @@ def store_rows(
     for r in cutlass.range_constexpr(2):
         amount = row_sum[r] + cute.arch.shuffle_sync_bfly(row_sum[r], offset=1)
         amount += cute.arch.shuffle_sync_bfly(amount, offset=2)
-        inverse[r] = 0.0 if amount == 0.0 else 1.0 / amount
+        whole = amount
+        if const_expr(sinks is not None):
+            whole += cute.math.exp2(sinks[head] * LOG2E - row_max[r])
+        inverse[r] = 0.0 if amount == 0.0 else 1.0 / whole
         if lane % 4 == 0 and own_row + 8 * r < row_count:
             result = row_max[r] * LN2 + cute.math.log(amount)
             lse[head, query + own_row + 8 * r] = Float32(float("inf")) if amount == 0.0 else result

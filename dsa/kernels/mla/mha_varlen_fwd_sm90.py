@@ -114,6 +114,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         cu_k: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        sinks: cute.Tensor | None,
         bits: cute.Tensor | None,
         dense_keys: Int32 | None,
         tile_counter: cute.Tensor,
@@ -153,7 +154,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
         self.kernel(
-            *(loads, cu_q, cu_k, out, lse, bits, dense_keys, tile_counter, scale, causal, group),
+            *(loads, cu_q, cu_k, out, lse, sinks, bits, dense_keys, tile_counter, scale, causal, group),
             *(q.shape[1] // k.shape[1], q_layout, k_layout, v_layout),
         ).launch(
             grid=(ctas, 1, 1),
@@ -171,6 +172,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         cu_k: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        sinks: cute.Tensor | None,
         bits: cute.Tensor | None,
         dense_keys: Int32 | None,
         tile_counter: cute.Tensor,
@@ -212,7 +214,7 @@ class MhaVarlenFwdSm90(MhaProducer):
                 self.clear(storage, shared[2], lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.consume(storage, out, lse, (bits, dense_keys), scale, shared, tid, warp, lane)
+            self.consume(storage, (out, lse, sinks), (bits, dense_keys), scale, shared, tid, warp, lane)
 
     def block_layout(self, channels: int) -> cute.ComposedLayout:
         """Return the shared-memory layout of all stages of K or V, with `channels` channels, a multiple of 64."""
@@ -226,7 +228,7 @@ class MhaVarlenFwdSm90(MhaProducer):
         return tiled_mma(self.dtype, "K MN", (64, self.value_dim), True, self.cfg.warpgroups)
 
     @cute.jit
-    def consume(self, storage, out, lse, selection, scale, shared: list, tid, warp, lane):
+    def consume(self, storage, results, selection, scale, shared: list, tid, warp, lane):
         (sq, sk, sv), score_mma, value_mma = shared, self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
         v_by_channel = cute.make_tensor(sv.iterator, cute.select(sv.layout, mode=[1, 0, 2]))
@@ -334,7 +336,7 @@ class MhaVarlenFwdSm90(MhaProducer):
             values.consumer_release(v_state)
             v_state = values.advance(v_state)
             store_rows(
-                *(o, row_max, row_sum, out, lse, work_tiles.read(last), staged, own_row, warp, lane, self.cfg.q_rmem)
+                *(o, row_max, row_sum, *results, work_tiles.read(last), staged, own_row, warp, lane, self.cfg.q_rmem)
             )
             work_tiles.release(last)
 
@@ -532,11 +534,11 @@ class MhaVarlenFwdSm90(MhaProducer):
 
 
 @cached
-def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: bool):
+def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: bool, sinks: bool):
     """Compile f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v
-    [Tk, Hk, dv], cu_q [B + 1] int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, bits [Tq, words]
-    int32 if `selected` or None, dense_keys or None, tile_counter [1] int32, scale * log2(e), causal, group,
-    ctas).
+    [Tk, Hk, dv], cu_q [B + 1] int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, sinks [H] fp32 if `sinks`
+    or None, bits [Tq, words] int32 if `selected` or None, dense_keys or None, tile_counter [1] int32, scale * log2(e),
+    causal, group, ctas).
 
     d and dv are those of `config`. Tq, Tk > 0; scale > 0; tile_counter is 0 at launch. Rows of 16-bit tensors start at
     multiples of 16 bytes.
@@ -563,6 +565,7 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
         *(fake(Int32, (batch,), (1,), 4) for _ in range(2)),
         rows(queries, heads, config.value_dim),
         fake(Float32, (heads, queries), (*strides(1), 1), 4),
+        fake(Float32, (heads,), (1,), 4) if sinks else None,
         fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4) if selected else None,
         Int32(0) if selected else None,
         fake_tile_counter(),
@@ -582,5 +585,5 @@ def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Return every (compile function, arguments) that the ops can ask for."""
     ropes = {config: {0, ROPE_DIMS.get(dims, 0)} for dims, config in CONFIGS.items()}
     kinds = [(config, rope) for config in ropes for rope in sorted(ropes[config])]
-    every = itertools.product(DTYPES, kinds, (False, True))
-    return [(compile_mha_varlen_fwd, (dtype, *kind, selected)) for dtype, kind, selected in every]
+    every = itertools.product(DTYPES, kinds, (False, True), (False, True))
+    return [(compile_mha_varlen_fwd, (dtype, *kind, selected, sinks)) for dtype, kind, selected, sinks in every]

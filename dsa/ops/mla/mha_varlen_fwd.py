@@ -8,7 +8,7 @@ from dsa.kernels.mla.limits import MHA_DIMS, ROPE_DIMS
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.reference.mla.selection_bits import KEYS, WORDS
 from dsa.runtime import backends
-from dsa.runtime.declare import FLOATS, INT32, Arguments, Flag, Int, Number, Tensor, dtype_name, op, tma_rows
+from dsa.runtime.declare import F32, FLOATS, INT32, Arguments, Flag, Int, Number, Tensor, dtype_name, op, tma_rows
 
 __all__ = ["mha_varlen_fwd"]
 
@@ -54,6 +54,7 @@ MHA_VARLEN_FWD = Arguments(
     k_rope=Tensor("Tk dr", FLOATS, like="q", optional=True),
     selected=Tensor("Tq words", INT32, optional=True),
     dense_keys=Int(least=0),
+    attn_sink=Tensor("H", F32, optional=True),
 )
 
 
@@ -70,6 +71,7 @@ def mha_varlen_fwd(
     k_rope: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
     dense_keys: int = 0,
+    attn_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j
     that query t sees. These are the Lk keys of the query's sequence; if `causal`, query i of the sequence's Lq queries
@@ -88,8 +90,9 @@ def mha_varlen_fwd(
     selected       [Tq, words] int32, from `selection_bits`, or None: all keys are selected
     dense_keys     with `selected`: for a query that sees at most this many keys, the op takes all of them as selected
                    and does not read the query's words in `selected`
+    attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
 
-    Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log). A query without keys has out 0 and lse
+    Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log, without the sink). A query without keys has out 0 and lse
     +inf. The results of a query that belongs to no sequence are unspecified. Infinities and NaN in v reach all queries
     of the sequence. Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. Bounds that decrease or lie outside the
@@ -103,9 +106,8 @@ def mha_varlen_fwd(
     other queries, bit for bit. CUDA-graph safe, no host synchronisation.
     Source: FlashAttention's `flash_attn_varlen_func`; the selection is DeepSeek-V3.2's.
     """
-    return _mha_varlen_fwd(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal, k_rope, selected, dense_keys
-    )
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_k
+    return _mha_varlen_fwd(q, k, v, *sequences, softmax_scale, causal, k_rope, selected, dense_keys, attn_sink)
 
 
 def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +151,7 @@ def _mha_varlen_fwd(
     k_rope: torch.Tensor | None,
     selected: torch.Tensor | None,
     dense_keys: int,
+    attn_sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from dsa.kernels.mla.mha_varlen_fwd_sm90 import CONFIGS, compile_mha_varlen_fwd
 
@@ -172,12 +175,13 @@ def _mha_varlen_fwd(
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     rope = None if k_rope is None else tma_rows(k_rope[:, None])
     rope_dim = 0 if rope is None else rope.shape[2]
-    launch = compile_mha_varlen_fwd(dtype_name(q.dtype), CONFIGS[dims], rope_dim, selected is not None)
-    bits = None if selected is None else selected.contiguous()
+    kind = dtype_name(q.dtype), CONFIGS[dims], rope_dim
+    launch = compile_mha_varlen_fwd(*kind, selected is not None, attn_sink is not None)
+    bits, sinks = (None if x is None else x.contiguous() for x in (selected, attn_sink))
     launch(
         *(tma_rows(q), tma_rows(k), rope, tma_rows(v)),
         *(x.contiguous() for x in (cu_seqlens_q, cu_seqlens_k)),
-        *(results, lse, bits, None if bits is None else dense_keys, counter),
+        *(results, lse, sinks, bits, None if bits is None else dense_keys, counter),
         *(softmax_scale * LOG2E, int(causal), group, backends.num_sms(q.device)),
     )
     return (results if exact else out.copy_(results[..., : out.shape[2]])), lse

@@ -23,11 +23,12 @@ def mha_varlen_fwd(
     k_rope: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
     dense_keys: int = 0,
+    attn_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'] over the keys j that query t sees.
 
     h' = h // (H / Hk). With `selected`, a query sees the keys whose bits are set; if it would see at most dense_keys
-    keys without `selected`, it sees all of these. Intermediate results are fp32. Arguments as in `dsa.mha_varlen_fwd`.
+    keys without `selected`, it sees all of these. `attn_sink` scales out by e^lse / (e^lse + e^sink). Intermediate results are fp32. Arguments as in `dsa.mha_varlen_fwd`.
     Source: FlashAttention's `flash_attn_varlen_func`.
     """
     if k_rope is not None:
@@ -57,6 +58,8 @@ def mha_varlen_fwd(
             own_lse = logits.logsumexp(-1)
             empty = own_lse == -torch.inf
             weights = (logits - own_lse.masked_fill(empty, 0.0)[..., None]).exp()
+            if attn_sink is not None:
+                weights = weights * (own_lse.masked_fill(empty, 0.0) - attn_sink[:, None]).sigmoid()[..., None]
             out[chunk] = (weights @ own_v).transpose(0, 1).to(q.dtype)
             lse[:, chunk] = own_lse.masked_fill(empty, torch.inf)
     return out, lse

@@ -57,6 +57,18 @@ def test_selected_keys_are_right(dims, case, top_k, record_error):
     checked(CASE, given | {"causal": False}, record_error)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"causal": False}], ids=str)
+@by_case
+@by_dims
+def test_sinks_are_right(dims, case, options, record_error):
+    given = call(dims, *case, sinks=True, **options)
+    checked(CASE, given, record_error)
+    without = CASE.run(given | {"attn_sink": None})
+    same_in_sequences(given, CASE.run(given | {"attn_sink": torch.full_like(given["attn_sink"], -torch.inf)}), without)
+    for sink in (30.0, -30.0, torch.inf):
+        checked(CASE, given | {"attn_sink": torch.full_like(given["attn_sink"], sink)})
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 640, 1000])
 @by_dims
 def test_the_last_query_reads_its_own_bits(dims, tokens):

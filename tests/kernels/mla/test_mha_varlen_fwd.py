@@ -7,7 +7,7 @@ from tests.kernels.variants import assert_counts, shipped
 
 @shipped(kernels.compile_mha_varlen_fwd)
 def test_sass(sass, arguments):
-    _, config, rope, selected = arguments
+    _, config, rope, selected, _ = arguments
     # S = Q K^T is in the code three times: before the loop, in it and after it. O += P V is in the loop and after it.
     assert_counts(sass, HGMMA=3 * config.dim // 16 + 2 * config.keys // 16)
     # TMA boxes have 64 channels of queries, of a block of keys, or of a block of values. RoPE channels in a separate

@@ -26,7 +26,7 @@ def test_channels_between_those_of_the_kernels_are_padded(named_launches):
         out, _ = dsa.mha_varlen_fwd(**values | {"k": k}, k_rope=rope)
         [(_, variant, launched)] = named_launches
         named_launches.clear()
-        assert variant == ("bfloat16", CONFIGS[padded], 0, False)
+        assert variant == ("bfloat16", CONFIGS[padded], 0, False, False)
         assert launched[2] is None and out.shape == (5, 4, dims[1])
         q, keys, _, v, *_ = launched
         whole = torch.cat((k, rope[:, None].expand(-1, 2, -1)), -1)
@@ -39,16 +39,23 @@ def test_heads_of_a_group_have_their_keys_in_the_l2_cache(named_launches):
     for longest, group in ((6, 128), (2000, 13), (10**6, 1)):
         values = arguments(heads=128, kv_heads=128, max_seqlen_k=longest)
         dsa.mha_varlen_fwd(**values)
-        assert named_launches.pop()[2][13] == group
+        assert named_launches.pop()[2][14] == group
     dsa.mha_varlen_fwd(**arguments(heads=128, kv_heads=4, max_seqlen_k=10**6))
-    assert named_launches.pop()[2][13] == 32
+    assert named_launches.pop()[2][14] == 32
 
 
 def test_rows_that_tma_cannot_read_are_copied(named_launches):
     odd = torch.randn(5, 4, 195).bfloat16()[..., :192]
     dsa.mha_varlen_fwd(**arguments(q=odd, causal=False))
     [(_, _, launched)] = named_launches
-    assert launched[0].is_contiguous() and torch.equal(launched[0], odd) and launched[12] == 0
+    assert launched[0].is_contiguous() and torch.equal(launched[0], odd) and launched[13] == 0
+
+
+def test_sinks_have_a_kernel(named_launches):
+    sinks = torch.randn(4, 2)[:, 0]
+    dsa.mha_varlen_fwd(**arguments(attn_sink=sinks))
+    [(_, variant, launched)] = named_launches
+    assert variant[-1] is True and launched[8].is_contiguous() and torch.equal(launched[8], sinks)
 
 
 def test_values_without_channels_have_an_lse(named_launches):

@@ -65,7 +65,7 @@ WRONG = {
         ({"mix": zeros(3, 24)}, "mix: shape must be [3, 8], got [3, 24]"),
         ({"base": zeros(24)}, "base: shape must be [8]"),
         ({"scale": zeros(3)}, "scale: shape must be [2]"),
-        ({"magnitude": float("inf")}, "magnitude: must be finite, got inf"),
+        ({"magnitude": float("inf")}, "magnitude: must be finite in fp32, got inf"),
         ({"hc_eps": -1.0}, "hc_eps: must be at least 0, got -1.0"),
     ],
     "hyper_head": [
