@@ -316,11 +316,19 @@ def sublayer(
     return {**a, **sized, "weight": new.f32(channels), "norm_eps": norm_eps, "use_ue8m0": use_ue8m0}
 
 
+def independent_sublayer(new: Maker, pad_scales: bool = False, **sizes: object) -> Given:
+    return sublayer(new, made=collapse_independent, **sizes) | {"pad_scales": pad_scales}
+
+
 def check_sublayer(a: Given, found: Results) -> float:
     """Require the same bits as the collapse followed by `rms_norm_cast_to_fp8`, and compare the norm with float64."""
-    own = {name: a[name] for name in a if name not in ("weight", "norm_eps", "use_ue8m0")}
+    own = {name: a[name] for name in a if name not in ("weight", "norm_eps", "use_ue8m0", "pad_scales")}
     x, *weights = (dsa.hyper_collapse_independent if "magnitude" in a else dsa.hyper_collapse)(**own)
-    cast = dsa.rms_norm_cast_to_fp8(x, a["weight"], a["norm_eps"], a["use_ue8m0"])
+    y, q, scale = dsa.rms_norm_cast_to_fp8(x, a["weight"], a["norm_eps"], a["use_ue8m0"])
+    if a.get("pad_scales"):
+        _, of_zeros = dsa.per_token_cast_to_fp8(torch.zeros_like(y[:, :128]), a["use_ue8m0"])
+        scale = torch.cat((scale, of_zeros.expand(-1, -scale.shape[1] % 4)), 1)
+    cast = y, q, scale
     equal("y q q_scale post comb" if len(weights) == 2 else "y q q_scale post", found, (*cast, *weights))
     return check_norm({"x": x, "weight": a["weight"], "eps": a["norm_eps"]}, found[:1])
 
@@ -371,9 +379,10 @@ CASES = [
     ),
     Case(
         "hyper_collapse_independent_norm_cast_to_fp8",
-        partial(sublayer, made=collapse_independent),
+        independent_sublayer,
         check_sublayer,
         {"tokens": 37, "channels": 640},
+        more=({"pad_scales": True},),
     ),
     # Four tokens select the fused kernel. 40 tokens select the separate kernels of `hyper_expand` and `hyper_mix`.
     Case(

@@ -195,13 +195,14 @@ def swiglu(
     use_ue8m0: bool = True,
     limit: float | None = 2.0,
     halves: bool = False,
+    pad_scales: bool = False,
 ) -> Given:
     """Make arguments of `swiglu_cast_to_fp8`. halves: gate and up are the halves of one tensor's last dimension."""
     sizes = torch.logspace(-4, 3, shape[-2], device=new.device)[:, None]
     gate, up = (4 * new.f32(*shape)).to(dtype), (new.f32(*shape) * sizes).to(dtype)
     if halves:
         gate, up = torch.cat((gate, up), -1).chunk(2, -1)
-    return {"gate": gate, "up": up, "use_ue8m0": use_ue8m0, "limit": limit}
+    return {"gate": gate, "up": up, "use_ue8m0": use_ue8m0, "limit": limit, "pad_scales": pad_scales}
 
 
 def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> Results:
@@ -222,7 +223,7 @@ def swiglu_bounds(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> 
 
 def gate(new: Maker, shape: Sequence[int] = (3, 200), halves: bool = False, **options: object) -> Given:
     a = swiglu(new, shape, limit=None, halves=halves, **options)
-    return {"gate": a["gate"], "x": a["up"], "use_ue8m0": a["use_ue8m0"]}
+    return {"gate": a["gate"], "x": a["up"], "use_ue8m0": a["use_ue8m0"], "pad_scales": a["pad_scales"]}
 
 
 def gate_bounds(gate: torch.Tensor, x: torch.Tensor) -> Results:
@@ -252,7 +253,7 @@ def check_bounds(a: Given, found: Results, bounds: Results) -> float:
     (q, scale), channels = found, a["gate"].shape[-1]
 
     def scale_of(h: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(h, (0, -channels % BLOCK))
+        padded = torch.nn.functional.pad(h, (0, -channels % (4 * BLOCK if a["pad_scales"] else BLOCK)))
         return dsa.reference.per_token_cast_to_fp8(padded, a["use_ue8m0"])[1]
 
     low, exact, high = bounds
@@ -404,10 +405,12 @@ def experts_swiglu(
     dtype: torch.dtype = BF16,
     after: int = 0,
     expected_rows: int | None = None,
+    pad_scales: bool = False,
 ) -> Given:
     given = experts(new, is_fp4, sizes, tokens, 2 * inner, channels, after)
     expected = 3 if sizes is None else expected_rows
-    return given | {"limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype, "expected_rows": expected}
+    options = {"limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype, "expected_rows": expected}
+    return given | options | {"pad_scales": pad_scales}
 
 
 def matrix(b: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -474,9 +477,11 @@ def check_experts_swiglu(a: Given, found: Results) -> float:
     check_product(a, [gate_up])
     gate, up = gate_up[:used].chunk(2, -1)
     options = {"use_ue8m0": a["use_ue8m0"], "limit": a["limit"]}
-    own = [x[:used] for x in found]
+    q, scale = (x[:used] for x in found)
+    own = [q, scale[:, : gate.shape[1] // BLOCK]]  # the columns that `pad_scales` adds must only be finite
+    assert scale.isfinite().all() or not own[1].isfinite().all()
     check_bits("q scale", own, dsa.swiglu_cast_to_fp8(gate, up, **options))
-    return check_swiglu({"gate": gate, "up": up, **options}, own)
+    return check_swiglu({"gate": gate, "up": up, **options, "pad_scales": False}, own)
 
 
 def linear(
@@ -578,9 +583,15 @@ CASES = [
         swiglu,
         check_swiglu,
         {"shape": (33, 200), "halves": True},
-        more=({"limit": None, "use_ue8m0": False},),
+        more=({"limit": None, "use_ue8m0": False}, {"pad_scales": True}),
     ),
-    Case("gate_cast_to_fp8", gate, check_gate, {"shape": (33, 200), "halves": True}, more=({"use_ue8m0": False},)),
+    Case(
+        "gate_cast_to_fp8",
+        gate,
+        check_gate,
+        {"shape": (33, 200), "halves": True},
+        more=({"use_ue8m0": False}, {"pad_scales": True}),
+    ),
     Case("per_block_cast_to_fp8", weight_cast, check_weight_cast, {"rows": 300, "columns": 200}),
     Case("dequantize_per_block", weight, check_weight, {"rows": 300, "columns": 200}),
     Case("fp8_gemm_nt", product, check_product, {"rows": 70, "columns": 392, "channels": 400}),
@@ -607,7 +618,14 @@ CASES = [
         more=({"tokens": 0, "weighted": False},),
         hostile=hostile_experts(**_PRODUCTS),
     ),
-    Case("grouped_fp8_gemm_swiglu", experts_swiglu, check_experts_swiglu, _EXPERTS, hostile=hostile_experts(inner=128)),
+    Case(
+        "grouped_fp8_gemm_swiglu",
+        experts_swiglu,
+        check_experts_swiglu,
+        _EXPERTS,
+        hostile=hostile_experts(inner=128),
+        more=({"pad_scales": True},),
+    ),
     Case(
         "grouped_fp8_fp4_gemm_swiglu",
         partial(experts_swiglu, is_fp4=True),

@@ -689,9 +689,9 @@ CASES = [
         {
             "rope": 64,
             "top_k": 60,
-            "more": 0,
+            "more": 0,  # because results for rows that belong to no sequence are undefined
             "sinks": True,
-        },  # results for rows that belong to no sequence are undefined
+        },
         hostile={
             **with_sizes(Hostile(by_query(other_sequences), everywhere), BOUND_NAMES, {"": PACKED}),
             **with_sizes(Hostile(by_query(PER_ROW.kept), corners), ("selected",), {"": PACKED}),

@@ -11,8 +11,8 @@
 A shape consists of words, one per dimension: a number, a name, or a formula of names that are bound before ("2*n",
 "ceil(K/128)"). The first use of a word binds the word to the size of this dimension; "B+1" also binds B. At later uses
 the dimension must have this size. "..." stands for any number of dimensions, the same in all shapes. "B | B T" allows
-either shape; neither may contain "...". The name of an Int that is checked before is also a word and stands for the
-Int's value.
+either shape; these may contain "..." if an argument that is checked before has it, too. The name of an Int that is
+checked before is also a word and stands for the Int's value.
 
 Limits of sizes and numbers are data:
 
@@ -161,7 +161,8 @@ class _Shape:
         return dict.fromkeys(sizes.origin[name] for name in (*known, *rest))
 
     def expected(self, sizes: Sizes) -> list[int | str]:
-        return [word.size(sizes) for word in self.front]
+        middle = sizes[REST] if self.open else ()
+        return [*(w.size(sizes) for w in self.front), *middle, *(w.size(sizes) for w in self.back)]
 
     def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
         expected = self.expected(sizes)

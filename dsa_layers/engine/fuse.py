@@ -18,7 +18,7 @@ from dsa_layers.engine.fused_blocks import (
     FusedIndependentHyperConnection,
 )
 from dsa_layers.engine.fused_moe import FusedMoE, FusedSwiGLU
-from dsa_layers.engine.joint_linear import join
+from dsa_layers.engine.joint_linear import join, pad_scales
 from dsa_layers.engine.paged_attention import PagedAttention
 from dsa_layers.engine.paged_compressed_attention import PagedCompressedAttention
 from dsa_layers.engine.paged_delta_attention import PagedDeltaAttention
@@ -119,11 +119,13 @@ def fuse(module: Module) -> Module:
 
 
 def prepare(module: nn.Module) -> None:
-    """Join weights (`join`), compute the tensors that fused layers derive from weights, and call `make_parts`.
+    """Join weights (`join`), pad their scales (`pad_scales`), compute the tensors that fused layers derive from
+    weights, and call `make_parts`.
 
     Call `prepare` after the weights are loaded or moved, and before a CUDA graph is captured.
     """
     join(module)
+    pad_scales(module)
     for part in module.modules():
         if isinstance(part, FusedConnection | FusedHyperHead):
             part.prepare()

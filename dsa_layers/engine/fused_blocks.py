@@ -1,7 +1,7 @@
 """The decoder blocks, hyper-connections and language-model head for inference."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -131,6 +131,7 @@ class FusedConnection(_FusedMixing):
     """
 
     with_norm_and_cast: str  # the name of the op that computes `collapse`, norm and FP8 cast
+    cast_options: ClassVar[dict[str, bool]] = {}  # further options of this op
 
     def enter(
         self, mixed: MixedStreams, norm: RMSNorm, readers: tuple[torch.nn.Module, ...]
@@ -149,7 +150,7 @@ class FusedConnection(_FusedMixing):
             return x, cast, tuple(weights)
         mix = self.project(x) if mix is None else mix
         parameters = self.base.float(), self.scale.float(), norm.weight.float()
-        options = {**self.options(), "norm_eps": norm.eps, "use_ue8m0": use_ue8m0}
+        options = {**self.options(), **self.cast_options, "norm_eps": norm.eps, "use_ue8m0": use_ue8m0}
         x, q, q_scale, *weights = getattr(dsa, self.with_norm_and_cast)(x, mix, *parameters, **options)
         return x, (q, q_scale), tuple(weights)
 
@@ -178,6 +179,7 @@ class FusedIndependentHyperConnection(FusedConnection, IndependentHyperConnectio
     """`IndependentHyperConnection` for inference."""
 
     with_norm_and_cast = "hyper_collapse_independent_norm_cast_to_fp8"
+    cast_options: ClassVar[dict[str, bool]] = {"pad_scales": True}
 
 
 class FusedHyperHead(_FusedMixing, HyperHead):

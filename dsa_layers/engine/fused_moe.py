@@ -52,7 +52,7 @@ class FusedSwiGLU(SwiGLU):
         """Return this rank's y for the rows of `cast`, or of x if `cast` is None, in the dtype of x."""
         gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         if isinstance(self.down_proj, BlockFP8Linear):
-            h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
+            h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit, pad_scales=True)
             return self.down_proj.multiply(h, x.dtype)
         return self.down_proj(gated(gate.float(), up.float(), self.limit).to(x.dtype))
 

@@ -11,7 +11,7 @@ from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS
 from dsa_layers.batch.placement import Placement
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.engine.fp32_product import fp32_product
-from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, GroupedLinear, Linear
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, GroupedLinear, Linear, with_padding
 from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
@@ -42,7 +42,8 @@ def multiply(x: torch.Tensor, *layers: nn.Module, cast: Cast | None = None) -> t
         activations = layers[0].cast(x) if cast is None else cast
         if whole is None:
             return tuple(layer.multiply(activations, x.dtype) for layer in layers)
-        y = dsa.fp8_gemm_nt(activations, whole, x.dtype)
+        weight, scale = whole
+        y = dsa.fp8_gemm_nt(activations, (weight, with_padding(scale)), x.dtype)
     return y.split([len(layer.weight) for layer in layers], -1)
 
 
@@ -115,10 +116,28 @@ def join_layers(layers: Sequence[Layer]) -> None:
     """Make the weights of these layers adjacent, if one product can then compute all layers (`_are_alike`,
     `_blocks_fit`) and the weights are not adjacent yet."""
     if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
-        for parameters in _parameters(layers):
-            parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
-            for parameter, part in zip(parameters, parts):
+        weights, *scales = _parameters(layers)
+        for parameters, joined in ((weights, torch.cat(weights)), *((own, padded(torch.cat(own))) for own in scales)):
+            for parameter, part in zip(parameters, joined.split([len(parameter) for parameter in parameters])):
                 parameter.data = part
+
+
+@torch.no_grad()
+def pad_scales(model: nn.Module) -> None:
+    """Move the FP8 scales of weights to rows that products read in place (`padded`). Call `pad_scales` after `join`,
+    which pads the scales of the layers that it joins."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("_scale_inv") and parameter.dtype == torch.float32 and not parameter.is_meta:
+            parameter.data = padded(parameter.data)
+
+
+def padded(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales [..., G] as a view of a tensor with 4 ceil(G / 4) columns, in which `with_padding` finds zeros in
+    the added columns. Return `scale` itself if it is such a view already, or if no column would be added."""
+    groups = scale.shape[-1]
+    if groups % 4 == 0 or with_padding(scale) is not scale:
+        return scale
+    return nn.functional.pad(scale, (0, -groups % 4))[..., :groups]
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
@@ -155,15 +174,17 @@ def _whole(layers: Sequence[Layer]) -> tuple[torch.Tensor, ...] | None:
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return one tensor with the rows of all parts if the parts are adjacent in memory, else None."""
     first = parts[0]
-    width, memory, end = first.shape[1], first.untyped_storage().data_ptr(), first.storage_offset()
+    strides, memory, end = first.stride(), first.untyped_storage().data_ptr(), first.storage_offset()
+    if strides[1] != 1:
+        return None
     for part in parts:
-        if part.shape[1] != width or not part.is_contiguous() or part.storage_offset() != end:
+        if part.shape[1] != first.shape[1] or part.stride() != strides or part.storage_offset() != end:
             return None
         if part.untyped_storage().data_ptr() != memory:
             return None
-        end += part.numel()
+        end += len(part) * strides[0]
     rows = sum(len(part) for part in parts)
-    return first.detach().as_strided((rows, width), (width, 1), first.storage_offset())
+    return first.detach().as_strided((rows, first.shape[1]), strides, first.storage_offset())
 
 
 def grouped_products(x: torch.Tensor, grouped: GroupedLinear, then: nn.Module, batch: TokenBatch) -> torch.Tensor:

@@ -468,11 +468,11 @@ class PagedAttention(DSAAttention):
         return out
 
     def _output(self, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        by_channel = gate is not None and gate.shape == values.shape and self.v_dim % BLOCK == 0
+        by_channel = gate is not None and gate.shape == values.shape
         if not by_channel or type(self.o_proj) is not BlockFP8Linear:
             return super()._output(values, gate)
-        cast = dsa.gate_cast_to_fp8(gate, values, self.o_proj.use_ue8m0)
-        return self.o_proj.multiply(tuple(part.flatten(1) for part in cast), values.dtype)
+        cast = dsa.gate_cast_to_fp8(gate.flatten(1), values.flatten(1), self.o_proj.use_ue8m0, pad_scales=True)
+        return self.o_proj.multiply(cast, values.dtype)
 
     def _options(self) -> dict[str, Any]:
         """Return the keyword arguments of sparse attention that batch invariance and sinks add."""

@@ -4,14 +4,14 @@ import torch
 from torch import library, nn
 
 import dsa
-from dsa_layers.layers.linear import BLOCK
+from dsa_layers.layers.linear import BLOCK, WithPaddedScales, with_padding
 
 ByExpert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the result of `dsa.sort_by_expert`: order, rows, ends
 FP4_GROUP = 32  # columns per FP4 scale
 _FP4_SIZE = 2.9  # root mean square of the e2m1 values
 
 
-class Experts(nn.Module):
+class Experts(WithPaddedScales):
     """y[t] = sum_j weights[t, j] SwiGLU_{experts[t, j]}(x[t]) + shared[t], summed in fp32 in the order of j.
 
     forward(x [T, hidden], experts int64 [T, k], weights fp32 [T, k], shared [T, hidden] or None) -> [T, hidden] in x's
@@ -118,7 +118,10 @@ class Experts(nn.Module):
         product = dsa.grouped_fp8_fp4_gemm_nt if self.fp4 else dsa.grouped_fp8_gemm_nt
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
         gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
+        if not self.fp4:
+            gate_up, down = ((weight, with_padding(scale)) for weight, scale in (gate_up, down))
         options = {"rows": tokens, "limit": self.limit, "use_ue8m0": self.use_ue8m0, "dtype": dtype}
+        options["pad_scales"] = True
         count = len(activations[0] if tokens is None else tokens)
         # this rank's number of rows if every expert gets equally many rows
         expected = None if self.count == self.total else -(-count * self.count // self.total)

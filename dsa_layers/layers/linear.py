@@ -1,5 +1,7 @@
 """Linear layers with weights in a float dtype or in FP8 blocks, and the language-model head."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -63,7 +65,17 @@ class FP32Linear(Linear):
         return linear_fp32(x, self.weight, self.scale)
 
 
-class BlockFP8Linear(nn.Module):
+class WithPaddedScales(nn.Module):
+    """A module whose state_dict() has contiguous copies of scales that `pad_scales` of the engine has moved."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in self._parameters.items():
+            if parameter is not None and not parameter.is_contiguous():
+                destination[prefix + name] = destination[prefix + name].contiguous()
+
+
+class BlockFP8Linear(WithPaddedScales):
     """y = x W^T with W = weight * weight_scale_inv per 128 x 128 block. `forward` quantises the activations x.
 
     x [..., I] is bf16, fp16 or fp32, and I is a multiple of 128. y [..., O] has x's dtype. Each group of 128 channels
@@ -101,7 +113,7 @@ class BlockFP8Linear(nn.Module):
 
     def multiply(self, activations: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return y [..., O] in `dtype`. activations: the result of `cast`."""
-        return dsa.fp8_gemm_nt(activations, (self.weight, self.weight_scale_inv), dtype)
+        return dsa.fp8_gemm_nt(activations, (self.weight, with_padding(self.weight_scale_inv)), dtype)
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """Return W [O, I] dequantised to `dtype`. The result is cached until the parameters or `dtype` change, unless
@@ -118,6 +130,23 @@ class BlockFP8Linear(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 self._dequantised = state, dsa.dequantize_per_block(*parameters, dtype)
         return self._dequantised[1]
+
+
+def with_padding(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales [..., G] as [..., 4 ceil(G / 4)] if their rows in memory have this many columns, else unchanged.
+
+    On a GPU, a product reads scales in place only if the number of columns is a multiple of 4. `prepare` of the engine
+    moves the scales of weights to such rows, padded with zeros.
+    """
+    *leading, groups = scale.shape
+    columns = -(-groups // 4) * 4
+    if groups == columns or scale.stride(-2) != columns or scale.storage_offset() % columns:
+        return scale
+    last_row = scale.storage_offset() + sum((n - 1) * stride for n, stride in zip(leading, scale.stride()))
+    # A copy of the scales can keep their strides but end with the last scale.
+    if scale.untyped_storage().nbytes() < (last_row + columns) * scale.itemsize:
+        return scale
+    return scale.as_strided((*leading, columns), scale.stride())
 
 
 def make_linear(

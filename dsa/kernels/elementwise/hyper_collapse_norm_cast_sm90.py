@@ -147,7 +147,10 @@ class HyperCollapseNormCastSm90:
                 x = self.collapse(
                     *(streams, logits[None, i], squares[None, i], first + i, of_streams, zero, eps, hc_eps, opaque(tid))
                 )
-                self.norm_and_cast(x, weight, y, q, q_scale, sums[None, i], first + i, of_row, norm_eps, opaque(tid))
+                self.norm_and_cast(
+                    *(x, weight, y, q, q_scale, sums[None, i], first + i, of_row, norm_eps, opaque(tid)),
+                    padded=comb is None,
+                )
 
     @cute.jit
     def mixing(
@@ -220,7 +223,8 @@ class HyperCollapseNormCastSm90:
         return x
 
     @cute.jit
-    def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid):
+    def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid, padded: cutlass.Constexpr):
+        """padded: whether q_scale may have more columns than a row has groups of channels, up to a multiple of 4"""
         vectors = weight.shape[0] // VECTOR
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
@@ -246,7 +250,11 @@ class HyperCollapseNormCastSm90:
             if at < vectors:
                 cute.autovec_copy(packed, cute.local_tile(y[t, None], (VECTOR,), (at,)))
                 cute.autovec_copy(quantized, cute.local_tile(q[t, None], (VECTOR,), (at,)))
-                if tid % (GROUP // VECTOR) == 0:
+                if const_expr(not padded):
+                    if tid % (GROUP // VECTOR) == 0:
+                        q_scale[t, at * VECTOR // GROUP] = own_scale
+            if const_expr(padded):  # the columns that pad the scales belong to vectors of zeros
+                if tid % (GROUP // VECTOR) == 0 and at * VECTOR < q_scale.shape[1] * GROUP:
                     q_scale[t, at * VECTOR // GROUP] = own_scale
 
     @cute.jit
@@ -288,8 +296,8 @@ def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use
 @cached
 def compile_hyper_collapse_independent_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
     """-> f(streams [T, 4, D] bf16, mix [T, 8], base [8], scale [2], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
-    q_scale [T, D / 128], post [T, 4] fp32, None, None, eps, hc_eps, norm_eps, magnitude); T > 0. y, q, q_scale and post
-    are results. D and the rows as in `compile_hyper_collapse_norm_cast`."""
+    q_scale [T, D / 128 or 4 ceil(D / 512)], post [T, 4] fp32, None, None, eps, hc_eps, norm_eps, magnitude); T > 0. y,
+    q, q_scale and post are results. D and the rows as in `compile_hyper_collapse_norm_cast`."""
     tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
     return compile_sm90(
         HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),

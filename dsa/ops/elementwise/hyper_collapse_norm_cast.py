@@ -13,6 +13,7 @@ from dsa.kernels.elementwise.limits import (
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops.elementwise.hyper_connections import MOST_ITERATIONS
 from dsa.ops.elementwise.hyper_mix import BF16
+from dsa.ops.gemm._operands import scale_columns
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
 from dsa.runtime.declare import (
     ALIGNED,
@@ -62,6 +63,7 @@ HYPER_COLLAPSE_INDEPENDENT_NORM_CAST_TO_FP8 = Arguments(
     hc_eps=Number(least=0),
     norm_eps=Number(least=0),
     use_ue8m0=Flag(),
+    pad_scales=Flag(),
 )
 LIMITS = {"n": (HYPER_STREAMS,), "D": at_most(MAX_CHANNELS), "T*D": at_most(MAX_HYPER_CHANNELS)}
 
@@ -112,6 +114,7 @@ def hyper_collapse_independent_norm_cast_to_fp8(
     hc_eps: float = 1e-6,
     norm_eps: float = 1e-6,
     use_ue8m0: bool = True,
+    pad_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, post = hyper_collapse_independent(streams, ...), and then y, q, q_scale = rms_norm_cast_to_fp8(x, ...).
 
@@ -119,27 +122,31 @@ def hyper_collapse_independent_norm_cast_to_fp8(
     mix, base, scale, magnitude, eps, hc_eps  see `dsa.hyper_collapse_independent`
     weight   [D] fp32
     norm_eps, use_ue8m0  eps and use_ue8m0 of `dsa.rms_norm_cast_to_fp8`
+    pad_scales  True: q_scale has 4 ceil(D / 512) columns, of which the added ones are those of zeros. `dsa.fp8_gemm_nt`
+                reads such scales without a copy
 
     Returns (y [T, D] bf16, q [T, D] float8_e4m3fn, q_scale [T, D / 128], post [T, n] fp32), contiguous, bit-identical
     to the results of the two functions. Otherwise as `dsa.hyper_collapse_norm_cast_to_fp8`, also on Hopper.
     Source: see `dsa.hyper_collapse_independent` and `dsa.rms_norm_cast_to_fp8`.
     """
     return _hyper_collapse_independent_norm_cast_to_fp8(
-        streams, mix, base, scale, weight, magnitude, eps, hc_eps, norm_eps, use_ue8m0
+        streams, mix, base, scale, weight, magnitude, eps, hc_eps, norm_eps, use_ue8m0, pad_scales
     )
 
 
-def _independent_results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _independent_results(
+    streams: torch.Tensor, pad_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, n, channels = streams.shape
     y = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
     q = torch.empty(tokens, channels, dtype=torch.float8_e4m3fn, device=streams.device)
-    sizes = channels // GROUP, n
+    sizes = scale_columns(channels, pad_scales), n
     return y, q, *(torch.empty(tokens, size, dtype=torch.float32, device=streams.device) for size in sizes)
 
 
 def _results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, n, _ = streams.shape
-    return *_independent_results(streams), torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
+    return *_independent_results(streams, False), torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
 
 
 @op(
@@ -191,10 +198,11 @@ def _hyper_collapse_independent_norm_cast_to_fp8(
     hc_eps: float,
     norm_eps: float,
     use_ue8m0: bool,
+    pad_scales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from dsa.kernels.elementwise.hyper_collapse_norm_cast_sm90 import compile_hyper_collapse_independent_norm_cast
 
-    results = _independent_results(streams)
+    results = _independent_results(streams, pad_scales)
     if len(streams):
         rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
         tile = _tile(INDEPENDENT_NORM_TILES, streams.shape[2])

@@ -5,6 +5,23 @@ import torch
 
 from dsa.runtime.declare import check_pair
 
+# The shapes of scales of activations and of E weights. The second ones have more columns, a multiple of 4.
+SCALES = "A ceil(K/128) | A 4*ceil(K/512)"
+WEIGHT_SCALES = "E ceil(N/128) ceil(K/128) | E ceil(N/128) 4*ceil(K/512)"
+
+
+def scale_columns(channels: int, padded: bool) -> int:
+    """Return the number of scales of a row: one per 128 channels, if `padded` rounded up to a multiple of 4."""
+    return -(-channels // 512) * 4 if padded else -(-channels // 128)
+
+
+def without_padding(scale: torch.Tensor, channels: int) -> torch.Tensor:
+    """Write zeros to the columns that pad a row's scales, and return the other columns as a view."""
+    columns = scale_columns(channels, False)
+    if scale.shape[1] > columns:
+        scale[:, columns:] = 0.0
+    return scale[:, :columns]
+
 
 def pair(name: str, value: object) -> tuple:
     """Return an FP8 operand as (values, scales). Raises TypeError if it is not a pair."""

@@ -57,7 +57,7 @@ FP4_WEIGHT = Arguments(
 )
 OPERANDS = {
     "q": Tensor("A 2*C", E4M3, name="a[0]"),
-    "s": Tensor("A ceil(C/64)", F32, name="a[1]"),
+    "s": Tensor("A ceil(C/64) | A 4*ceil(C/256)", F32, name="a[1]"),
     "packed": Tensor("E N C", BYTES, layout=ALIGNED, name="b[0]", rule=check_groups),
     "scale": Tensor("E N ceil(C/16)", E8M0, layout=ALIGNED, name="b[1]"),
     "block_scale": Tensor("E ceil(N/128) ceil(C/64)", F32, name="b[2]"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsa.kernels.gemm import limits
-from dsa.ops.gemm._operands import check_rows, pair
+from dsa.ops.gemm._operands import SCALES, WEIGHT_SCALES, check_rows, pair
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
 from dsa.runtime import backends
@@ -47,18 +47,18 @@ Scaled = tuple[torch.Tensor, torch.Tensor]
 FP8_GEMM_NT = Arguments(
     first=("w", "ws"),
     q=Tensor("... K", E4M3, name="a[0]"),
-    s=Tensor("... ceil(K/128)", F32, name="a[1]"),
+    s=Tensor("... ceil(K/128) | ... 4*ceil(K/512)", F32, name="a[1]"),
     w=Tensor("N K", E4M3, layout=ROWS, name="b[0]"),
-    ws=Tensor("ceil(N/128) ceil(K/128)", F32, name="b[1]"),
+    ws=Tensor("ceil(N/128) ceil(K/128) | ceil(N/128) 4*ceil(K/512)", F32, name="b[1]"),
     out_dtype=Dtype(FLOATS),
 )
 GROUPED_FP8_GEMM_NT = Arguments(
     rule=check_rows,
     first=("w", "ws"),
     q=Tensor("A K", E4M3, name="a[0]"),
-    s=Tensor("A ceil(K/128)", F32, name="a[1]"),
+    s=Tensor(SCALES, F32, name="a[1]"),
     w=Tensor("E N K", E4M3, layout=ALIGNED, name="b[0]"),
-    ws=Tensor("E ceil(N/128) ceil(K/128)", F32, name="b[1]"),
+    ws=Tensor(WEIGHT_SCALES, F32, name="b[1]"),
     ends=Tensor("E", INT32),
     out_dtype=Dtype(FLOATS),
     rows=Tensor("M", INT32, optional=True),
@@ -129,10 +129,11 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     128. A row's result depends on no other row. If M or N is 0 the result is empty, and if K is 0 it is zeros.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, K a multiple of 16, N a multiple of 8 and below 2^31. The kernel reads w in place if its rows
-    start at multiples of 16 bytes. It reads the scales in place if ceil(K / 128) is a multiple of 4 and the rows of
-    scales start at multiples of 16 bytes; otherwise the call copies the scales. Within a block the tensor cores
-    accumulate with a precision of about 14 bits; the sums of blocks are added in order in fp32. Deterministic.
-    CUDA-graph safe, no host synchronisation.
+    start at multiples of 16 bytes. It reads scales in place if they have a multiple of 4 columns and their rows start
+    at multiples of 16 bytes; otherwise the call copies them. So s and ws may have 4 ceil(K / 512) columns instead of
+    ceil(K / 128): the added columns change no result, if s[m, g] * ws[n, g] is finite for them. Within a block the
+    tensor cores accumulate with a precision of about 14 bits; the sums of blocks are added in order in fp32.
+    Deterministic. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     return _fp8_gemm_nt(*pair("a", a), *pair("b", b), out_dtype)

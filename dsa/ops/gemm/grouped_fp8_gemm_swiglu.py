@@ -9,7 +9,15 @@ from dsa.kernels.gemm.limits import GROUP
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
-from dsa.ops.gemm._operands import check_expected_rows, fp4_weight, pair
+from dsa.ops.gemm._operands import (
+    SCALES,
+    WEIGHT_SCALES,
+    check_expected_rows,
+    fp4_weight,
+    pair,
+    scale_columns,
+    without_padding,
+)
 from dsa.ops.gemm.fp8_fp4_gemm_nt import FP4Weights
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
@@ -45,6 +53,7 @@ _OPTIONS = {
     "use_ue8m0": Flag(),
     "dtype": Dtype(FLOATS),
     "expected_rows": Int(least=0, optional=True),
+    "pad_scales": Flag(),
 }
 _LIMITS = {"N": multiple_of(2 * GROUP), "limit": POSITIVE}  # N = 2 I: the rows of gate and up
 GROUPED_FP8_GEMM_SWIGLU = Arguments(
@@ -52,9 +61,9 @@ GROUPED_FP8_GEMM_SWIGLU = Arguments(
     rule=check_expected_rows,
     first=("w", "ws"),
     q=Tensor("A K", E4M3, name="a[0]"),
-    s=Tensor("A ceil(K/128)", F32, name="a[1]"),
+    s=Tensor(SCALES, F32, name="a[1]"),
     w=Tensor("E N K", E4M3, layout=ALIGNED, name="b[0]"),
-    ws=Tensor("E ceil(N/128) ceil(K/128)", F32, name="b[1]"),
+    ws=Tensor(WEIGHT_SCALES, F32, name="b[1]"),
     **_OPTIONS,
 )
 GROUPED_FP8_FP4_GEMM_SWIGLU = Arguments(
@@ -76,6 +85,7 @@ def grouped_fp8_gemm_swiglu(
     use_ue8m0: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
+    pad_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`swiglu_cast_to_fp8` of gate and up, the two halves of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
@@ -91,6 +101,8 @@ def grouped_fp8_gemm_swiglu(
     dtype          float32, bfloat16 or float16: gate, up and their SwiGLU are rounded to it
     expected_rows  what the caller expects ends[E - 1] to be, from 0 to M. It changes the speed but no bit of the
                    result; ends[E - 1] may differ. None: M
+    pad_scales     True: scale has 4 ceil(I / 512) columns, as the down projection reads it without a copy; the added
+                   ones are finite
 
     Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
     projection. A row's result depends on no other row. Rows from ends[E - 1] on belong to no expert: no product is
@@ -106,7 +118,7 @@ def grouped_fp8_gemm_swiglu(
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     operands = *pair("a", a), *pair("b", b)
-    return _grouped_fp8_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows)
+    return _grouped_fp8_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows, pad_scales)
 
 
 def grouped_fp8_fp4_gemm_swiglu(
@@ -119,6 +131,7 @@ def grouped_fp8_fp4_gemm_swiglu(
     use_ue8m0: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
+    pad_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_fp8_gemm_swiglu` with FP4 weights: the same bits as with the weights that `widen_fp4` returns.
 
@@ -135,16 +148,16 @@ def grouped_fp8_fp4_gemm_swiglu(
     Source: the experts of DeepSeek-V4's checkpoints, and DeepSeek-V4's inference code.
     """
     operands = *pair("a", a), *fp4_weight("b", b)
-    return _grouped_fp8_fp4_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows)
+    return _grouped_fp8_fp4_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows, pad_scales)
 
 
-def _results(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
+def _results(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None, pad_scales: bool) -> Scaled:
     count, inner = len(q if rows is None else rows), w.shape[1] // 2
-    return q.new_empty(count, inner), q.new_empty(count, inner // GROUP, dtype=torch.float32)
+    return q.new_empty(count, inner), q.new_empty(count, scale_columns(inner, pad_scales), dtype=torch.float32)
 
 
-def _fp4_results(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
-    return _results(q, packed, rows)
+def _fp4_results(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | None, pad_scales: bool) -> Scaled:
+    return _results(q, packed, rows, pad_scales)
 
 
 @op(
@@ -164,21 +177,22 @@ def _grouped_fp8_gemm_swiglu(
     use_ue8m0: bool,
     dtype: torch.dtype,
     expected_rows: int | None,
+    pad_scales: bool,
 ) -> Scaled:
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_fp8_gemm_swiglu
 
-    out, scale = _results(q, w, rows)
+    out, scale = _results(q, w, rows, pad_scales)
     (matrices, columns), channels, count = w.shape[:2], q.shape[1], len(out)
     if channels == 0 or matrices == 0 or len(q) == 0:
         nothing = torch.zeros(count, columns // 2, dtype=dtype, device=q.device)
-        return cast._swiglu_cast_to_fp8.launch_on(q.device, nothing, nothing, use_ue8m0, limit)
+        return cast._swiglu_cast_to_fp8.launch_on(q.device, nothing, nothing, use_ue8m0, limit, pad_scales)
     if out.numel() == 0:
         return out, scale
     expected = fp8.rows_to_choose_for(count, expected_rows)
     if fp8.has_few_rows(expected, matrices, rows):
         # The small-M kernel loads the weights faster than the fused kernel, and the cast that follows is short.
         gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None, expected)
-        return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
+        return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit, pad_scales)
     q, s, rows = fp8.gathered_rows(q, s, rows, expected)
     sms = backends.num_sms(q.device)
     is_dynamic = rows is None and fp8.schedules_dynamically(expected, matrices)
@@ -187,7 +201,8 @@ def _grouped_fp8_gemm_swiglu(
     launch = compile_fp8_gemm_swiglu(*kind, config, rows is not None, is_dynamic)
     a = fp8.aligned_rows(q), fp8.aligned_scales(s), rows
     b = w.view(-1, channels), fp8.aligned_scales(ws).permute(1, 2, 0)
-    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, is_dynamic), sms)
+    own_scale = without_padding(scale, columns // 2)
+    launch(*a, *b, ends.contiguous(), out, own_scale, limit, fp8.tile_counter(q, is_dynamic), sms)
     return out, scale
 
 
@@ -219,9 +234,10 @@ def _grouped_fp8_fp4_gemm_swiglu(
     use_ue8m0: bool,
     dtype: torch.dtype,
     expected_rows: int | None,
+    pad_scales: bool,
 ) -> Scaled:
     # A fused kernel would widen 256 weight rows (gate and up) per 128 rows of a. A product that widens 128 per 256 rows
     # of a, and then a cast, are faster.
     operands = q, s, packed, scale, block_scale, ends, dtype, rows, None, expected_rows
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
-    return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
+    return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit, pad_scales)

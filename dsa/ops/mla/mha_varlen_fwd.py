@@ -92,9 +92,9 @@ def mha_varlen_fwd(
                    and does not read the query's words in `selected`
     attn_sink      [H] fp32 or None, any value from -inf to +inf: out is scaled by e^lse / (e^lse + e^sink)
 
-    Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log, without the sink). A query without keys has out 0 and lse
-    +inf. The results of a query that belongs to no sequence are unspecified. Infinities and NaN in v reach all queries
-    of the sequence. Differentiable: if a gradient is asked for, the formula runs in PyTorch.
+    Returns out [Tq, H, dv] in q's dtype and lse [H, Tq] fp32 (natural log, without the sink). A query without keys has
+    out 0 and lse +inf. The results of a query that belongs to no sequence are unspecified. Infinities and NaN in v
+    reach all queries of the sequence. Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices. Bounds that decrease or lie outside the
     tensors raise no error: a sequence with these bounds counts as one without queries or keys, and the results of other
     sequences are right.

@@ -25,7 +25,7 @@ def attention_forward(
     both cu_seqlens ascend and lie inside the tensors."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         cu_q, cu_k, _, longest = sequences
-        results = _mha_varlen_fwd.launch_on(q.device, q, k, v, cu_q, cu_k, longest, scale, causal, None, None, 0)
+        results = _mha_varlen_fwd.launch_on(q.device, q, k, v, cu_q, cu_k, longest, scale, causal, None, None, 0, None)
         fill_uncovered(cu_q, (results[0], 0.0), (results[1].T, math.inf))
         return results
     out, k = q.new_empty(*q.shape[:2], v.shape[2]), tma_rows(k)

@@ -26,10 +26,10 @@ def fp8_gemm_nt(
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     (q, s), (w, ws) = a, b
-    rows, groups = len(w), ws.shape[1]
+    rows, groups = len(w), -(-q.shape[-1] // BLOCK)
     leading = q.shape[:-1]
     tokens = q.shape[:-1].numel()
-    q, s, w = q.reshape(tokens, q.shape[-1]).float(), s.reshape(tokens, groups), w.float()
+    q, s, w = q.reshape(tokens, q.shape[-1]).float(), s.reshape(tokens, s.shape[-1]), w.float()
     # The last block may be smaller, so the repeated scales are cut to the number of rows.
     row_scale = ws.repeat_interleave(BLOCK, 0)[:rows]
     y = torch.zeros(tokens, rows, dtype=torch.float32, device=q.device)

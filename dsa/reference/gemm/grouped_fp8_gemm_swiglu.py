@@ -20,6 +20,7 @@ def grouped_fp8_gemm_swiglu(
     use_ue8m0: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
+    pad_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`swiglu_cast_to_fp8` of the two halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
@@ -29,7 +30,7 @@ def grouped_fp8_gemm_swiglu(
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     gate_up = grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)
-    return swiglu_cast_to_fp8(*gate_up.chunk(2, -1), use_ue8m0, limit=limit)
+    return swiglu_cast_to_fp8(*gate_up.chunk(2, -1), use_ue8m0, limit=limit, pad_scales=pad_scales)
 
 
 @torch.no_grad()
@@ -44,10 +45,11 @@ def grouped_fp8_fp4_gemm_swiglu(
     use_ue8m0: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
+    pad_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_fp8_gemm_swiglu` of the FP4 weights after `widen_fp4`, with the same bits.
 
     Raises ValueError like `grouped_fp8_fp4_gemm_nt`. Arguments as in `dsa.grouped_fp8_fp4_gemm_swiglu`.
     """
     gate_up = grouped_fp8_fp4_gemm_nt(a, b, ends, dtype, rows=rows)
-    return swiglu_cast_to_fp8(*gate_up.chunk(2, -1), use_ue8m0, limit=limit)
+    return swiglu_cast_to_fp8(*gate_up.chunk(2, -1), use_ue8m0, limit=limit, pad_scales=pad_scales)

@@ -28,7 +28,8 @@ def mha_varlen_fwd(
     """out[t, h] = sum_j softmax_j(softmax_scale * q[t, h] . k[j, h']) v[j, h'] over the keys j that query t sees.
 
     h' = h // (H / Hk). With `selected`, a query sees the keys whose bits are set; if it would see at most dense_keys
-    keys without `selected`, it sees all of these. `attn_sink` scales out by e^lse / (e^lse + e^sink). Intermediate results are fp32. Arguments as in `dsa.mha_varlen_fwd`.
+    keys without `selected`, it sees all of these. `attn_sink` scales out by e^lse / (e^lse + e^sink). Intermediate
+    results are fp32. Arguments as in `dsa.mha_varlen_fwd`.
     Source: FlashAttention's `flash_attn_varlen_func`.
     """
     if k_rope is not None:

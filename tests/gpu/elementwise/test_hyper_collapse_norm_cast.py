@@ -13,7 +13,11 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # channels in models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 3968, 4096, 4224, 6144, 7168, 8192]
 OPTIONS = [{"hc_eps": 0.1}, {"eps": 0.5}, {"norm_eps": 0.5, "use_ue8m0": False}]
-OWN_OPTIONS = [(MIXED, {"iterations": 1}), (MIXED, {"iterations": 3}), (INDEPENDENT, {"magnitude": -3.0})]
+OWN_OPTIONS = [
+    *((MIXED, {"iterations": n}) for n in (1, 3)),
+    *((INDEPENDENT, {"channels": channels, "pad_scales": True}) for channels in LENGTHS),
+    (INDEPENDENT, {"magnitude": -3.0}),
+]
 
 
 @by_case
@@ -29,7 +33,8 @@ def test_every_size_and_option_is_right(case, sizes, record_error):
 
 @pytest.mark.parametrize(("case", "options"), OWN_OPTIONS)
 def test_options_of_one_op_are_right(case, options, record_error):
-    verify(case, {"tokens": 50, "channels": 512, **options}, record_error)
+    for tokens in (1, 50, 4099):
+        verify(case, {"tokens": tokens, "channels": 512, **options}, record_error)
 
 
 @by_case

@@ -16,6 +16,7 @@ from tests.gpu.case_checks import by_sizes, grid, verify
 from tests.gpu.gemm import hostile
 from tests.gpu.gemm.hostile import DTYPES, by_dtype
 from tests.gpu.gemm.launches import write_few, write_few_grouped, write_grouped, write_one
+from tests.gpu.op_checks import assert_same_bits
 
 *_, ONE, GROUPED = cases_of("fp8_gemm_nt")
 E4M3 = torch.float8_e4m3fn
@@ -49,6 +50,23 @@ def operands(rows, columns, channels, matrices=None):
         return hostile.operands(GROUPED, rows, matrices, columns=columns, channels=channels)
     given = ONE.arguments("cuda", rows=rows, columns=columns, channels=channels)
     return given["a"], given["b"]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 300, 5000])
+@pytest.mark.parametrize("channels", [16, 768, 2816])
+def test_columns_that_pad_scales_change_no_bit(rows, channels):
+    """The products read the added columns, whose products must be finite, but use none of them."""
+
+    def pad(operand):
+        values, scales = operand
+        return values, torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4), value=1e18)
+
+    a, b = operands(rows, 392, channels)
+    assert_same_bits([dsa.fp8_gemm_nt(pad(a), pad(b))], [dsa.fp8_gemm_nt(a, b)])
+    a, b = operands(rows, 256, channels, matrices=4)
+    ends = int32([rows] * 4)
+    assert_same_bits([dsa.grouped_fp8_gemm_nt(pad(a), pad(b), ends)], [dsa.grouped_fp8_gemm_nt(a, b, ends)])
+    assert_same_bits(dsa.grouped_fp8_gemm_swiglu(pad(a), pad(b), ends), dsa.grouped_fp8_gemm_swiglu(a, b, ends))
 
 
 @by_dtype

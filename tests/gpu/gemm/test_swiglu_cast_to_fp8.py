@@ -15,6 +15,9 @@ from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid,
 
 CASE, GATE = cases_of("swiglu_cast_to_fp8")
 OPTIONS = {"limit": (None, 7.0), "use_ue8m0": (True, False)}
+PADDED = grid(
+    shape=[*product((1, 300, 20000), (8, 128, 200, 640, 768, 1024))], use_ue8m0=(True, False), pad_scales=(True,)
+)
 GATES = {"dtype": (torch.bfloat16, torch.float16, torch.float32), "use_ue8m0": (True, False), "halves": (False,)}
 KINDS = {"dtype": (torch.bfloat16, torch.float16, torch.float32), **OPTIONS}
 
@@ -55,6 +58,12 @@ def test_special_values_are_right(sizes, channels):
 )
 def test_every_gated_shape_is_right(sizes, record_error):
     verify(GATE, sizes, record_error)
+
+
+@by_sizes(PADDED)
+def test_scales_are_padded(sizes, record_error):
+    for case in (CASE, GATE):
+        verify(case, sizes, record_error)
 
 
 def test_every_sigmoid_is_right():

@@ -10,7 +10,7 @@ from torch import nn
 from dsa_layers.engine import joint_linear
 from dsa_layers.engine.fp32_product import fp32_product
 from dsa_layers.engine.fuse import fuse
-from dsa_layers.engine.joint_linear import join, multiply
+from dsa_layers.engine.joint_linear import join, multiply, pad_scales
 from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, Linear
 from tests.layers.io.stand_ins import assert_same_tensors
 from tests.layers.layers import small_layers
@@ -91,6 +91,28 @@ def test_a_copy_and_a_file_have_the_layers_apart(products, tmp_path):
     assert model.layers[0].weight.float().abs().sum() > 0
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     assert_same_tensors(load_file(tmp_path / "model.safetensors"), model.state_dict())
+
+
+@torch.no_grad()
+def test_scales_are_padded_for_products_and_saved_without(products, tmp_path, monkeypatch):
+    """Layers of 256 channels have two scales a row. A product reads rows of four."""
+    model, alone = Several(128, 200), BlockFP8Linear(256, 72)
+    before = copy.deepcopy(model.state_dict())
+    join(model)
+    seen = record(monkeypatch, "fp8_gemm_nt", seen=lambda a, b, *_: b[1].shape)
+    multiply(X, *model.layers)
+    pad_scales(alone)
+    alone(X)
+    assert seen == [(3, 4), (1, 4)]
+    place = alone.weight_scale_inv.data_ptr()
+    pad_scales(alone)
+    assert alone.weight_scale_inv.data_ptr() == place
+    assert_same_tensors(model.state_dict(), before)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert_same_tensors(load_file(tmp_path / "model.safetensors"), before)
+    expected = alone(X)
+    alone.weight_scale_inv.mul_(2)
+    assert torch.equal(alone(X), 2 * expected)
 
 
 class Another(BlockFP8Linear):

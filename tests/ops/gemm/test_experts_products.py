@@ -220,7 +220,7 @@ def test_without_weights_no_row_belongs_to_an_expert(named_launches):
 def test_only_shipped_casts_are_asked_for(dtype, use_ue8m0, limit, named_launches):
     """One wave of CTAs cannot cast so many rows, so the op runs the cast that reads `ends`."""
     compile_cast = cast_kernels.compile_swiglu_cast_of_matrices
-    cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit)
+    cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit, False)
     [(name, variant, _)] = named_launches
     assert name == "swiglu_cast_of_matrices" and (compile_cast, variant) in cast_kernels.shipped_variants()
 

@@ -43,6 +43,18 @@ def test_leading_dimensions_are_rows(launches):
     assert out.shape == (3, 2, 6, 136) and flat.shape == (36, 136) and same(flat, out)
 
 
+@pytest.mark.parametrize("matrices", [None, 3])
+def test_padded_scales_are_read_in_place(matrices, launches):
+    (q, s), (w, ws) = operands(channels=2816, matrices=matrices)
+    more = () if matrices is None else (torch.tensor([2, 4, 6], dtype=torch.int32),)
+    op = dsa.fp8_gemm_nt if matrices is None else dsa.grouped_fp8_gemm_nt
+    a, b = (q, padded(s)), (w, padded(ws))
+    op(a, b, *more)
+    [(_, given)] = launches
+    assert any(isinstance(x, torch.Tensor) and same(x, a[1]) for x in given)
+    assert any(isinstance(x, torch.Tensor) and same(x, b[1]) for x in given)
+
+
 @pytest.mark.parametrize(
     ("shape", "name"),
     [

@@ -77,8 +77,8 @@ WRONG = {
     "fp4_block_scales": FP4,
     "widen_fp4": FP4,
     "fp8_gemm_nt": [
-        (part("b", 1, lambda x: x[:1]), "b[1]: shape must be [2, 2], got [1, 2]"),
-        (part("a", 1, lambda x: x[:, :1]), "a[1]: shape must be [3, 2], got [3, 1]"),
+        (part("b", 1, lambda x: x[:1]), "b[1]: shape must be [2, 2] or [2, 4], got [1, 2]"),
+        (part("a", 1, lambda x: x[:, :1]), "a[1]: shape must be [3, 2] or [3, 4], got [3, 1]"),
         (part("a", 0, lambda x: x.float()), "a[0]: dtype must be float8_e4m3fn, got float32"),
         (part("a", 0, lambda x: x[:, :128]), "a[0]: shape must be [3, 160], got [3, 128]"),
         ({"out_dtype": torch.int32}, f"out_dtype: {FLOATS} int32"),
@@ -112,7 +112,7 @@ WRONG = {
         (part("b", 1, lambda x: x.float()), "b[1]: dtype must be float8_e8m0fnu, got float32"),
         (part("b", 2, lambda x: x[..., :1]), "b[2]: shape must be [3, 1, 2], got [3, 1, 1]"),
         (part("a", 0, lambda x: x[:, :128]), "a[0]: shape must be [A, 160], got [5, 128]"),
-        (part("a", 1, lambda x: x[:, :1]), "a[1]: shape must be [5, 2], got [5, 1]"),
+        (part("a", 1, lambda x: x[:, :1]), "a[1]: shape must be [5, 2] or [5, 4], got [5, 1]"),
         ({"rows": None, "weights": zeros(6)}, "weights: shape must be [5], got [6] (sizes as of a[0], without rows)"),
     ],
     "grouped_fp8_fp4_gemm_swiglu": [

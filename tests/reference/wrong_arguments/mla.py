@@ -84,8 +84,9 @@ WRONG = {
         (BRANCHES | {"attn_sink": zeros(2)}, "attn_sink: shape must be [3], got [2]"),
     ],
     "mha_varlen_fwd": [
-        ({"q": bf16(5, 3, 192)}, "q: heads must be a multiple of k's 2, at least as many, got 3"),
-        ({"q": bf16(5, 0, 192)}, "q: heads must be a multiple of k's 2, at least as many, got 0"),
+        ({"q": bf16(5, 3, 192), "attn_sink": None}, "q: heads must be a multiple of k's 2, at least as many, got 3"),
+        ({"q": bf16(5, 0, 192), "attn_sink": None}, "q: heads must be a multiple of k's 2, at least as many, got 0"),
+        ({"attn_sink": zeros(3)}, "attn_sink: shape must be [4], got [3]"),
         ({"softmax_scale": 0.0}, "softmax_scale: must be above 0, got 0.0"),
         ({"softmax_scale": math.inf}, "softmax_scale: must be finite in fp32, got inf"),
         (
