@@ -451,7 +451,8 @@ def attend_sequences(a: Given) -> Attended:
         for x, rows in zip(whole, found):
             x[begin:end] = rows
     if a["attn_sink"] is not None:
-        out.mul_((lse - a["attn_sink"].double()).sigmoid()[..., None])
+        shares = (lse - a["attn_sink"].double()).sigmoid().masked_fill(lse == INF, 1.0)  # INF: no keys, so out is 0
+        out.mul_(shares[..., None])
     return whole
 
 

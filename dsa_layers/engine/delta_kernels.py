@@ -25,12 +25,22 @@ def installed() -> bool:
     return True
 
 
+@functools.lru_cache(4)
+def _bounds(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return int64 [B + 1]: the first row of each sequence, then the number of rows.
+
+    The kernels derive more indices from these bounds, for which the host waits for the GPU, and keep them for the same
+    tensor. So all layers of a pass get one tensor.
+    """
+    return packing.offsets(lens, device).long()
+
+
 def convolve(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-    """Compute `dsa_layers.layers.kimi_delta_attention.convolve` with a kernel. The host waits for the GPU, because the
-    launcher reads cu_seqlens."""
+    """Compute `dsa_layers.layers.kimi_delta_attention.convolve` with a kernel. The host may wait for the GPU (see
+    `_bounds`)."""
     from fla.modules.causal_conv1d import causal_conv1d
 
-    bounds = packing.offsets(lens, x.device).long()
+    bounds = _bounds(tuple(lens), x.device)
     # The kernel expects one more earlier row than the convolution reads, so prepend a row of zeros.
     states = torch.nn.functional.pad(before, (0, 0, 1, 0)).transpose(1, 2).contiguous()
     y, _ = causal_conv1d(x[None], weight.squeeze(1), initial_state=states, activation="silu", cu_seqlens=bounds)
@@ -56,7 +66,7 @@ def delta_rule(
     if all(n == 1 for n in lens):  # one token per sequence, so the kernel needs no cu_seqlens
         out, last = fused_recurrent_kda(*(x[:, None] for x in (q, k, v, decay, beta)), **options)
         return out[:, 0], last
-    bounds = packing.offsets(lens, qkv.device).long()
+    bounds = _bounds(tuple(lens), qkv.device)
     options |= {"cu_seqlens": bounds, "safe_gate": lower_bound >= -5}
     out, last = chunk_kda(*(x[None] for x in (q, k, v, decay, beta)), **options)
     return out[0], last
