@@ -27,8 +27,8 @@ class FusedDecoderBlock(DecoderBlock):
     """`DecoderBlock` with a `PagedAttention` and a `FusedSwiGLU` or `FusedMoE`.
 
     ranks     the ranks that compute the model
-    is_first  whether the block's input has all rows, also in a sharded pass (`placement_of`). The input of other blocks
-              has this rank's local rows
+    is_first  whether the block's input has all rows even in a sharded pass (`placement_of`), in which the input of
+              other blocks has only this rank's rows
     is_last   the same for the block's output
     """
 

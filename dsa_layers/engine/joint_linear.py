@@ -15,7 +15,7 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, GroupedL
 from dsa_layers.layers.norm import RMSNorm
 
 Layer = Linear | BlockFP8Linear
-MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # limit of the fused norm and cast, in every dtype
+MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # most that the fused norm and cast supports in every dtype
 Cast = tuple[torch.Tensor, torch.Tensor]  # result of `BlockFP8Linear.cast`: e4m3 [..., I], scales fp32 [..., I / 128]
 
 

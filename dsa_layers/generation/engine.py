@@ -314,8 +314,8 @@ class Engine(Scheduler):
     def stream(self, request: int) -> "EventStream":
         """Return the stream of a request, with all its events. Create at most one stream per request.
 
-        The request must be unfinished, or among the `max_sequences` ended requests with the highest numbers. Raise
-        ValueError for an unknown request; other ended requests may be unknown.
+        Unfinished requests are known, and so are the `max_sequences` ended requests that were added last. Earlier ended
+        requests may be unknown. Raise ValueError for an unknown request.
         """
         found = self._requests.get(request)
         if found is None:

@@ -131,7 +131,8 @@ class PrefixPages:
         return found
 
     def common(self, tokens: Sequence[int], prompt: Sequence[int]) -> int:
-        """Return the number of pages that `find(tokens)` would return if all full pages of `prompt` were stored."""
+        """Return the number of pages that `find(tokens)` would return if the first `full_pages(len(prompt))` pages of
+        `prompt` were stored."""
         most = min((len(tokens) - 1) // self._page_size, self.full_pages(len(prompt)))
         return next((i for i in range(most) if self._tokens(tokens, i) != self._tokens(prompt, i)), most)
 

@@ -18,13 +18,12 @@ SEQUENCES = 64  # concurrent sequences, the default of `EngineOptions.max_sequen
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """The bytes of a model, and of its drafter if it has one, on each of `gpus` GPUs. Every GPU stores the whole
-    caches, because all heads share the latents and index keys. Only the states of Kimi delta attention are split by
+    """The bytes of a model, and of its drafter if it has one, on each of `gpus` GPUs. Every GPU stores whole caches,
+    because all heads share the latents and index keys, except the states of Kimi delta attention, which are split by
     heads.
 
-    weights  bytes of weights on one of the GPUs. They include every weight of a layer that `planned_layers`
-             (engine/split.py) marks as replicated, and the FP8 weights that `rank_part` copies for the GPU's part of
-             this layer
+    weights  bytes of weights on one of the GPUs. Replicated layers (`planned_layers` in engine/split.py) count in full,
+             plus the FP8 weights that `rank_part` copies from them
     whole    bytes of weights if a single GPU holds the model
     slot     bytes of one sequence's state slot on one GPU, summed over the caches of model and drafter
     page     bytes of one page of `page_size` tokens, summed over these caches

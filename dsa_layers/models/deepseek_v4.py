@@ -416,7 +416,7 @@ class DeepseekV4Drafter(nn.Module):
         (target,) = self._target
         check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
         rope = RopeAngles(target.rotaries["main"](batch.positions))
-        # Like all positions, position 0 uses the embedding of the next token. vLLM zeroes this embedding.
+        # Position 0, too, uses the embedding of the next token; vLLM zeroes it there.
         e = self.e_proj(self.enorm(target.embed(tokens)))
         streams = self.h_proj(self.hnorm(states)) + e[:, None]
         return self.block(streams, tokens, rope, None, batch, None if cache is None else cache.layer(0))

@@ -133,8 +133,8 @@ def decoder_block(config: HYV4Config, precision: Precision, *, indexed: bool, de
 
 
 class HYV4Model(DeepseekV32Model):
-    """`DeepseekV32Model` over residual streams. Every stream begins as the embedding; hc_head sums the streams before
-    the final norm."""
+    """`DeepseekV32Model` with several residual streams. Every stream begins as the embedding; hc_head computes a
+    weighted sum of the streams before the final norm."""
 
     make_block = staticmethod(decoder_block)
 

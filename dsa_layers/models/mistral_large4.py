@@ -63,7 +63,7 @@ def _read_sources(fields: Fields, known: SimpleNamespace) -> tuple[int, ...]:
     listed = fields.read("kv_source_layers", integers(layers, "num_hidden_layers", maximum=layers - 1))
     sources = tuple(range(layers)) if listed is None else listed
     for i, source in enumerate(sources):
-        # transformers keeps one shared latent for the layers with rope and one for those without.
+        # transformers keeps only the last shared latent of layers with rope, and of those without.
         shared = [j for j in range(i) if j in sources[j + 1 :] and known.rope_layers[j] == known.rope_layers[i]]
         valid = source == i or (shared and source == shared[-1] and sources[source] == source)
         fields.require(

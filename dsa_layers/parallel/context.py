@@ -168,10 +168,10 @@ class ContextBatch(SequenceBatch):
         return x[self._tokens_of(self._share.pieces)]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather the rows that this rank's tokens can attend to from all ranks' x [own tokens, ...].
+        """Gather from all ranks' x [own tokens, ...] the rows that this rank's tokens can attend to.
 
         The result [sum(keyed.key_lens), ...] concatenates, for each piece of this rank, the rows of the piece's
-        sequence up to the end of the piece. A row's gradient is the sum over all ranks.
+        sequence up to the end of the piece. Gradients of a row are summed over all ranks.
         """
         if len(x) != sum(self.query_lens):
             raise ValueError(
