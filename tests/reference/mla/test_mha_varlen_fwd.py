@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsa.cases import cases_of
-from dsa.cases.mla import keys_of_bits
+from dsa.cases.mha import keys_of_bits
 from dsa.reference.mla.mha_varlen_fwd import mha_varlen_fwd
 from dsa.reference.mla.selection_bits import selected_keys, selection_bits
 from tests.reference.common import INF, INT32, assert_same_bits, i32, zeros
